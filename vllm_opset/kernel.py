@@ -1,0 +1,88 @@
+"""What a kernel is: one implementation of one op, with what it supports, and where kernels are found.
+
+A kernel file says
+
+    @kernel(ops.rms_norm, name="triton", supports=supports)
+    def rms_norm(x, weight, epsilon, ...): ...
+
+`supports(problem)` answers None, or in a few words why not. It looks at nothing but the problem: no environment, no
+data. Which kernel runs is decided elsewhere, in `selection`.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+
+from vllm_opset import kernels, ops
+from vllm_opset.ops.contract import Op, Problem
+
+REFERENCE = "reference"
+PROVIDERS = tuple(module.name for module in pkgutil.iter_modules(kernels.__path__))
+
+Supports = Callable[[Problem], str | None]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An implementation of an op. `provider` is the folder of `kernels/` it came from, or the module that made it."""
+
+    op: str
+    name: str
+    provider: str
+    supports: Supports = field(repr=False)
+    run: Callable = field(repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.op}={self.name}"
+
+
+_registry: dict[str, dict[str, Kernel]] = {
+    op.name: {REFERENCE: Kernel(op.name, REFERENCE, REFERENCE, lambda problem: None, op.reference)} for op in ops.ALL
+}
+_loaded: set[str] = set()
+
+
+def kernel(op: Op, *, name: str, supports: Supports) -> Callable[[Callable], Callable]:
+    """Registers the decorated function as an implementation of `op`, with the signature of the op's reference.
+
+    Raises ValueError if the op already has a kernel of that name.
+    """
+
+    def register(run: Callable) -> Callable:
+        if name in _registry[op.name]:
+            raise ValueError(f"{op.name} already has a kernel named {name!r}, from {_registry[op.name][name].provider}")
+        _registry[op.name][name] = Kernel(op.name, name, _provider_of(run), supports, run)
+        return run
+
+    return register
+
+
+def kernels_of(op_name: str) -> dict[str, Kernel]:
+    """Every kernel of an op that can be imported on this machine, by name, in the order they were registered."""
+    for provider in PROVIDERS:
+        load(provider)
+    return dict(_registry[op_name])
+
+
+def load(provider: str) -> str | None:
+    """Imports the kernel files of a provider, once. Answers None, or why the provider cannot be had here."""
+    package = importlib.import_module(f"{kernels.__name__}.{provider}")
+    reason = package.unavailable()
+    if reason is None and provider not in _loaded:
+        _loaded.add(provider)
+        for module in pkgutil.iter_modules(package.__path__):
+            _load_file(package, module.name)
+    return reason
+
+
+def _load_file(package: ModuleType, name: str) -> None:
+    if name not in _registry and not name.startswith("_"):
+        raise ImportError(f"{package.__name__}.{name} is named after no op: a kernel's file bears its op's name")
+    importlib.import_module(f"{package.__name__}.{name}")
+
+
+def _provider_of(run: Callable) -> str:
+    package, _, rest = run.__module__.removeprefix(kernels.__name__ + ".").partition(".")
+    return package if run.__module__.startswith(kernels.__name__ + ".") else run.__module__

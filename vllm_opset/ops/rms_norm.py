@@ -1,0 +1,97 @@
+"""rms_norm: root-mean-square normalisation over the last dimension.
+
+Semantics: vLLM's `RMSNorm.forward_native` without a residual (`vllm.ir.ops.rms_norm` in releases that have it), and its
+`GemmaRMSNorm` with `weight_offset=1`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from vllm_opset.ops import samples
+from vllm_opset.ops.contract import Cost, Problem, Sample, accumulator, op
+
+
+@dataclass(frozen=True)
+class RMSNormProblem(Problem):
+    """hidden_size: of the normalised dimension. weight_dtype: None without a weight."""
+
+    hidden_size: int
+    weight_dtype: torch.dtype | None
+
+
+@op(problem=RMSNormProblem)
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    weight_offset: float = 0.0,
+) -> torch.Tensor:
+    """y = x / sqrt(mean(x²) + epsilon) * (weight + weight_offset), computed in fp32 and rounded once.
+
+    x: [..., hidden_size], any strides. weight: [hidden_size], of x's dtype or fp32, or None for no scaling.
+    weight_offset: added to the weight in fp32; 1 for Gemma, whose checkpoints store weight − 1.
+    Returns a new contiguous tensor of x's shape and dtype. Zero rows are allowed.
+    """
+    wide = x.to(accumulator(x))
+    y = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
+    if weight is not None:
+        y = y * (weight.to(wide.dtype) + weight_offset)
+    return y.to(x.dtype).contiguous()
+
+
+@rms_norm.problem_of
+def _(x, weight, epsilon, weight_offset=0.0) -> RMSNormProblem:
+    return RMSNormProblem(x.device.type, x.dtype, x.shape[-1], None if weight is None else weight.dtype)
+
+
+@rms_norm.cost
+def _(x, weight, epsilon, weight_offset=0.0) -> Cost:
+    weight_bytes = 0 if weight is None else weight.nbytes
+    return Cost(bytes=2 * x.nbytes + weight_bytes, flops=4 * x.numel())
+
+
+@rms_norm.sample_inputs
+def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    def sample(name: str, shape: tuple[int, ...], *, weight_dtype=dtype, offset=0.0, std=1.0, strided=False) -> Sample:
+        def make():
+            rng = samples.generator(name)
+            x = samples.normal(shape, dtype, device, rng, std)
+            weight = None if weight_dtype is None else samples.normal(shape[-1:], weight_dtype, device, rng)
+            return (samples.row_view(x) if strided else x, weight, 1e-6), {"weight_offset": offset}
+
+        return Sample(name, make)
+
+    yield sample("zero tokens", (0, 64))
+    yield sample("one token", (1, 128))
+    yield sample("odd hidden size", (3, 77))
+    yield sample("one element a row", (5, 1))
+    yield sample("no weight", (4, 64), weight_dtype=None)
+    yield sample("Gemma: weight + 1, fp32 weight", (4, 256), weight_dtype=torch.float32, offset=1.0)
+    yield sample("strided rows", (7, 96), strided=True)
+    yield sample("per head, three dimensions", (5, 4, 128))
+    yield sample("large values", (2, 64), std=100.0)
+    yield sample("Qwen3-8B hidden size", (2, 4096))
+
+
+@rms_norm.bench_inputs
+def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    def sample(num_tokens: int, hidden_size: int) -> Sample:
+        def make():
+            rng = samples.generator(f"{num_tokens} {hidden_size}")
+            x = samples.normal((num_tokens, hidden_size), dtype, device, rng)
+            return (x, samples.normal((hidden_size,), dtype, device, rng), 1e-6), {}
+
+        return Sample(f"T{num_tokens} H{hidden_size}", make)
+
+    for num_tokens in (1, 64, 256, 4096, 16384):
+        yield sample(num_tokens, 4096)
+    yield sample(4096, 8192)
+
+
+@rms_norm.property_
+def scale_invariant(run, device: str, dtype: torch.dtype) -> None:
+    """Without epsilon, multiplying the input by a power of two changes no bit of the result."""
+    x = samples.normal((4, 64), dtype, device, samples.generator("scale"))
+    assert torch.equal(run(x, None, 0.0), run(x * 4, None, 0.0))

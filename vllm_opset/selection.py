@@ -1,0 +1,189 @@
+"""WHICH: one kernel for an op and a problem, chosen once, with the reason.
+
+A layer or a backend calls `select` when it is built and keeps what it gets; nothing is decided during a call, and a
+kernel that fails raises. Users override the choice, most specific first, by `--additional-config
+'{"opset": {"kernels": {"rms_norm": "reference"}}}'`, by a YAML file with the same keys named by OPSET_CONFIG, or by
+OPSET_KERNELS="rms_norm=reference,paged_attention=cpu". OPSET_IMPORT="module,…" imports the user's own kernels first.
+OPSET_COUNT_CALLS=1 counts the calls of every kernel, for reports.
+"""
+
+import difflib
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from vllm_opset import ops
+from vllm_opset.kernel import REFERENCE, Kernel, kernels_of
+from vllm_opset.ops.contract import Op, Problem
+
+# Which providers are tried on a device, first to last. The reference closes every list: it runs anywhere.
+PREFERENCE: Mapping[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",), "npu": ("ascend",)}
+CONFIG_KEYS = ("kernels",)
+
+
+class OverrideError(ValueError):
+    """An override that names nothing, or a kernel that cannot do what is asked of it."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """A user's word for one op: the kernel's name, and where it was said."""
+
+    kernel: str
+    source: str
+
+
+@dataclass(eq=False)
+class Choice:
+    """The kernel chosen for an op and a problem, why, and why not the others. Call `run`."""
+
+    op: str
+    problem: Problem
+    kernel: Kernel
+    reason: str
+    rejected: tuple[tuple[str, str], ...]
+    run: Callable = field(repr=False, default=None)
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.run = self._counted() if os.environ.get("OPSET_COUNT_CALLS") == "1" else self.kernel.run
+
+    def _counted(self) -> Callable:
+        @functools.wraps(self.kernel.run)
+        def run(*args, **kwargs):
+            self.calls += 1
+            return self.kernel.run(*args, **kwargs)
+
+        return run
+
+
+_overrides: dict[str, Override] | None = None
+_choices: dict[tuple[str, Problem], Choice] = {}
+
+
+def configure(additional_config: Mapping | None = None) -> dict[str, Override]:
+    """Reads the user's overrides, from every source, and forgets earlier choices. Raises OverrideError for a wrong one.
+
+    additional_config: vLLM's own, whose key "opset" is ours.
+    """
+    global _overrides
+    _import_users_kernels()
+    _overrides = _read_overrides(additional_config or {})
+    _choices.clear()
+    return _overrides
+
+
+def select(op: Op, problem: Problem) -> Choice:
+    """The kernel for `op` on `problem`: the user's word if there is one, else the first preferred one that supports it.
+
+    Raises OverrideError if the user's word names a kernel that does not support the problem.
+    """
+    key = (op.name, problem)
+    if key not in _choices:
+        overrides = configure() if _overrides is None else _overrides
+        _choices[key] = _decide(op, problem, overrides.get(op.name))
+    return _choices[key]
+
+
+def choices() -> list[Choice]:
+    """What has been chosen in this process, in the order of the ops."""
+    order = [op.name for op in ops.ALL]
+    return sorted(_choices.values(), key=lambda choice: order.index(choice.op))
+
+
+def fingerprint() -> tuple[str, ...]:
+    """The choices as plain data, for a compile cache's key."""
+    return tuple(f"{choice.kernel}@{choice.kernel.provider}[{choice.problem}]" for choice in choices())
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint to close an error about an unknown name: the nearest known ones, or all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def _decide(op: Op, problem: Problem, override: Override | None) -> Choice:
+    kernels = kernels_of(op.name)
+    if override is not None:
+        return _obey(op, problem, kernels[override.kernel], override)
+    rejected = []
+    for candidate in _in_order_of_preference(kernels.values(), problem.device):
+        reason = candidate.supports(problem)
+        if reason is None:
+            return Choice(op.name, problem, candidate, _why(candidate, problem), tuple(rejected))
+        rejected.append((candidate.name, reason))
+    raise AssertionError(f"{op.name}: the reference supports everything")
+
+
+def _obey(op: Op, problem: Problem, kernel: Kernel, override: Override) -> Choice:
+    reason = kernel.supports(problem)
+    if reason is not None:
+        raise OverrideError(
+            f"{override.source} asks for {op.name}={kernel.name}, which cannot do it: {reason} ({problem}). "
+            f"Remove that override, or name another kernel: {', '.join(sorted(kernels_of(op.name)))}"
+        )
+    return Choice(op.name, problem, kernel, f"asked for by {override.source}", ())
+
+
+def _in_order_of_preference(kernels: Iterable[Kernel], device: str) -> list[Kernel]:
+    order = (*PREFERENCE.get(device, ()), REFERENCE)
+    return sorted((k for k in kernels if k.provider in order), key=lambda kernel: order.index(kernel.provider))
+
+
+def _why(kernel: Kernel, problem: Problem) -> str:
+    if kernel.provider != REFERENCE:
+        return f"first kernel for {problem.device} that supports it"
+    return f"no other kernel for {problem.device} supports it"
+
+
+def _import_users_kernels() -> None:
+    for module in _words(os.environ.get("OPSET_IMPORT", "")):
+        importlib.import_module(module)
+
+
+def _read_overrides(additional_config: Mapping) -> dict[str, Override]:
+    sources: dict[str, Mapping] = {"OPSET_KERNELS": {"kernels": _pairs(os.environ.get("OPSET_KERNELS", ""))}}
+    if path := os.environ.get("OPSET_CONFIG"):
+        sources[f"OPSET_CONFIG ({path})"] = yaml.safe_load(Path(path).read_text()) or {}
+    sources["--additional-config"] = additional_config.get("opset", {})
+    overrides: dict[str, Override] = {}
+    for source, config in sources.items():
+        overrides |= _checked(source, config)
+    return overrides
+
+
+def _checked(source: str, config: Mapping) -> dict[str, Override]:
+    for key in config:
+        if key not in CONFIG_KEYS:
+            raise OverrideError(f"{source}: unknown key {key!r}; {nearest(key, CONFIG_KEYS)}")
+    overrides = {}
+    for op_name, kernel_name in config.get("kernels", {}).items():
+        if op_name not in ops.BY_NAME:
+            raise OverrideError(f"{source}: unknown op {op_name!r}; {nearest(op_name, ops.BY_NAME)}")
+        known = kernels_of(op_name)
+        if kernel_name not in known:
+            raise OverrideError(
+                f"{source}: {op_name} has no kernel {kernel_name!r} here; {nearest(kernel_name, known)}"
+            )
+        overrides[op_name] = Override(kernel_name, source)
+    return overrides
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = {}
+    for word in _words(text):
+        op_name, separator, kernel_name = word.partition("=")
+        if not separator:
+            raise OverrideError(f"OPSET_KERNELS: {word!r} is not of the form op=kernel")
+        pairs[op_name.strip()] = kernel_name.strip()
+    return pairs
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
