@@ -26,20 +26,29 @@ Supports = Callable[[Problem], str | None]
 
 @dataclass(frozen=True)
 class Kernel:
-    """An implementation of an op. `provider` is the folder of `kernels/` it came from, or the module that made it."""
+    """An implementation of an op.
+
+    provider: the folder of `kernels/` it came from, or the user's module. devices: the torch device types that its
+    provider runs on; () for any.
+    """
 
     op: str
     name: str
     provider: str
+    devices: tuple[str, ...]
     supports: Supports = field(repr=False)
     run: Callable = field(repr=False)
 
     def __str__(self) -> str:
         return f"{self.op}={self.name}"
 
+    def runs_on(self, device: str) -> bool:
+        """Whether its provider runs on this type of device at all."""
+        return not self.devices or device in self.devices
+
 
 _registry: dict[str, dict[str, Kernel]] = {
-    op.name: {REFERENCE: Kernel(op.name, REFERENCE, REFERENCE, lambda problem: None, op.reference)} for op in ops.ALL
+    op.name: {REFERENCE: Kernel(op.name, REFERENCE, REFERENCE, (), lambda problem: None, op.reference)} for op in ops.ALL
 }
 _loaded: set[str] = set()
 
@@ -53,7 +62,9 @@ def kernel(op: Op, *, name: str, supports: Supports) -> Callable[[Callable], Cal
     def register(run: Callable) -> Callable:
         if name in _registry[op.name]:
             raise ValueError(f"{op.name} already has a kernel named {name!r}, from {_registry[op.name][name].provider}")
-        _registry[op.name][name] = Kernel(op.name, name, _provider_of(run), supports, run)
+        provider = _provider_of(run)
+        devices = _package(provider).DEVICES if provider in PROVIDERS else ()
+        _registry[op.name][name] = Kernel(op.name, name, provider, devices, supports, run)
         return run
 
     return register
@@ -68,13 +79,17 @@ def kernels_of(op_name: str) -> dict[str, Kernel]:
 
 def load(provider: str) -> str | None:
     """Imports the kernel files of a provider, once. Answers None, or why the provider cannot be had here."""
-    package = importlib.import_module(f"{kernels.__name__}.{provider}")
+    package = _package(provider)
     reason = package.unavailable()
     if reason is None and provider not in _loaded:
         _loaded.add(provider)
         for module in pkgutil.iter_modules(package.__path__):
             _load_file(package, module.name)
     return reason
+
+
+def _package(provider: str) -> ModuleType:
+    return importlib.import_module(f"{kernels.__name__}.{provider}")
 
 
 def _load_file(package: ModuleType, name: str) -> None:
