@@ -1,0 +1,52 @@
+# The vLLM release that everything is developed on, and the two ends of the window that is served.
+RELEASE := 0.30.0
+WINDOW := 0.26.0 0.33.0
+
+PYTHON ?= python3
+ARGS ?=
+export PYTHON
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+
+.PHONY: help demo test window parity bench lint env tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@echo 'ARGS="..." is passed on to the command; PYTHON=... names a Python 3.11 or 3.12.'
+
+demo: env ## answer prompts with the tiny model and show which kernel served which op
+	@.venv/bin/vllm-opset demo $(ARGS)
+
+test: env ## the whole suite, on vLLM $(RELEASE)
+	.venv/bin/python -m pytest $(ARGS)
+
+window: $(WINDOW:%=window-%) ## the end-to-end tests, on vLLM $(WINDOW)
+
+$(WINDOW:%=window-%): window-%: env-%
+	.venv-$*/bin/python -m pytest -m window $(ARGS)
+
+parity: env ## every kernel against its op's reference
+	@.venv/bin/vllm-opset parity $(ARGS)
+
+bench: env ## time the kernels
+	@.venv/bin/vllm-opset bench $(ARGS)
+
+lint: tools ## ruff: check and format
+	.venv-tools/bin/ruff check
+	.venv-tools/bin/ruff format --check
+
+env: tools ## make .venv, with vLLM $(RELEASE)
+	@tools/venv.sh .venv $(RELEASE)
+
+$(WINDOW:%=env-%): env-%: tools
+	@tools/venv.sh .venv-$* $*
+
+tools:
+	@tools/venv.sh .venv-tools
+
+lock: env ## pin again what requirements/*.in ask for
+	.venv/bin/python tools/lock.py $(RELEASE) $(WINDOW)
+
+clean: ## remove the environments and caches
+	rm -rf .venv .venv-* .venv.lock .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	find vllm_opset tests examples tools -name __pycache__ -prune -exec rm -rf {} +

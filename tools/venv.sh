@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# venv.sh DIR RELEASE: makes DIR the environment pinned in requirements/vllm-RELEASE.txt: CPU torch, that vLLM built without
+# compiled kernels, and this checkout, installed in place. venv.sh DIR alone: the tools (uv, ruff).
+# Costs nothing where DIR is up to date; an environment that is not is made anew, never patched.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+dir=$1 release=${2:-}
+
+# PYTHON if it will do; where that is only the default, any Python of a supported version.
+find_python() {
+    local candidate candidates=("${PYTHON:-python3}")
+    [ "${candidates[0]}" != python3 ] || candidates+=(python3.11 python3.12)
+    for candidate in "${candidates[@]}"; do
+        "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] not in {(3, 11), (3, 12)})' 2>/dev/null || continue
+        "$candidate" -c 'import sys; print(sys.executable)'
+        return
+    done
+    echo "vllm-opset needs Python 3.11 or 3.12, tried ${candidates[*]}: install one, or name it with make PYTHON=/path/to/python" >&2
+    return 1
+}
+
+# The folders that pip is told to look for wheels in, as uv wants them.
+find_links() {
+    .venv-tools/bin/python -m pip config list | sed -n "s/^[^=]*find-links='\(.*\)'$/\1/p" | tr ' ' '\n' | sort -u | paste -sd,
+}
+
+install_torch() {
+    local links=${UV_FIND_LINKS:-$(find_links)}
+    if [ -n "$links" ] && UV_FIND_LINKS=$links $uv pip install --quiet --no-deps --no-index -r requirements/torch.txt; then
+        return
+    fi
+    $uv pip install --no-deps --index-url https://download.pytorch.org/whl/cpu -r requirements/torch.txt
+}
+
+python=$(find_python)
+case $release in
+    "") pins=(requirements/tools.txt) ;;
+    *) pins=("requirements/vllm-$release.txt" requirements/torch.txt requirements/tools.txt pyproject.toml tools/venv.sh) ;;
+esac
+[ -e "${pins[0]}" ] || { echo "no ${pins[0]}: add the release to the Makefile and run make lock" >&2; exit 1; }
+
+exec 9>.venv.lock
+flock 9
+stamp=$({ "$python" --version; pwd; cat "${pins[@]}"; } | sha256sum)
+[ "$stamp" != "$(cat "$dir/.stamp" 2>/dev/null)" ] || exit 0
+echo "making $dir (${pins[0]})"
+
+uv=.venv-tools/bin/uv
+if [ -z "$release" ]; then
+    "$python" -m venv --clear "$dir"
+    "$dir/bin/python" -m pip install -q -r requirements/tools.txt
+else
+    $uv venv -q --clear -p "$python" "$dir"
+    export VIRTUAL_ENV=$dir
+    install_torch
+    $uv pip install -q --no-deps -r "requirements/vllm-$release.txt"
+    $uv pip install -q --no-deps --no-build-isolation --no-binary vllm "vllm==$release"
+    $uv pip install -q --no-deps --no-build-isolation -e .
+fi
+echo "$stamp" >"$dir/.stamp"
