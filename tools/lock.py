@@ -33,9 +33,9 @@ def build_vllm(release: str, folder: str) -> Distribution:
 def lock(release: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         requirements = [*needs(build_vllm(release, folder)), *needs(distribution("torch"))]
-    command = [UV, "pip", "compile", "--quiet", "--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28"]
+    command = [UV, "pip", "compile", "--quiet", "--no-annotate", "--custom-compile-command", "make lock"]
+    command += ["--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28"]
     command += ["--overrides", "requirements/overrides.txt", "--excludes", "requirements/excludes.txt"]
-    command += ["--no-annotate", "--custom-compile-command", "make lock"]
     command += ["-o", f"requirements/vllm-{release}.txt", "requirements/common.in", "-"]
     subprocess.run(command, check=True, input="\n".join(requirements), text=True)
 

@@ -8,12 +8,11 @@ dir=$1 release=${2:-}
 
 # PYTHON if it will do; where that is only the default, any Python of a supported version.
 find_python() {
+    local check='import sys; assert (3, 11) <= sys.version_info < (3, 13); print(sys.executable)'
     local candidate candidates=("${PYTHON:-python3}")
     [ "${candidates[0]}" != python3 ] || candidates+=(python3.11 python3.12)
     for candidate in "${candidates[@]}"; do
-        "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] not in {(3, 11), (3, 12)})' 2>/dev/null || continue
-        "$candidate" -c 'import sys; print(sys.executable)'
-        return
+        "$candidate" -c "$check" 2>/dev/null && return
     done
     echo "vllm-opset needs Python 3.11 or 3.12, tried ${candidates[*]}: install one, or name it with make PYTHON=/path/to/python" >&2
     return 1
