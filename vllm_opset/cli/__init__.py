@@ -1,0 +1,21 @@
+"""The command `vllm-opset`: what there is, what would run here and why, whether it is right, and how fast."""
+
+import typer
+
+from vllm_opset.cli import demo, doctor, ops, parity
+
+app = typer.Typer(
+    help="vllm-opset: which kernel runs each of vLLM's ops on this machine, and why.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command("ops")(ops.list_ops)
+app.command("doctor")(doctor.examine)
+app.command("parity")(parity.check)
+app.command("demo")(demo.answer)
+
+
+def main() -> None:
+    """The entry point."""
+    app()

@@ -1,0 +1,81 @@
+"""`vllm-opset demo`: real questions, answered by vLLM's engine through this plugin's kernels."""
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vllm_opset.cli.show import print_table
+
+CHECKOUT = Path(__file__).parents[2]
+SAMPLING = {"temperature": 0.5, "top_k": 20, "top_p": 0.95, "min_p": 0.02, "seed": 7, "repetition_penalty": 1.01}
+
+
+def answer(
+    model: Annotated[Path, typer.Option(help="A model folder with its held-out questions.")] = CHECKOUT
+    / "examples"
+    / "tiny-qwen3",
+    questions: Annotated[int, typer.Option(min=1, help="How many questions to ask.")] = 20,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    verbose: Annotated[bool, typer.Option(help="Show vLLM's own log.")] = False,
+) -> None:
+    """Ask the tiny model questions it has not seen, and show which kernel served which op."""
+    if not (model / "heldout.jsonl").exists():
+        raise typer.BadParameter(
+            f"{model} has no heldout.jsonl; run the demo from a clone of the project", param_hint="--model"
+        )
+    os.environ["OPSET_COUNT_CALLS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
+    asked = random.Random(0).sample(_held_out(model), questions)
+    started = time.perf_counter()
+    llm = _load(model, dtype)
+    ready = time.perf_counter()
+    outputs = llm.chat([task["messages"] for task in asked], _sampling(len(asked)), use_tqdm=False)
+    seconds = time.perf_counter() - ready
+    _print_answers(asked, outputs)
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    rate = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s"
+    print(f"Engine ready in {ready - started:.1f} s; {rate}\n")
+    print_table("Which kernel served which op", ("op", "kernel", "calls", "reason"), _by_op(llm))
+
+
+def _load(model: Path, dtype: str):
+    from vllm import LLM
+
+    return LLM(model=str(model), dtype=dtype, max_model_len=512, kv_cache_memory_bytes=64 << 20)
+
+
+def _held_out(model: Path) -> list[dict]:
+    return [json.loads(line) for line in (model / "heldout.jsonl").read_text().splitlines()]
+
+
+def _sampling(count: int) -> list:
+    """Every fourth question is sampled with every option, the others are greedy."""
+    from vllm import SamplingParams
+
+    greedy, sampled = SamplingParams(temperature=0.0, max_tokens=64), SamplingParams(**SAMPLING, max_tokens=64)
+    return [sampled if i % 4 == 3 else greedy for i in range(count)]
+
+
+def _print_answers(asked: list[dict], outputs: list) -> None:
+    rows = []
+    for task, output in zip(asked, outputs, strict=True):
+        text = output.outputs[0].text.strip()
+        rows.append(
+            {"question": task["messages"][-1]["content"], "answer": text, "": "✓" if text == task["answer"] else "✗"}
+        )
+    print_table("Questions the model has not seen", ("question", "answer", ""), rows)
+    print(f"{sum(row[''] == '✓' for row in rows)} of {len(rows)} right")
+
+
+def _by_op(llm) -> list[dict]:
+    """The engine's report, summed over the layers of the first worker."""
+    rows: dict[tuple, dict] = {}
+    for choice in llm.collective_rpc("opset_report")[0]:
+        row = rows.setdefault((choice["op"], choice["kernel"]), {**choice, "calls": 0})
+        row["calls"] += choice["calls"]
+    return list(rows.values())

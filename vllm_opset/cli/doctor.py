@@ -1,0 +1,134 @@
+"""`vllm-opset doctor`: this machine, the platform that vLLM would use here, and every op's kernel, with reasons."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import typer
+
+from vllm_opset import __version__, ops, selection
+from vllm_opset.cli.show import AsJson, print_json, print_table
+
+ENTRY_POINT_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why vLLM would not use the plugin here, and what to do about it."""
+
+    what: str
+    cure: str
+
+
+def examine(as_json: AsJson = False) -> None:
+    """Say what would run here and why; exits with 1, and the cure, where vLLM would not use the plugin."""
+    faults = list(_faults())
+    machine = _machine()
+    active = None if faults else _active_platform()
+    if active is not None and not active.startswith("vllm_opset."):
+        faults.append(
+            Fault(f"vLLM uses the platform {active}", "unset VLLM_PLUGINS and OPSET_PLATFORM, see the log above")
+        )
+    device = _device(active)
+    kernels = _kernels(device)
+    if as_json:
+        print_json(
+            {
+                "machine": machine,
+                "platform": active,
+                "device": device,
+                "kernels": kernels,
+                "faults": [asdict(f) for f in faults],
+            }
+        )
+    else:
+        print_table("This machine", ("what", "found"), ({"what": k, "found": v} for k, v in machine.items()))
+        print(f"Platform: {active or 'none of this plugin'}\n")
+        print_table(f"Kernels on {device!r}", ("op", "kernel", "why", "others"), kernels)
+        for fault in faults:
+            print(f"NOT USED: {fault.what}. Cure: {fault.cure}")
+    raise typer.Exit(1 if faults else 0)
+
+
+def _machine() -> dict[str, str]:
+    return {
+        "vllm-opset": __version__,
+        "vLLM": _version("vllm"),
+        "torch": torch.__version__,
+        "Triton": _version("triton"),
+        "Python": platform.python_version(),
+        "CPU": f"{len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "accelerator": _accelerator(),
+    }
+
+
+def _version(distribution: str) -> str:
+    installed = importlib.util.find_spec(distribution) is not None
+    return importlib.metadata.version(distribution) if installed else "not installed"
+
+
+def _accelerator() -> str:
+    if not torch.accelerator.is_available():
+        return "none"
+    device = torch.accelerator.current_accelerator().type
+    return f"{torch.accelerator.device_count()} of type {device}"
+
+
+def _faults() -> Iterator[Fault]:
+    """What can be told without asking vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        yield Fault("vLLM is not installed", "install it; the README shows how for a CPU")
+        return
+    for group in ENTRY_POINT_GROUPS:
+        if not any(point.name == "opset" for point in importlib.metadata.entry_points(group=group)):
+            yield Fault(
+                f"the plugin has no entry point in {group}", "pip install vllm-opset, or pip install -e . in a clone"
+            )
+    if os.environ.get("OPSET_PLATFORM") == "off":
+        yield Fault("OPSET_PLATFORM=off", "unset OPSET_PLATFORM")
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and "opset" not in plugins.split(","):
+        yield Fault(f"VLLM_PLUGINS={plugins!r} leaves it out", "unset VLLM_PLUGINS, or add opset to it")
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
+        yield Fault(
+            "VLLM_TARGET_DEVICE=cpu makes vLLM use its own CPU platform before any plugin", "unset VLLM_TARGET_DEVICE"
+        )
+
+
+def _active_platform() -> str:
+    from vllm.platforms import current_platform
+
+    return f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
+
+
+def _device(used: bool) -> str:
+    if used:
+        from vllm.platforms import current_platform
+
+        return current_platform.device_type
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+
+
+def _kernels(device: str) -> list[dict]:
+    """The kernel that selection would choose for each op, over the problems of the op's own sample inputs."""
+    rows = []
+    for op in ops.ALL:
+        problems = {
+            op.describe(*args, **kwargs) for args, kwargs in (s.make() for s in op.samples("cpu", op.dtypes[0]))
+        }
+        chosen: dict[str, list] = {}
+        for problem in problems:
+            choice = selection.select(op, type(problem)(**{**vars(problem), "device": device}))
+            chosen.setdefault(choice.kernel.name, []).append(choice)
+        rows += [_kernel_row(op.name, name, choices, len(problems)) for name, choices in chosen.items()]
+    return rows
+
+
+def _kernel_row(op: str, kernel: str, choices: list[selection.Choice], problems: int) -> dict:
+    share = "" if len(choices) == problems else f" ({len(choices)} of {problems} sample problems)"
+    others = sorted({f"{name}: {reason}" for choice in choices for name, reason in choice.rejected})
+    return {"op": op, "kernel": kernel, "why": choices[0].reason + share, "others": "; ".join(others)}

@@ -1,0 +1,37 @@
+"""`vllm-opset ops`: every op, its kernels, and what each supports."""
+
+import inspect
+
+from vllm_opset import ops
+from vllm_opset.cli.show import AsJson, print_json, print_table
+from vllm_opset.kernel import PROVIDERS, REFERENCE, Kernel, kernels_of, load
+
+
+def list_ops(as_json: AsJson = False) -> None:
+    """List every op, its kernels, and what each supports."""
+    missing = {provider: reason for provider in PROVIDERS if (reason := load(provider))}
+    rows = [_row(kernel) for op in ops.ALL for kernel in kernels_of(op.name).values()]
+    if as_json:
+        print_json({"kernels": rows, "unavailable": missing})
+        return
+    print_table("Ops and their kernels", ("op", "kernel", "devices", "supports"), rows)
+    for provider, reason in missing.items():
+        print(f"The kernels of {provider!r} are not listed: {reason}")
+
+
+def _row(kernel: Kernel) -> dict:
+    return {
+        "op": kernel.op,
+        "kernel": kernel.name,
+        "provider": kernel.provider,
+        "devices": ", ".join(kernel.devices) or "any",
+        "supports": _limits(kernel),
+    }
+
+
+def _limits(kernel: Kernel) -> str:
+    """The first paragraph of what the author of `supports` wrote about it, on one line."""
+    if kernel.provider == REFERENCE:
+        return "everything in the contract"
+    text = inspect.getdoc(kernel.supports) or "not documented"
+    return " ".join(text.split("\n\n")[0].split())

@@ -1,0 +1,68 @@
+"""`vllm-opset parity`: every sample input and property of the contracts, against the reference."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.progress import track
+
+from vllm_opset import ops
+from vllm_opset.cli.show import AsJson, print_json, print_table
+from vllm_opset.kernel import Kernel, kernels_of
+from vllm_opset.ops.contract import Op
+from vllm_opset.parity import Check, check_kernel
+from vllm_opset.selection import nearest
+
+
+def check(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to check; all without one.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or npu.")] = "cpu",
+    kernel: Annotated[str | None, typer.Option(help="Only the kernels of this name.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check kernels against the references; exits with 1 if one disagrees."""
+    chosen = list(_chosen(names or list(ops.BY_NAME), device, kernel))
+    if not chosen:
+        raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}", param_hint="--kernel")
+    checks = []
+    for op, candidate in track(chosen, "checking", disable=as_json, transient=True):
+        checks.extend(check_kernel(op, candidate, device))
+    failures = [check for check in checks if not check.passed]
+    if as_json:
+        print_json({"device": device, "checks": [_plain(check) for check in checks]})
+    else:
+        print_table(f"Parity on {device}", ("op", "kernel", "dtype", "passed", "skipped", "worst"), _summary(checks))
+        for failure in failures:
+            print(f"FAILED {failure.op}={failure.kernel} {failure.dtype}, {failure.case}: {failure.failure}")
+        print(f"{len(checks) - len(failures)} passed, {len(failures)} failed")
+    raise typer.Exit(1 if failures else 0)
+
+
+def _chosen(names: list[str], device: str, kernel_name: str | None) -> Iterator[tuple[Op, Kernel]]:
+    for name in names:
+        if name not in ops.BY_NAME:
+            raise typer.BadParameter(f"unknown op {name!r}; {nearest(name, ops.BY_NAME)}")
+        for kernel in kernels_of(name).values():
+            if kernel.runs_on(device) and kernel_name in (None, kernel.name):
+                yield ops.BY_NAME[name], kernel
+
+
+def _summary(checks: list[Check]) -> Iterator[dict]:
+    groups: dict[tuple, list[Check]] = {}
+    for check in checks:
+        groups.setdefault((check.op, check.kernel, str(check.dtype).removeprefix("torch.")), []).append(check)
+    for (op, kernel, dtype), group in groups.items():
+        ran = [check for check in group if check.skipped is None]
+        errors = [check.error for check in ran if check.error is not None]
+        yield {
+            "op": op,
+            "kernel": kernel,
+            "dtype": dtype,
+            "passed": f"{sum(check.passed for check in ran)} of {len(ran)}",
+            "skipped": len(group) - len(ran) or None,
+            "worst": f"{max(errors):.2f} of the tolerance" if errors else None,
+        }
+
+
+def _plain(check: Check) -> dict:
+    return {**vars(check), "dtype": str(check.dtype).removeprefix("torch."), "passed": check.passed}

@@ -1,0 +1,26 @@
+"""How the commands speak: a rich table for a person, JSON for a program."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def print_json(value: Any) -> None:
+    """Machine-readable, on standard output, and nothing else there."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """One row per mapping; the column names are its keys."""
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", expand=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*("" if row[column] is None else str(row[column]) for column in columns))
+    Console().print(table)
