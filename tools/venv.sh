@@ -47,7 +47,7 @@ echo "making $dir (${pins[0]})"
 uv=.venv-tools/bin/uv
 if [ -z "$release" ]; then
     "$python" -m venv --clear "$dir"
-    "$dir/bin/python" -m pip install -q -r requirements/tools.txt
+    "$dir/bin/python" -m pip install -qq -r requirements/tools.txt
 else
     $uv venv -q --clear -p "$python" "$dir"
     export VIRTUAL_ENV=$dir
