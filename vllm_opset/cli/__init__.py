@@ -2,6 +2,7 @@
 
 import typer
 
+from vllm_opset import selection
 from vllm_opset.cli import demo, doctor, ops, parity
 
 app = typer.Typer(
@@ -10,6 +11,17 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+
+
+@app.callback()
+def read_overrides() -> None:
+    """Imports the user's kernels and checks the overrides in the environment, whatever the command."""
+    try:
+        selection.configure()
+    except selection.OverrideError as error:
+        raise typer.BadParameter(str(error), param_hint="environment") from error
+
+
 app.command("ops")(ops.list_ops)
 app.command("doctor")(doctor.examine)
 app.command("parity")(parity.check)
