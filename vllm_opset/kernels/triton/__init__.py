@@ -1,8 +1,15 @@
-"""Triton kernels: for NVIDIA GPUs, and on a CPU in Triton's interpreter (TRITON_INTERPRET=1), where they are proven."""
+"""Triton kernels: for NVIDIA GPUs, and on a CPU in Triton's interpreter (TRITON_INTERPRET=1), where they are proven.
+
+Launch parameters are plain data in launch.yaml; see `_launch`.
+"""
 
 import importlib.util
+import os
 
-DEVICES = ("cuda",)
+# Triton decides at import which of the two it is. In the interpreter the kernels run on a CPU, but nothing selects them
+# there: no device prefers them but "cuda".
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = ("cpu",) if INTERPRETED else ("cuda",)
 
 
 def unavailable() -> str | None:

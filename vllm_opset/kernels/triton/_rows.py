@@ -1,0 +1,69 @@
+"""Any tensor as rows: what every kernel that works on the last dimension shares.
+
+The leading dimensions are collapsed to at most two, so that a kernel walks `[T, H]`, `[T, heads, D]` and views of wider
+tensors alike, without a copy.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_WARPS = 32  # of a thread block, on every NVIDIA GPU
+
+
+class Rows(NamedTuple):
+    """How a tensor's rows lie: row i starts at (i // inner) * outer_stride + (i % inner) * inner_stride."""
+
+    inner: int
+    outer_stride: int
+    inner_stride: int
+    column_stride: int
+
+
+def rows(x: torch.Tensor) -> Rows:
+    """The rows of `x` along its last dimension.
+
+    Raises ValueError if its leading dimensions collapse to no fewer than three.
+    """
+    runs: list[tuple[int, int]] = []  # (number of rows, stride), outermost first
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if runs and runs[-1][1] == size * stride:
+            runs[-1] = (runs[-1][0] * size, stride)
+        else:
+            runs.append((size, stride))
+    if len(runs) > 2:
+        raise ValueError(f"strides {x.stride()} of shape {tuple(x.shape)} are not two runs of rows: call .contiguous()")
+    outer_stride = runs[0][1] if runs else 0
+    inner, inner_stride = runs[1] if len(runs) == 2 else (1, 0)
+    return Rows(inner, outer_stride, inner_stride, x.stride(-1))
+
+
+def num_rows(x: torch.Tensor) -> int:
+    """How many rows `x` has along its last dimension."""
+    return x.numel() // x.shape[-1] if x.shape[-1] else 0
+
+
+def warps(elements: int, per_thread: int) -> int:
+    """The warps that give each thread at least `per_thread` of a program's elements."""
+    return min(MAX_WARPS, max(1, elements // (32 * per_thread)))
+
+
+def whole_rows(columns: int, tile: int, per_thread: int) -> dict[str, int]:
+    """Launch arguments of a kernel whose programs hold whole rows, as many as `tile` elements allow."""
+    block = triton.next_power_of_2(columns)
+    return {
+        "ROWS": (held := max(1, tile // block)),
+        "BLOCK": block,
+        "num_warps": warps(held * block, per_thread),
+    }
+
+
+@triton.jit
+def row_offset(row, rows):
+    """Where rows start, as 64-bit offsets: `row` is a block of row numbers, `rows` a `Rows`."""
+    outer = (row // rows.inner).to(tl.int64) * rows.outer_stride
+    return outer + (row % rows.inner).to(tl.int64) * rows.inner_stride

@@ -1,0 +1,44 @@
+"""rms_norm: each program holds whole rows in registers, so that a row is read once and written once."""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.triton import _launch
+from vllm_opset.kernels.triton._rows import num_rows, row_offset, rows, whole_rows
+from vllm_opset.ops.rms_norm import RMSNormProblem
+
+MAX_HIDDEN_SIZE = 65536  # a row must fit the registers of one thread block
+
+
+def supports(problem: RMSNormProblem) -> str | None:
+    """Up to 65,536 columns."""
+    return None if problem.hidden_size <= MAX_HIDDEN_SIZE else f"rows are held in registers, up to {MAX_HIDDEN_SIZE}"
+
+
+@kernel(ops.rms_norm, name="triton", supports=supports)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, weight_offset: float = 0.0) -> torch.Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total, columns = num_rows(x), x.shape[-1]
+    launch = whole_rows(columns, **_launch.parameters("rms_norm", x.device, total))
+    _rms_norm[(triton.cdiv(total, launch["ROWS"]),)](
+        x, rows(x), weight, out, total, epsilon, weight_offset, COLUMNS=columns, **launch
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["total"])
+def _rms_norm(
+    x, x_rows, weight, out, total, epsilon, weight_offset,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < total) & (column < COLUMNS)
+    value = tl.load(x + row_offset(row, x_rows) + column * x_rows.column_stride, mask, 0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / COLUMNS + epsilon)
+    if weight is not None:
+        value *= tl.load(weight + column, column < COLUMNS, 0.0).to(tl.float32) + weight_offset
+    tl.store(out + row.to(tl.int64) * COLUMNS + column, value, mask)

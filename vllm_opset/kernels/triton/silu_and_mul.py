@@ -1,0 +1,12 @@
+"""silu_and_mul, by the launch that all activations share."""
+
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.triton import _activation, _formulas
+
+
+@kernel(ops.silu_and_mul, name="triton", supports=_activation.supports)
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    return _activation.gated(_formulas.silu_and_mul, x)
