@@ -17,10 +17,10 @@ help: ## this list
 demo: env ## answer prompts with the tiny model and show which kernel served which op
 	@.venv/bin/vllm-opset demo $(ARGS)
 
-test: env ## the whole suite, on vLLM $(RELEASE)
+test: env ## the whole suite, on the default vLLM release
 	.venv/bin/python -m pytest $(ARGS)
 
-window: $(WINDOW:%=window-%) ## the end-to-end tests, on vLLM $(WINDOW)
+window: $(WINDOW:%=window-%) ## the end-to-end tests, on the oldest and the newest vLLM release
 
 $(WINDOW:%=window-%): window-%: env-%
 	.venv-$*/bin/python -m pytest -m window $(ARGS)
@@ -35,7 +35,7 @@ lint: tools ## ruff: check and format
 	.venv-tools/bin/ruff check
 	.venv-tools/bin/ruff format --check
 
-env: tools ## make .venv, with vLLM $(RELEASE)
+env: tools ## make .venv, the environment of all of these
 	@tools/venv.sh .venv vllm-$(RELEASE)
 
 $(WINDOW:%=env-%): env-%: tools
@@ -52,4 +52,4 @@ lock: env ## pin again what requirements/*.in ask for
 
 clean: ## remove the environments and caches
 	rm -rf .venv .venv-* .venv.lock .pytest_cache .ruff_cache .hypothesis build *.egg-info
-	find vllm_opset tests examples tools -name __pycache__ -prune -exec rm -rf {} +
+	find . -name __pycache__ -prune -exec rm -rf {} +
