@@ -3,6 +3,7 @@
 Launch parameters are plain data in launch.yaml; see `_launch`.
 """
 
+import importlib
 import importlib.util
 import os
 
@@ -15,3 +16,7 @@ DEVICES = ("cpu",) if INTERPRETED else ("cuda",)
 def unavailable() -> str | None:
     """Why Triton cannot be imported here, or None."""
     return None if importlib.util.find_spec("triton") else "Triton is not installed: pip install triton"
+
+
+if INTERPRETED and unavailable() is None:
+    importlib.import_module(f"{__name__}._interpreter").patch()

@@ -1,0 +1,96 @@
+"""One row of a benchmark: one implementation of one op on one case, checked against the reference, then timed."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+import torch
+
+from vllm_opset.bench import peers
+from vllm_opset.bench.ceilings import Ceilings
+from vllm_opset.bench.timing import time_call
+from vllm_opset.kernel import REFERENCE, Kernel, kernels_of
+from vllm_opset.ops.contract import Op, Sample
+from vllm_opset.parity import check_sample
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is timed: a kernel of this package (peer is False), or a peer, dressed as a kernel."""
+
+    kernel: Kernel
+    peer: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measurement.
+
+    seconds, spread: of one call. bytes, flops: from the contract's cost. floor: the seconds that the ceilings allow at
+    best. check: None if the result agrees with the reference, else how it does not. skipped: why nothing was timed.
+    """
+
+    op: str
+    case: str
+    dtype: str
+    implementation: str
+    peer: bool
+    reproduce: str
+    bytes: int | None = None
+    flops: int | None = None
+    floor: float | None = None
+    seconds: float | None = None
+    spread: float | None = None
+    check: str | None = None
+    skipped: str | None = None
+
+    @property
+    def share(self) -> float | None:
+        """Of the ceiling: 1 would be the floor."""
+        return None if self.seconds is None else self.floor / self.seconds
+
+
+def candidates(op: Op, device: str, kernel_name: str | None, against: list[str]) -> Iterator[Candidate]:
+    """The device's kernels of the op, and the peers that have it. The reference is one of them only where it serves."""
+    for kernel in kernels_of(op.name).values():
+        serves = kernel.provider != REFERENCE or device == "cpu"
+        if kernel.runs_on(device) and kernel_name in ((None, kernel.name) if serves else (kernel.name,)):
+            yield Candidate(kernel, peer=False)
+    for name in against:
+        if run := peers.implementation(name, op):
+            yield Candidate(_as_kernel(op, name, run), peer=True)
+
+
+def cases(op: Op, device: str, dtype: torch.dtype, pattern: str) -> list[Sample]:
+    """The op's benchmark cases whose names match a shell pattern."""
+    return [sample for sample in op.bench_samples(device, dtype) if fnmatch(sample.name, pattern)]
+
+
+def measure(
+    op: Op, sample: Sample, candidate: Candidate, device: str, dtype: torch.dtype, ceilings: Ceilings
+) -> Result:
+    """Checks the candidate against the reference, then times it."""
+    name = str(dtype).removeprefix("torch.")
+    which = "--against" if candidate.peer else "--kernel"
+    result = Result(
+        op.name, sample.name, name, candidate.kernel.name, candidate.peer,
+        f"vllm-opset bench {op.name} --case '{sample.name}' --dtype {name} {which} {candidate.kernel.name}",
+    )  # fmt: skip
+    try:
+        check = check_sample(op, candidate.kernel, sample, dtype)
+        if check.skipped:
+            return dataclasses.replace(result, skipped=check.skipped)
+        call = sample.make()
+        timing = time_call(candidate.kernel.run, call, device)
+    except (NotImplementedError, RuntimeError) as reason:  # it cannot do the case, or not in a CUDA graph
+        return dataclasses.replace(result, skipped=str(reason).strip().splitlines()[0])
+    cost = op.cost_of(*call[0], **call[1])
+    return dataclasses.replace(
+        result, bytes=cost.bytes, flops=cost.flops, floor=ceilings.floor(cost),
+        seconds=timing.median, spread=timing.spread, check=check.failure,
+    )  # fmt: skip
+
+
+def _as_kernel(op: Op, name: str, run: Callable) -> Kernel:
+    return Kernel(op.name, name, name, (), lambda problem: None, run)

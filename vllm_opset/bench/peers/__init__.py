@@ -1,0 +1,25 @@
+"""What users would pick instead: one file per peer, in it a function per op, of the op's name and signature.
+
+A peer's `unavailable(device)` answers why it cannot be had here, or None. A function raises NotImplementedError, with
+the reason, for a case that its peer cannot do. A peer that can do any op has `any_op(op)` instead.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from types import ModuleType
+
+from vllm_opset.ops.contract import Op
+
+NAMES = tuple(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def peer(name: str) -> ModuleType:
+    """The peer of this name, one of NAMES."""
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def implementation(name: str, op: Op) -> Callable | None:
+    """The peer's function for an op, with the signature of the op's reference; None if it has none."""
+    module = peer(name)
+    return module.any_op(op) if hasattr(module, "any_op") else getattr(module, op.name, None)

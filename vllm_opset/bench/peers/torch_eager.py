@@ -1,0 +1,36 @@
+"""PyTorch as a user would write it: its own operator where there is one, in the dtype of the case."""
+
+import torch
+import torch.nn.functional as F
+
+
+def unavailable(device: str) -> str | None:
+    """It is always there."""
+    return None
+
+
+def rms_norm(x, weight, epsilon, weight_offset=0.0):
+    return F.rms_norm(x, x.shape[-1:], weight if weight_offset == 0 else weight + weight_offset, epsilon)
+
+
+def fused_add_rms_norm(x, residual, weight, epsilon, weight_offset=0.0):
+    residual += x
+    x.copy_(rms_norm(residual, weight, epsilon, weight_offset))
+
+
+def layer_norm(x, weight, bias, epsilon):
+    return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+
+
+def silu_and_mul(x):
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def gelu_and_mul(x, approximate="none"):
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def relu2(x: torch.Tensor):
+    return F.relu(x).square()

@@ -1,0 +1,170 @@
+"""A benchmark's results as a table, as JSON, as a page of documentation, and as a roofline picture."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vllm_opset.bench.ceilings import Ceilings
+from vllm_opset.bench.measure import Result
+
+PACKAGES = ("vllm-opset", "torch", "triton", "vllm", "flashinfer-python")
+MICROSECOND = 1e-6
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of one run. skipped: peers that were not used, and why."""
+
+    device: str
+    ceilings: Ceilings
+    results: list[Result]
+    skipped: dict[str, str]
+
+    def as_json(self) -> dict:
+        """Plain data; times in seconds."""
+        return {
+            "date": datetime.date.today().isoformat(),
+            "commit": commit(),
+            "device": self.device,
+            "versions": versions(),
+            "ceilings": {
+                "read_bytes_per_second": self.ceilings.bytes_per_second,
+                f"matmul_{_plain(self.ceilings.dtype)}_flops_per_second": self.ceilings.flops_per_second,
+            },
+            "peers_not_used": self.skipped,
+            "results": [dataclasses.asdict(result) | {"share": result.share} for result in self.results],
+        }
+
+    def described(self) -> str:
+        """One line on the machine and its ceilings."""
+        return (
+            f"{self.device}: reading {self.ceilings.bytes_per_second / 1e12:.3g} TB/s, "
+            f"{_plain(self.ceilings.dtype)} matmul {self.ceilings.flops_per_second / 1e12:.3g} TFLOP/s"
+        )
+
+    def tables(self) -> Iterator[tuple[str, list[str], list[dict]]]:
+        """(op, columns, rows): a row per case, a column per implementation, times in microseconds."""
+        for op in dict.fromkeys(result.op for result in self.results):
+            of_op = [result for result in self.results if result.op == op]
+            implementations = list(dict.fromkeys(result.implementation for result in of_op))
+            rows = [
+                {"case": case, "floor": _floor(of_op, case)}
+                | {name: _cell(of_op, case, name) for name in implementations}
+                for case in dict.fromkeys(result.case for result in of_op)
+            ]
+            yield op, ["case", "floor", *implementations], rows
+
+    def as_markdown(self, command: str, picture: str | None) -> str:
+        """A page: what was run where, a table for each op, what is not right or not there, how to repeat a case."""
+        known = ", ".join(f"{name} {version}" for name, version in versions().items())
+        lines = [
+            f"# {self.device}",
+            "",
+            f"Made by `{command}` on {datetime.date.today().isoformat()}, commit {commit() or 'unknown'}.",
+            f"{self.described()}. Python {platform.python_version()}, {known}.",
+            "",
+            *([f"![roofline]({picture})", ""] if picture else []),
+            LEGEND,
+        ]
+        for op, columns, rows in self.tables():
+            lines += ["", f"## {op}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+            lines += ["| " + " | ".join(row[column] for column in columns) + " |" for row in rows]
+        if notes := self.notes():
+            lines += ["", "## Notes", "", *(f"- {note}" for note in notes)]
+        lines += ["", "## One case again", "", "```", *(r.reproduce for r in self.results if not r.peer), "```"]
+        return "\n".join(lines) + "\n"
+
+    def notes(self) -> list[str]:
+        """What is off the reference, what was not timed, and which peers were not used."""
+        of = [(f"{result.op} {result.case}, {result.implementation}", result) for result in self.results]
+        return [
+            *(f"{which}: {result.check}" for which, result in of if result.check),
+            *(f"{which} was not timed: {result.skipped}" for which, result in of if result.skipped),
+            *(f"{name} was not used: {reason}" for name, reason in self.skipped.items()),
+        ]
+
+
+LEGEND = (
+    "Microseconds of one call, ± half the distance between the quartiles, and the share of the ceiling: floor over "
+    "time. floor: the bytes that must move over the reading rate, or the FLOP over the matmul rate, whichever is "
+    "longer. `!` marks a result that is further from the reference than the contract allows."
+)
+
+
+def versions() -> dict[str, str]:
+    """What is installed of the packages that matter here."""
+    installed = {}
+    for package in PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this runs from, marked when it was changed; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def device_name(device: str) -> str:
+    """What the hardware is called."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{len(models)} cores of {models[0].partition(':')[2].strip()}, {torch.get_num_threads()} threads"
+
+
+def draw(report: Report, file: Path) -> None:
+    """The roofline: FLOP/s over FLOP per byte, a colour per implementation."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
+    timed = [result for result in report.results if result.seconds and result.flops]
+    intensities = [result.flops / result.bytes for result in timed]
+    reading, computing = report.ceilings.bytes_per_second, report.ceilings.flops_per_second
+    low, ridge = min(intensities) / 2, computing / reading
+    axes.loglog(
+        [low, ridge, max(*intensities, 2 * ridge)], [low * reading, computing, computing], "k-", label="ceiling"
+    )
+    for name in dict.fromkeys(result.implementation for result in timed):
+        of_name = [result for result in timed if result.implementation == name]
+        axes.loglog(
+            [result.flops / result.bytes for result in of_name],
+            [result.flops / result.seconds for result in of_name],
+            "o", label=name, alpha=0.6, markersize=5 if of_name[0].peer else 7,
+        )  # fmt: skip
+    axes.set(xlabel="FLOP per byte", ylabel="FLOP/s", title=report.described())
+    axes.grid(which="major", alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def _floor(results: list[Result], case: str) -> str:
+    known = [result.floor for result in results if result.case == case and result.floor is not None]
+    return f"{known[0] / MICROSECOND:.1f}" if known else ""
+
+
+def _cell(results: list[Result], case: str, implementation: str) -> str:
+    found = [result for result in results if (result.case, result.implementation) == (case, implementation)]
+    if not found or found[0].seconds is None:
+        return "not timed" if found else ""
+    result = found[0]
+    time, spread = result.seconds / MICROSECOND, result.spread / MICROSECOND
+    return f"{time:.2f} ± {spread:.2f}, {result.share:.0%}{' !' if result.check else ''}"
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,114 @@
+"""Times one call of an operator: on a GPU by replayed CUDA graphs, on a CPU by the clock; cold caches on both.
+
+Every timed call has inputs and outputs of its own, and together they are larger than the last-level cache, or the cache
+is swept between rounds: no call finds its operands there.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+ROUNDS = 21  # replays whose times are compared
+MAX_CALLS = 256  # in one replay
+ROUND_SECONDS = 1e-3  # what a replay should last: events tick in half a microsecond
+MEMORY_SHARE = 0.2  # of the device's memory that is free, for operands
+CPU_SECONDS = 0.5  # to spend on one case
+SWEEP_BYTES = 1 << 30  # larger than any cache; long enough to hide the launch of a replay behind
+
+Call = tuple[tuple, dict]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: the median of the rounds, and half the distance between their quartiles."""
+
+    median: float
+    spread: float
+
+
+def time_call(run: Callable, call: Call, device: str) -> Timing:
+    """Seconds that `run(*args, **kwargs)` takes on the device, for inputs like `call`, which it may mutate.
+
+    Raises RuntimeError if it cannot be captured in a CUDA graph: then it cannot be used where speed matters either.
+    """
+    return _time_cuda(run, call) if device == "cuda" else _time_cpu(run, call)
+
+
+def _time_cuda(run: Callable, call: Call) -> Timing:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        _seconds_on_stream(run, call)  # compiles
+        seconds = _seconds_on_stream(run, call)
+        calls = _copies(run, call, limit=min(MAX_CALLS, max(2, round(ROUND_SECONDS / seconds))))
+        sweep = torch.zeros(SWEEP_BYTES // 4, dtype=torch.int32, device="cuda")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        try:
+            outputs = [run(*args, **kwargs) for args, kwargs in calls]  # kept, so that each call has its own
+        finally:
+            graph.capture_end()
+        rounds = [_replay(graph, sweep) for _ in range(ROUNDS + 1)][1:]
+        torch.cuda.synchronize()
+        del outputs
+    return _summary([start.elapsed_time(end) / 1e3 / len(calls) for start, end in rounds])
+
+
+def _replay(graph: torch.cuda.CUDAGraph, sweep: torch.Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    sweep.amax()
+    start.record()
+    graph.replay()
+    end.record()
+    return start, end
+
+
+def _seconds_on_stream(run: Callable, call: Call) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run(*call[0], **call[1])
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _time_cpu(run: Callable, call: Call) -> Timing:
+    run(*call[0], **call[1])
+    calls = _copies(run, call, limit=MAX_CALLS)
+    seconds, deadline = [], time.perf_counter() + CPU_SECONDS
+    while time.perf_counter() < deadline or len(seconds) < 3:
+        args, kwargs = calls[len(seconds) % len(calls)]
+        start = time.perf_counter()
+        run(*args, **kwargs)
+        seconds.append(time.perf_counter() - start)
+    return _summary(seconds)
+
+
+def _copies(run: Callable, call: Call, limit: int) -> list[Call]:
+    """Copies of the inputs, at least two, as many as the limit and the memory for them and their outputs allow."""
+    operands = (call, run(*call[0], **call[1]))
+    size = sum({s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, _tensors(operands))}.values())
+    fitting = int(MEMORY_SHARE * _free_memory(call)) // max(1, size)
+    return [copy.deepcopy(call) for _ in range(max(2, min(limit, fitting)))]
+
+
+def _free_memory(call: Call) -> int:
+    if any(tensor.is_cuda for tensor in _tensors(call)):
+        return torch.cuda.mem_get_info()[0]
+    return SWEEP_BYTES  # a CPU's memory is shared with all else
+
+
+def _tensors(value) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _summary(seconds: list[float]) -> Timing:
+    quartiles = statistics.quantiles(seconds, n=4)
+    return Timing(statistics.median(seconds), (quartiles[2] - quartiles[0]) / 2)

@@ -1,0 +1,100 @@
+"""`vllm-opset bench`: how fast kernels are, beside their peers and the ceilings of this machine."""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from vllm_opset import ops
+from vllm_opset.bench import ceilings, peers
+from vllm_opset.bench.measure import Candidate, candidates, cases, measure
+from vllm_opset.bench.report import LEGEND, Report, device_name, draw
+from vllm_opset.cli.show import print_table
+from vllm_opset.ops.contract import Op, Sample
+from vllm_opset.selection import nearest
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+
+
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to time; all without one.")] = None,
+    against: Annotated[list[str] | None, typer.Option(help=f"Only these peers, of {', '.join(peers.NAMES)}.")] = None,
+    alone: Annotated[bool, typer.Option("--alone", help="No peers.")] = False,
+    kernel: Annotated[str | None, typer.Option(help="Only the kernels of this name.")] = None,
+    case: Annotated[str, typer.Option(help="Only the cases that match this shell pattern.")] = "*",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; what there is without it.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a roofline here (matplotlib).")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write a page of documentation here (Markdown).")] = None,
+) -> None:
+    """Time kernels and their peers; device time, cold caches, checked against the reference in the same run."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = [_op(name) for name in names or [op.name for op in ops.ALL if hasattr(op, "bench_samples")]]
+    found, missing = _peers([] if alone else against or list(peers.NAMES), device)
+    work = _work(chosen, device, DTYPES[_known(dtype, DTYPES, "--dtype")], kernel, found, case)
+    if not work:
+        raise typer.BadParameter(f"no case matches {case!r}", param_hint="--case")
+    limits = ceilings.measure(device, DTYPES[dtype])
+    results = [
+        measure(op, sample, candidate, device, DTYPES[dtype], limits)
+        for op, sample, candidate in track(work, "timing", console=Console(stderr=True), transient=True)
+    ]
+    report = Report(device_name(device), limits, results, missing)
+    if plot:
+        draw(report, plot)
+    if page:
+        command = shlex.join(["vllm-opset", *sys.argv[1:]])
+        page.write_text(report.as_markdown(command, os.path.relpath(plot, page.parent) if plot else None))
+    if json_file:
+        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    _print(report)
+
+
+def _work(
+    chosen: list[Op], device: str, dtype: torch.dtype, kernel: str | None, against: list[str], pattern: str
+) -> list[tuple[Op, Sample, Candidate]]:
+    """Every measurement to make; what belongs to one case stands side by side."""
+    implementations = {op.name: list(candidates(op, device, kernel, against)) for op in chosen}
+    return [
+        (op, sample, candidate)
+        for op in chosen
+        for sample in cases(op, device, dtype, pattern)
+        for candidate in implementations[op.name]
+    ]
+
+
+def _peers(names: list[str], device: str) -> tuple[list[str], dict[str, str]]:
+    """Those that can be had here, and why the others cannot."""
+    reasons = {name: peers.peer(_known(name, peers.NAMES, "--against")).unavailable(device) for name in names}
+    return [name for name in names if not reasons[name]], {name: why for name, why in reasons.items() if why}
+
+
+def _op(name: str) -> Op:
+    op = ops.BY_NAME[_known(name, ops.BY_NAME, "OP")]
+    if not hasattr(op, "bench_samples"):
+        raise typer.BadParameter(f"{name} has no benchmark cases", param_hint="OP")
+    return op
+
+
+def _known(word: str, known: Collection[str], hint: str) -> str:
+    if word not in known:
+        raise typer.BadParameter(f"unknown: {word!r}; {nearest(word, known)}", param_hint=hint)
+    return word
+
+
+def _print(report: Report) -> None:
+    for op, columns, rows in report.tables():
+        print_table(op, columns, rows)
+    print(LEGEND)
+    print(report.described())
+    for note in report.notes():
+        print(note)
