@@ -1,10 +1,10 @@
-"""Checks a kernel against its contract: every sample against the reference in fp64, and every property.
+"""Checks a kernel against its contract: every sample against the reference in fp64, every refusal, every property.
 
 The same checks serve the test suite, `vllm-opset parity` and a kernel's author.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,23 @@ import torch
 from vllm_opset.kernel import Kernel
 from vllm_opset.ops.contract import Op, Sample, Tolerance
 
+Tensors = Mapping[str, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Check:
-    """One verdict. error: the largest share of the tolerance that was used up; over 1 fails. problem: why it failed."""
+    """One verdict.
+
+    error: the largest share of the tolerance that was used up; over 1 fails. failure: what is wrong, None if nothing.
+    skipped: why the kernel does not support the case, None if it was run.
+    """
 
     op: str
     kernel: str
     dtype: torch.dtype
     case: str
-    error: float | None
-    failure: str | None
+    error: float | None = None
+    failure: str | None = None
     skipped: str | None = None
 
     @property
@@ -32,10 +38,12 @@ class Check:
 
 
 def check_kernel(op: Op, kernel: Kernel, device: str) -> Iterator[Check]:
-    """Every sample and property of the op, in every dtype. A sample that the kernel does not support is named skipped."""
+    """Every sample, illegal sample and property of the op, in every dtype."""
     for dtype in op.dtypes:
         for sample in op.samples(device, dtype):
             yield check_sample(op, kernel, sample, dtype)
+        for sample in op.illegal_samples(device, dtype):
+            yield check_refusal(op, kernel, sample, dtype)
         for name in op.properties:
             yield check_property(op, kernel, name, device, dtype)
 
@@ -43,32 +51,92 @@ def check_kernel(op: Op, kernel: Kernel, device: str) -> Iterator[Check]:
 def check_sample(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> Check:
     """Runs kernel and reference on the sample's inputs and compares what they return and what they leave behind."""
     args, kwargs = sample.make()
+    error = failure = None
     unsupported = kernel.supports(op.describe(*args, **kwargs))
-    if unsupported:
-        return Check(op.name, kernel.name, dtype, sample.name, None, None, skipped=unsupported)
-    returned = kernel.run(*args, **kwargs)
-    got = _outcome(op, args, kwargs, returned)
-    error, failure = _compare(op, _expected(op, sample), got)
-    failure = failure or _untouched(op, sample, args, kwargs)
-    return Check(op.name, kernel.name, dtype, sample.name, error, failure)
+    if unsupported is None:
+        returned, failure = _attempt(kernel.run, args, kwargs)
+        if failure is None:
+            call = Call.of(op, args, kwargs, returned)
+            failure = _malformed(call, Call.to_reference(op, sample)) or _trespassed(op, call, sample)
+            if failure is None:
+                error = _error(op, call, Call.to_reference(op, sample, _wide), sample.scale)
+                failure = None if error <= 1 else f"off by {error:.2f} times the tolerance"
+    return Check(op.name, kernel.name, dtype, sample.name, error, failure, unsupported)
+
+
+def check_refusal(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> Check:
+    """Runs the kernel on inputs that its contract forbids."""
+    args, kwargs = sample.make()
+    failure = "did not raise ValueError"
+    try:
+        kernel.run(*args, **kwargs)
+    except ValueError:
+        failure = None
+    except Exception as error:
+        failure = f"raised {_summary(error)} instead of ValueError"
+    return Check(op.name, kernel.name, dtype, f"refuses {sample.name}", failure=failure)
 
 
 def check_property(op: Op, kernel: Kernel, name: str, device: str, dtype: torch.dtype) -> Check:
-    """Runs one law of the op against the kernel."""
-    failure = None
+    """Runs one law of the op against the kernel. It is skipped if the kernel does not support what the law runs."""
+    law = op.properties[name]
+    skipped: list[str] = []
+
+    def run(*args, **kwargs):
+        unsupported = kernel.supports(op.describe(*args, **kwargs))
+        if unsupported is not None:
+            skipped.append(unsupported)
+            return op.reference(*args, **kwargs)
+        return kernel.run(*args, **kwargs)
+
+    _, failure = _attempt(law, (run, device, dtype), {})
+    case = f"property: {name.replace('_', ' ')}"
+    return Check(op.name, kernel.name, dtype, case, failure=failure, skipped=skipped[0] if skipped else None)
+
+
+def _attempt(run: Callable, args: tuple, kwargs: dict) -> tuple[Any, str | None]:
+    """What `run` returns, and what it raised, so that one broken case does not hide all others."""
     try:
-        op.properties[name](kernel.run, device, dtype)
+        return run(*args, **kwargs), None
     except AssertionError as broken:
-        failure = str(broken) or "the property does not hold"
-    return Check(op.name, kernel.name, dtype, f"property: {name.replace('_', ' ')}", None, failure)
+        return None, str(broken) or f"does not hold: {_summary(broken)}"
+    except Exception as error:
+        return None, f"raised {_summary(error)}"
 
 
-def _expected(op: Op, sample: Sample) -> dict[str, torch.Tensor]:
-    """The reference's outcome on the same values in fp64."""
-    args, kwargs = sample.make()
-    args = tuple(_wide(arg) for arg in args)
-    kwargs = {key: _wide(value) for key, value in kwargs.items()}
-    return _outcome(op, args, kwargs, op.reference(*args, **kwargs))
+def _summary(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno}: {frame.line})"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an implementation, after the fact.
+
+    tensors: what it was given, by the names of the parameters. outcome: what it returned, and what it was to write.
+    """
+
+    tensors: Tensors
+    outcome: Tensors
+
+    @classmethod
+    def of(cls, op: Op, args: tuple, kwargs: dict, returned: Any) -> "Call":
+        bound = op.signature.bind(*args, **kwargs).arguments
+        tensors = {name: value for name, value in bound.items() if isinstance(value, torch.Tensor)}
+        values = enumerate(returned if isinstance(returned, tuple) else (returned,))
+        results = {f"result {i}": value for i, value in values if isinstance(value, torch.Tensor)}
+        return cls(tensors, results | {name: tensors[name] for name in op.mutates if name in tensors})
+
+    @classmethod
+    def to_reference(cls, op: Op, sample: Sample, convert: Callable[[Any], Any] = lambda value: value) -> "Call":
+        args, kwargs = sample.make()
+        args, kwargs = tuple(map(convert, args)), {name: convert(value) for name, value in kwargs.items()}
+        return cls.of(op, args, kwargs, op.reference(*args, **kwargs))
+
+    def inputs_behind(self, name: str) -> list[str]:
+        """The inputs whose memory a piece of the outcome lies in."""
+        tensor = self.outcome[name]
+        return [name for name, other in self.tensors.items() if tensor.numel() and _base(other) == _base(tensor)]
 
 
 def _wide(value: Any) -> Any:
@@ -76,70 +144,66 @@ def _wide(value: Any) -> Any:
     return value.to(torch.float64) if is_float else value
 
 
-def _outcome(op: Op, args: tuple, kwargs: Mapping, returned: Any) -> dict[str, torch.Tensor]:
-    """What a call gave: the returned tensors, and the tensors it was to write in place."""
-    returned = returned if isinstance(returned, tuple) else (returned,)
-    outcome = {f"result {i}": value for i, value in enumerate(returned) if isinstance(value, torch.Tensor)}
-    bound = op.signature.bind(*args, **kwargs).arguments
-    return outcome | {name: bound[name] for name in op.mutates if bound.get(name) is not None}
+def _base(tensor: torch.Tensor) -> int:
+    """Where the memory behind a view starts."""
+    return tensor.untyped_storage().data_ptr()
 
 
-def _compare(op: Op, expected: dict, got: dict) -> tuple[float, str | None]:
-    if expected.keys() != got.keys():
-        return float("inf"), f"gave {sorted(got)} where the reference gives {sorted(expected)}"
-    worst = 0.0
-    for name, want in expected.items():
-        have = got[name]
-        if want.shape != have.shape:
-            return float("inf"), f"{name} has shape {tuple(have.shape)}, not {tuple(want.shape)}"
-        if not have.is_floating_point():
-            if not torch.equal(want, have):
-                return float("inf"), f"{name} differs in {int((want != have).sum())} of {want.numel()} elements"
-            continue
-        worst = max(worst, _error(want, have, op.tolerances[have.dtype]))
-    return worst, None if worst <= 1 else f"off by {worst:.2f} times the tolerance"
+def _malformed(got: Call, expected: Call) -> str | None:
+    """What a caller relies on besides the values: shape, dtype, density, and which results are new tensors."""
+    if got.outcome.keys() != expected.outcome.keys():
+        return f"gave {sorted(got.outcome)} where the contract says {sorted(expected.outcome)}"
+    for name, want in expected.outcome.items():
+        have = got.outcome[name]
+        if have.shape != want.shape:
+            return f"{name} has shape {tuple(have.shape)}, not {tuple(want.shape)}"
+        if have.dtype != want.dtype:
+            return f"{name} is {have.dtype}, not {want.dtype}"
+        if want.is_contiguous() and not have.is_contiguous():
+            return f"{name} is not contiguous"
+        if got.inputs_behind(name) != expected.inputs_behind(name):
+            return f"{name} lies in the memory of {got.inputs_behind(name)}, not of {expected.inputs_behind(name)}"
+    return None
 
 
-def _error(want: torch.Tensor, have: torch.Tensor, tolerance: Tolerance) -> float:
-    """The largest deviation as a share of the tolerance. NaN and infinities must be where the reference has them."""
-    want, have = want.to(torch.float64), have.to(torch.float64)
-    same = (want == have) | (want.isnan() & have.isnan())
-    share = (want - have).abs() / (tolerance.atol + tolerance.rtol * want.abs())
-    share = torch.where(same, 0.0, share).nan_to_num(nan=float("inf"))
-    return share.max().item() if share.numel() else 0.0
-
-
-def _untouched(op: Op, sample: Sample, args: tuple, kwargs: Mapping) -> str | None:
+def _trespassed(op: Op, call: Call, sample: Sample) -> str | None:
     """Nothing may be written but the mutated tensors, and of those nothing outside the view that was passed."""
-    fresh_args, fresh_kwargs = sample.make()
-    fresh = op.signature.bind(*fresh_args, **fresh_kwargs).arguments
-    used = op.signature.bind(*args, **kwargs).arguments
-    for name in fresh:
-        if isinstance(fresh[name], torch.Tensor) and not _same_storage(fresh[name], used[name], name in op.mutates):
+    before = Call.of(op, *sample.make(), None).tensors
+    for name in before:
+        if not torch.equal(_untouchable(op, before, name), _untouchable(op, call.tensors, name)):
             what = "outside the view it was given of" if name in op.mutates else "to its input"
             return f"wrote {what} {name}"
     return None
 
 
-def _same_storage(before: torch.Tensor, after: torch.Tensor, but_view: bool) -> bool:
-    before_bytes, after_bytes = _storage(before), _storage(after)
-    if but_view:
-        _view_in(before_bytes, before).zero_()
-        _view_in(after_bytes, after).zero_()
-    return torch.equal(before_bytes, after_bytes)
+def _untouchable(op: Op, tensors: Tensors, name: str) -> torch.Tensor:
+    """A copy of all the bytes behind a view, with zeros where a mutated tensor lies."""
+    tensor = tensors[name]
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).clone()
+    for view in (tensors[mutated] for mutated in op.mutates if mutated in tensors):
+        if _base(view) == _base(tensor):
+            raw.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset()).zero_()
+    return raw
 
 
-def _storage(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of all the bytes behind a view."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).clone()
+def _error(op: Op, got: Call, expected: Call, scale: float) -> float:
+    """The largest deviation as a share of the tolerance; of what is not floating point, none is tolerated."""
+    worst = 0.0
+    for name, want in expected.outcome.items():
+        have = got.outcome[name]
+        if have.is_floating_point():
+            worst = max(worst, _share(want, have, op.tolerances[have.dtype], scale))
+        elif not torch.equal(want, have):
+            worst = float("inf")
+    return worst
 
 
-def _view_in(raw: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    return raw.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
+def _share(want: torch.Tensor, have: torch.Tensor, tolerance: Tolerance, scale: float) -> float:
+    """NaN and infinities must be where the reference has them.
 
-
-def sample_cases(op: Op, device: str) -> Iterator[tuple[torch.dtype, Sample]]:
-    """Every (dtype, sample) of an op, for parametrised tests."""
-    return itertools.chain.from_iterable(
-        ((dtype, sample) for sample in op.samples(device, dtype)) for dtype in op.dtypes
-    )
+    What overflows the kernel's dtype is infinite by contract, so values that round to the same are the same.
+    """
+    same = (want.to(have.dtype) == have) | (want.isnan() & have.isnan())
+    share = (want - have).abs() / (scale * tolerance.atol + tolerance.rtol * want.abs())
+    share = torch.where(same, 0.0, share).nan_to_num(nan=float("inf"))
+    return share.max().item() if share.numel() else 0.0

@@ -1,11 +1,33 @@
 """WHAT: one file per op, its contract. The reference in plain PyTorch is the contract's body; see `contract`."""
 
 from vllm_opset.ops.contract import Op
+from vllm_opset.ops.fused_add_rms_norm import fused_add_rms_norm
+from vllm_opset.ops.gelu_and_mul import gelu_and_mul
+from vllm_opset.ops.gelu_fast import gelu_fast
+from vllm_opset.ops.gelu_new import gelu_new
+from vllm_opset.ops.layer_norm import layer_norm
+from vllm_opset.ops.mul_and_silu import mul_and_silu
+from vllm_opset.ops.quick_gelu import quick_gelu
+from vllm_opset.ops.relu2 import relu2
 from vllm_opset.ops.rms_norm import rms_norm
+from vllm_opset.ops.rotary_embedding import rotary_embedding
 from vllm_opset.ops.silu_and_mul import silu_and_mul
+from vllm_opset.ops.silu_and_mul_with_clamp import silu_and_mul_with_clamp
+from vllm_opset.ops.swigluoai_and_mul import swigluoai_and_mul
 
 ALL: tuple[Op, ...] = (
     rms_norm,
+    fused_add_rms_norm,
+    layer_norm,
+    rotary_embedding,
     silu_and_mul,
+    mul_and_silu,
+    gelu_and_mul,
+    swigluoai_and_mul,
+    silu_and_mul_with_clamp,
+    gelu_new,
+    gelu_fast,
+    quick_gelu,
+    relu2,
 )
 BY_NAME: dict[str, Op] = {op.name: op for op in ALL}

@@ -1,50 +1,68 @@
-"""What the gated activations share: they all map [..., 2 * d] to [..., d], elementwise over the two halves."""
+"""What the gated activations share: they all map [..., 2 * d] to [..., d], elementwise in pairs of a gate and an up."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from vllm_opset.ops import samples
+from vllm_opset.ops import laws, samples
 from vllm_opset.ops.contract import Cost, Op, Problem, Sample
 
 
-@dataclass(frozen=True)
-class GatedProblem(Problem):
-    """size: d, the width of the output."""
+def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two halves of the last dimension, as views. Raises ValueError if it is odd."""
+    check_width(x)
+    return x.chunk(2, dim=-1)
 
-    size: int
+
+def check_width(x: torch.Tensor) -> None:
+    """Refuses a last dimension that does not divide in two: halves of sizes 1 and 2 would broadcast unnoticed."""
+    if x.shape[-1] % 2:
+        raise ValueError(f"the last dimension holds gate and up, so it must be even, not {x.shape[-1]}")
 
 
-def complete(op: Op, *, flops_per_element: int, **arguments: float | str) -> None:
-    """Gives a gated activation its samples, cost and problem. arguments: keyword arguments that the samples also pass."""
+def complete(op: Op, *, flops_per_element: int, variants: Sequence[Mapping[str, float | str]] = ({},)) -> None:
+    """Gives a gated activation all but its reference.
+
+    flops_per_element: of the output. variants: the keyword arguments that samples pass, one set after the other.
+    """
 
     @op.problem_of
-    def _(x, **_) -> GatedProblem:
-        return GatedProblem(x.device.type, x.dtype, x.shape[-1] // 2)
+    def _(x, **_) -> Problem:
+        return Problem(x.device.type, x.dtype)
 
     @op.cost
     def _(x, **_) -> Cost:
         return Cost(bytes=x.nbytes + x.nbytes // 2, flops=flops_per_element * x.numel() // 2)
 
-    def sample(name: str, shape: tuple[int, ...], device: str, dtype: torch.dtype, *, std=2.0, strided=False) -> Sample:
-        def make():
-            x = samples.normal(shape, dtype, device, samples.generator(name), std)
-            return (samples.row_view(x) if strided else x,), dict(arguments)
+    def sample(name, shape, device, dtype, arguments, *, std=2.0, layout=lambda x: x) -> Sample:
+        name = ", ".join([name, *(f"{key}={value}" for key, value in arguments.items())])
 
-        return Sample(name, make)
+        def make():
+            return (layout(samples.normal(shape, dtype, device, samples.generator(name), std)),), dict(arguments)
+
+        return Sample(name, make, scale=std)
 
     @op.sample_inputs
     def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-        yield sample("zero tokens", (0, 64), device, dtype)
-        yield sample("one token", (1, 256), device, dtype)
-        yield sample("odd width", (3, 2 * 77), device, dtype)
-        yield sample("one element a half", (5, 2), device, dtype)
-        yield sample("strided rows", (7, 96), device, dtype, strided=True)
-        yield sample("three dimensions", (2, 3, 128), device, dtype)
-        yield sample("saturating values", (2, 64), device, dtype, std=50.0)
+        for variant in variants:
+            yield sample("zero tokens", (0, 64), device, dtype, variant)
+            yield sample("one token", (1, 256), device, dtype, variant)
+            yield sample("odd width", (3, 2 * 77), device, dtype, variant)
+            yield sample("one element a half", (5, 2), device, dtype, variant)
+            yield sample("strided rows", (7, 96), device, dtype, variant, layout=samples.row_view)
+            yield sample("strided columns", (7, 96), device, dtype, variant, layout=samples.column_major)
+            yield sample("three dimensions", (2, 3, 128), device, dtype, variant)
+            yield sample("saturating values", (4, 128), device, dtype, variant, std=50.0)
+
+    @op.illegal_inputs
+    def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+        for width in (1, 3, 65):
+            x = torch.ones(4, width, dtype=dtype, device=device)
+            yield Sample(f"a width of {width}", lambda x=x: ((x,), dict(variants[0])))
 
     @op.bench_inputs
     def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         for num_tokens in (1, 64, 256, 4096, 16384):
-            yield sample(f"T{num_tokens} I12288", (num_tokens, 2 * 12288), device, dtype)
+            yield sample(f"T{num_tokens} I12288", (num_tokens, 2 * 12288), device, dtype, variants[0])
+
+    laws.rows_are_independent(op, lambda run, x: run(x, **variants[0]))

@@ -1,7 +1,8 @@
 """rms_norm: root-mean-square normalisation over the last dimension.
 
 Semantics: vLLM's `RMSNorm.forward_native` without a residual (`vllm.ir.ops.rms_norm` in releases that have it), and its
-`GemmaRMSNorm` with `weight_offset=1`.
+`GemmaRMSNorm` with `weight_offset=1`. vLLM rounds to the weight's dtype before it multiplies by the weight; here the
+result alone is rounded, which is within the tolerance of that.
 """
 
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_opset.ops import samples
+from vllm_opset.ops import laws, samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, accumulator, op
 
 
@@ -33,12 +34,20 @@ def rms_norm(
     x: [..., hidden_size], any strides. weight: [hidden_size], of x's dtype or fp32, or None for no scaling.
     weight_offset: added to the weight in fp32; 1 for Gemma, whose checkpoints store weight − 1.
     Returns a new contiguous tensor of x's shape and dtype. Zero rows are allowed.
+    Raises ValueError if the weight is not [hidden_size], where broadcasting would go unnoticed.
     """
+    check_parameter(weight, x)
     wide = x.to(accumulator(x))
     y = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
     if weight is not None:
         y = y * (weight.to(wide.dtype) + weight_offset)
     return y.to(x.dtype).contiguous()
+
+
+def check_parameter(parameter: torch.Tensor | None, x: torch.Tensor) -> None:
+    """Refuses a norm's weight or bias that is not one value for each element of a row."""
+    if parameter is not None and parameter.shape != x.shape[-1:]:
+        raise ValueError(f"weight and bias must be [{x.shape[-1]}], as x's rows are, not {list(parameter.shape)}")
 
 
 @rms_norm.problem_of
@@ -54,12 +63,12 @@ def _(x, weight, epsilon, weight_offset=0.0) -> Cost:
 
 @rms_norm.sample_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name: str, shape: tuple[int, ...], *, weight_dtype=dtype, offset=0.0, std=1.0, strided=False) -> Sample:
+    def sample(name, shape, *, weight_dtype=dtype, offset=0.0, std=1.0, layout=lambda x: x) -> Sample:
         def make():
             rng = samples.generator(name)
-            x = samples.normal(shape, dtype, device, rng, std)
-            weight = None if weight_dtype is None else samples.normal(shape[-1:], weight_dtype, device, rng)
-            return (samples.row_view(x) if strided else x, weight, 1e-6), {"weight_offset": offset}
+            x = layout(samples.normal(shape, dtype, device, rng, std))
+            weight = None if weight_dtype is None else samples.normal(x.shape[-1:], weight_dtype, device, rng)
+            return (x, weight, 1e-6), {"weight_offset": offset}
 
         return Sample(name, make)
 
@@ -67,12 +76,30 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("one token", (1, 128))
     yield sample("odd hidden size", (3, 77))
     yield sample("one element a row", (5, 1))
+    yield sample("one dimension", (96,))
     yield sample("no weight", (4, 64), weight_dtype=None)
+    yield sample("Gemma: weight + 1", (4, 256), offset=1.0)
     yield sample("Gemma: weight + 1, fp32 weight", (4, 256), weight_dtype=torch.float32, offset=1.0)
-    yield sample("strided rows", (7, 96), strided=True)
-    yield sample("per head, three dimensions", (5, 4, 128))
+    yield sample("strided rows", (7, 96), layout=samples.row_view)
+    yield sample("strided columns", (7, 96), layout=samples.column_major)
+    yield sample("per head", (5, 4, 128))
+    yield sample("per head, rows of a wider tensor", (5, 4, 128), layout=heads_of_a_wider_row)
+    yield sample("heads before tokens in memory", (4, 5, 64), layout=lambda x: x.transpose(0, 1))
     yield sample("large values", (2, 64), std=100.0)
+    yield sample("rows as small as epsilon", (2, 64), std=1e-3)
     yield sample("Qwen3-8B hidden size", (2, 4096))
+
+
+def heads_of_a_wider_row(x: torch.Tensor) -> torch.Tensor:
+    """The same values [tokens, heads, size] as heads of the left part of wider rows, as a fused projection's are."""
+    return samples.row_view(x.flatten(1)).unflatten(1, x.shape[1:])
+
+
+@rms_norm.illegal_inputs
+def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    ones = {"dtype": dtype, "device": device}
+    yield Sample("a weight of one element", lambda: ((torch.ones(3, 64, **ones), torch.ones(1, **ones), 1e-6), {}))
+    yield Sample("a weight a token", lambda: ((torch.ones(3, 64, **ones), torch.ones(3, 64, **ones), 1e-6), {}))
 
 
 @rms_norm.bench_inputs
@@ -95,3 +122,6 @@ def scale_invariant(run, device: str, dtype: torch.dtype) -> None:
     """Without epsilon, multiplying the input by a power of two changes no bit of the result."""
     x = samples.normal((4, 64), dtype, device, samples.generator("scale"))
     assert torch.equal(run(x, None, 0.0), run(x * 4, None, 0.0))
+
+
+laws.rows_are_independent(rms_norm, lambda run, x: run(x, x[0], 1e-6))

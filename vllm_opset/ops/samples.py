@@ -1,5 +1,6 @@
 """Building blocks for sample inputs: seeded random tensors of both signs, and strided views into poisoned storage."""
 
+import math
 import zlib
 
 import torch
@@ -17,11 +18,24 @@ def normal(
     return (torch.randn(shape, generator=rng) * std).to(device=device, dtype=dtype)
 
 
+def side_by_side(*tensors: torch.Tensor, padding: int = 8) -> tuple[torch.Tensor, ...]:
+    """The same values as views of one tensor with wider rows, as the outputs of a fused projection are.
+
+    After the last one come `padding` columns of NaN, which no kernel may read or write. Leading dimensions must agree.
+    """
+    widths = [tensor.shape[-1] for tensor in tensors]
+    wide = tensors[0].new_full((*tensors[0].shape[:-1], sum(widths) + padding), math.nan)
+    views = wide.split([*widths, padding], dim=-1)[: len(tensors)]
+    for view, tensor in zip(views, tensors, strict=True):
+        view.copy_(tensor)
+    return views
+
+
 def row_view(tensor: torch.Tensor, padding: int = 8) -> torch.Tensor:
-    """The same values as a view of wider rows, whose other columns are NaN: no kernel may read or write them."""
-    wide = torch.full(
-        (*tensor.shape[:-1], tensor.shape[-1] + padding), float("nan"), dtype=tensor.dtype, device=tensor.device
-    )
-    view = wide[..., : tensor.shape[-1]]
-    view.copy_(tensor)
-    return view
+    """The same values as a view of wider rows, whose other columns are NaN."""
+    return side_by_side(tensor, padding=padding)[0]
+
+
+def column_major(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with the last two dimensions swapped in memory, so that a row is not dense."""
+    return tensor.mT.contiguous().mT

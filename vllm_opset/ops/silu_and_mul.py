@@ -10,14 +10,15 @@ from vllm_opset.ops import gated
 from vllm_opset.ops.contract import accumulator, op
 
 
-@op(problem=gated.GatedProblem)
+@op()
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """y = silu(x[..., :d]) * x[..., d:], with silu(a) = a / (1 + exp(-a)), in fp32 and rounded once.
+    """y = silu(x[..., :d]) * x[..., d:], with silu(a) = a / (1 + exp(−a)), in fp32 and rounded once.
 
     x: [..., 2 * d], any strides. Returns a new contiguous tensor [..., d] of x's dtype. Zero rows are allowed.
+    Raises ValueError if the last dimension is odd.
     """
-    gate, up = x.to(accumulator(x)).chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
+    gate, up = gated.halves(x.to(accumulator(x)))
+    return (F.silu(gate) * up).to(x.dtype).contiguous()
 
 
 gated.complete(silu_and_mul, flops_per_element=5)
