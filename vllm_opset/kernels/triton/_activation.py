@@ -1,7 +1,7 @@
 """One launch for all activations: elementwise over rows, a formula in fp32, rounded once.
 
-A formula is a Triton function of the row's value (or of gate and up, for a gated activation) and of the op's own
-parameters, which reach it as floats.
+A formula is a Triton function of an element (or of gate and up, for a gated activation) and of the op's own parameters,
+which reach it as floats.
 """
 
 import torch
@@ -10,41 +10,43 @@ import triton.language as tl
 
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._rows import num_rows, row_offset, rows, warps
-
-
-def supports(problem) -> str | None:
-    """Everything in the contract."""
-    return None
+from vllm_opset.ops.gated import check_width
 
 
 def unary(formula, x: torch.Tensor, *parameters: float) -> torch.Tensor:
     """formula(x, *parameters) of each element. Returns a new contiguous tensor of x's shape."""
-    return _run(_unary, formula, x, x.shape[-1], parameters)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows_of_one = x if x.dim() else x.unsqueeze(0)
+    _launch_over(_unary, rows_of_one, out, rows_of_one.shape[-1], parameters, FORMULA=formula)
+    return out
 
 
-def gated(formula, x: torch.Tensor, *parameters: float) -> torch.Tensor:
-    """formula(gate, up, *parameters) of the two halves of the last dimension. Returns a new contiguous [..., d]."""
-    return _run(_gated, formula, x, x.shape[-1] // 2, parameters)
+def gated(formula, x: torch.Tensor, *parameters: float, interleaved: bool = False) -> torch.Tensor:
+    """formula(gate, up, *parameters), where gate and up are the halves of x's rows, or alternate when interleaved.
+
+    Returns a new contiguous tensor [..., d] for an x of [..., 2 * d].
+    """
+    check_width(x)
+    out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+    _launch_over(_gated, x, out, out.shape[-1], parameters, FORMULA=formula, INTERLEAVED=interleaved)
+    return out
 
 
-def _run(elementwise, formula, x: torch.Tensor, columns: int, parameters: tuple[float, ...]) -> torch.Tensor:
-    out = torch.empty((*x.shape[:-1], columns), dtype=x.dtype, device=x.device)
+def _launch_over(elementwise, x: torch.Tensor, out: torch.Tensor, columns: int, parameters, **constants) -> None:
     total = num_rows(x)
     values = _launch.parameters("activation", x.device, total)
     block = min(values["tile"], triton.next_power_of_2(columns))
     held = values["tile"] // block
     elementwise[(triton.cdiv(total, held) * triton.cdiv(columns, block),)](
         x, rows(x), out, total, parameters,
-        FORMULA=formula, COLUMNS=columns, ROWS=held, BLOCK=block,
-        num_warps=warps(values["tile"], values["per_thread"]),
+        COLUMNS=columns, ROWS=held, BLOCK=block, num_warps=warps(values["tile"], values["per_thread"]), **constants,
     )  # fmt: skip
-    return out
 
 
 @triton.jit
 def _tile(total, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """This program's rows and columns, and which of them there are. Neighbours in a row go to neighbouring programs."""
-    blocks_a_row: tl.constexpr = tl.cdiv(COLUMNS, BLOCK)
+    blocks_a_row: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // blocks_a_row * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) % blocks_a_row * BLOCK + tl.arange(0, BLOCK)[None, :]
     return row, column, (row < total) & (column < COLUMNS)
@@ -56,17 +58,24 @@ def _unary(
     FORMULA: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, column, mask = _tile(total, COLUMNS, ROWS, BLOCK)
-    value = tl.load(x + row_offset(row, x_rows) + column * x_rows.column_stride, mask, 0.0).to(tl.float32)
+    value = tl.load(x + row_offset(row, x_rows) + column * x_rows.column_stride, mask).to(tl.float32)
     tl.store(out + row.to(tl.int64) * COLUMNS + column, FORMULA(value, *parameters), mask)
 
 
 @triton.jit(do_not_specialize=["total"])
 def _gated(
     x, x_rows, out, total, parameters,
-    FORMULA: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    FORMULA: tl.constexpr, INTERLEAVED: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, column, mask = _tile(total, COLUMNS, ROWS, BLOCK)
     start = x + row_offset(row, x_rows)
-    gate = tl.load(start + column * x_rows.column_stride, mask, 0.0).to(tl.float32)
-    up = tl.load(start + (COLUMNS + column) * x_rows.column_stride, mask, 0.0).to(tl.float32)
-    tl.store(out + row.to(tl.int64) * COLUMNS + column, FORMULA(gate, up, *parameters), mask)
+    if INTERLEAVED:
+        pair = (2 * column)[:, :, None] + tl.arange(0, 2)[None, None, :]
+        both = tl.load(start[:, :, None] + pair * x_rows.column_stride, mask[:, :, None])
+        gate, up = tl.split(both)
+    else:
+        gate = tl.load(start + column * x_rows.column_stride, mask)
+        up = tl.load(start + (COLUMNS + column) * x_rows.column_stride, mask)
+    result = FORMULA(gate.to(tl.float32), up.to(tl.float32), *parameters)
+    tl.store(out + row.to(tl.int64) * COLUMNS + column, result, mask)

@@ -10,7 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_opset.kernels.triton import _supports
+from vllm_opset.ops.contract import Problem
+
 MAX_WARPS = 32  # of a thread block, on every NVIDIA GPU
+MAX_COLUMNS = 65536  # of a row that a thread block holds in registers
 
 
 class Rows(NamedTuple):
@@ -40,6 +44,13 @@ def rows(x: torch.Tensor) -> Rows:
     outer_stride = runs[0][1] if runs else 0
     inner, inner_stride = runs[1] if len(runs) == 2 else (1, 0)
     return Rows(inner, outer_stride, inner_stride, x.stride(-1))
+
+
+def supports(problem: Problem) -> str | None:
+    """fp32, bf16 and fp16, accumulated in fp32; rows of up to 65,536 elements."""
+    if problem.hidden_size > MAX_COLUMNS:
+        return f"rows are held in registers, up to {MAX_COLUMNS} elements"
+    return _supports.floats(problem)
 
 
 def num_rows(x: torch.Tensor) -> int:

@@ -7,19 +7,13 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._rows import num_rows, row_offset, rows, whole_rows
-from vllm_opset.ops.rms_norm import RMSNormProblem
-
-MAX_HIDDEN_SIZE = 65536  # a row must fit the registers of one thread block
-
-
-def supports(problem: RMSNormProblem) -> str | None:
-    """Up to 65,536 columns."""
-    return None if problem.hidden_size <= MAX_HIDDEN_SIZE else f"rows are held in registers, up to {MAX_HIDDEN_SIZE}"
+from vllm_opset.kernels.triton._rows import num_rows, row_offset, rows, supports, whole_rows
+from vllm_opset.ops.rms_norm import check_parameter
 
 
 @kernel(ops.rms_norm, name="triton", supports=supports)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, weight_offset: float = 0.0) -> torch.Tensor:
+    check_parameter(weight, x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total, columns = num_rows(x), x.shape[-1]
     launch = whole_rows(columns, **_launch.parameters("rms_norm", x.device, total))

@@ -1,0 +1,45 @@
+"""fused_add_rms_norm: each program holds whole rows of the sum in registers: two reads and two writes of a row."""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.triton import _launch
+from vllm_opset.kernels.triton._rows import num_rows, row_offset, rows, supports, whole_rows
+from vllm_opset.ops.fused_add_rms_norm import check_arguments
+
+
+@kernel(ops.fused_add_rms_norm, name="triton", supports=supports)
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    weight_offset: float = 0.0,
+) -> None:
+    check_arguments(x, residual, weight)
+    total, columns = num_rows(x), x.shape[-1]
+    launch = whole_rows(columns, **_launch.parameters("fused_add_rms_norm", x.device, total))
+    _fused_add_rms_norm[(triton.cdiv(total, launch["ROWS"]),)](
+        x, rows(x), residual, rows(residual), weight, total, epsilon, weight_offset, COLUMNS=columns, **launch
+    )
+
+
+@triton.jit(do_not_specialize=["total"])
+def _fused_add_rms_norm(
+    x, x_rows, residual, residual_rows, weight, total, epsilon, weight_offset,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < total) & (column < COLUMNS)
+    x += row_offset(row, x_rows) + column * x_rows.column_stride
+    residual += row_offset(row, residual_rows) + column * residual_rows.column_stride
+    value = tl.load(x, mask, 0.0).to(tl.float32) + tl.load(residual, mask, 0.0).to(tl.float32)
+    tl.store(residual, value, mask)
+    value *= tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / COLUMNS + epsilon)
+    if weight is not None:
+        value *= tl.load(weight + column, column < COLUMNS, 0.0).to(tl.float32) + weight_offset
+    tl.store(x, value, mask)

@@ -1,0 +1,16 @@
+"""gelu_and_mul, by the launch that all activations share: a formula for each approximation."""
+
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.triton import _activation, _formulas, _supports
+from vllm_opset.ops.gelu_and_mul import check_approximation
+
+FORMULAS = {"none": _formulas.gelu_and_mul, "tanh": _formulas.gelu_tanh_and_mul}
+
+
+@kernel(ops.gelu_and_mul, name="triton", supports=_supports.floats)
+def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    check_approximation(approximate)
+    return _activation.gated(FORMULAS[approximate], x)

@@ -1,0 +1,43 @@
+"""layer_norm: each program holds whole rows in registers: the variance is that of the centred values, in one read."""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.triton import _launch
+from vllm_opset.kernels.triton._rows import num_rows, row_offset, rows, supports, whole_rows
+from vllm_opset.ops.rms_norm import check_parameter
+
+
+@kernel(ops.layer_norm, name="triton", supports=supports)
+def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
+    check_parameter(weight, x)
+    check_parameter(bias, x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total, columns = num_rows(x), x.shape[-1]
+    launch = whole_rows(columns, **_launch.parameters("rms_norm", x.device, total))
+    _layer_norm[(triton.cdiv(total, launch["ROWS"]),)](
+        x, rows(x), weight, bias, out, total, epsilon, COLUMNS=columns, **launch
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["total"])
+def _layer_norm(
+    x, x_rows, weight, bias, out, total, epsilon,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < COLUMNS
+    mask = (row < total) & inside
+    value = tl.load(x + row_offset(row, x_rows) + column * x_rows.column_stride, mask, 0.0).to(tl.float32)
+    value = tl.where(inside, value - tl.sum(value, 1, keep_dims=True) / COLUMNS, 0.0)
+    value *= tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / COLUMNS + epsilon)
+    if weight is not None:
+        value *= tl.load(weight + column, inside, 0.0).to(tl.float32)
+    if bias is not None:
+        value += tl.load(bias + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * COLUMNS + column, value, mask)

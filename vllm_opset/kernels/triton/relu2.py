@@ -1,0 +1,12 @@
+"""relu2, by the launch that all activations share."""
+
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.triton import _activation, _formulas, _supports
+
+
+@kernel(ops.relu2, name="triton", supports=_supports.floats)
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    return _activation.unary(_formulas.relu2, x)
