@@ -204,6 +204,6 @@ def _share(want: torch.Tensor, have: torch.Tensor, tolerance: Tolerance, scale: 
     What overflows the kernel's dtype is infinite by contract, so values that round to the same are the same.
     """
     same = (want.to(have.dtype) == have) | (want.isnan() & have.isnan())
-    share = (want - have).abs() / (scale * tolerance.atol + tolerance.rtol * want.abs())
+    share = (want - have.to(want.dtype)).abs() / (scale * tolerance.atol + tolerance.rtol * want.abs())
     share = torch.where(same, 0.0, share).nan_to_num(nan=float("inf"))
     return share.max().item() if share.numel() else 0.0
