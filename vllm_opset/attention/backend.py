@@ -1,0 +1,66 @@
+"""What opset's attention can do, as vLLM asks it, and how its KV cache is laid out.
+
+The cache of a layer is [num_blocks, num_kv_heads, block_size, 2 * head_size], the key in the first half of the last
+dimension and the value in the second, in whatever order vLLM laid it out in memory: every kernel goes by its strides.
+"""
+
+from typing import ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+
+from vllm_opset.attention.impl import OpsetAttentionImpl
+from vllm_opset.attention.metadata import OpsetMetadataBuilder
+
+
+class OpsetAttentionBackend(AttentionBackend):
+    supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16"]
+    # One call from vLLM for each layer, which writes the cache and attends.
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        """A member of vLLM's AttentionBackendEnum, which looks the name up."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[OpsetAttentionImpl]:
+        return OpsetAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[OpsetMetadataBuilder]:
+        return OpsetMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int | MultipleOf]:
+        """Any. The argument came with 0.33."""
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability) -> bool:
+        return True
+
+    # The cache's layout, until 0.28. Later releases give it the same shape by themselves.
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        return (1, 0, 2, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)

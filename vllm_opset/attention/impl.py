@@ -1,0 +1,102 @@
+"""The attention of one layer."""
+
+from functools import partial
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from vllm_opset import ops, selection
+from vllm_opset.attention.metadata import OpsetMetadata
+from vllm_opset.ops.paged_batch import packed_cache
+
+
+class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
+    """vLLM gives the arguments by position up to `kv_sharing_target_layer_name`."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.window = _window(sliding_window, attn_type)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.soft_cap = logits_soft_cap or 0.0
+        self.attn_type = attn_type
+        self.writes_cache = kv_sharing_target_layer_name is None
+        self.sinks = sinks
+        self.dtype = torch.get_default_dtype()
+
+    def choose_kernels(self, kv_cache_dtype: torch.dtype, block_size: int) -> None:
+        """Called when the cache's geometry is known, before the first step."""
+        cache = {
+            "device": current_platform.device_type,
+            "dtype": self.dtype,
+            "kv_cache_dtype": kv_cache_dtype,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "block_size": block_size,
+        }
+        self._write = selection.select(ops.reshape_and_cache, ops.reshape_and_cache.problem(**cache)).run
+        problem = ops.paged_attention.problem(
+            **cache,
+            num_heads=self.num_heads,
+            window=self.window,
+            soft_cap=self.soft_cap > 0,
+            alibi=self.alibi_slopes is not None,
+            sinks=self.sinks is not None,
+            causal=self.attn_type == AttentionType.DECODER,
+        )
+        self._attend = partial(
+            selection.select(ops.paged_attention, problem).run,
+            scale=self.scale,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+        )
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: OpsetMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query, output: [num_tokens, num_heads, head_size]. key, value: [num_tokens, num_kv_heads, head_size].
+
+        attn_metadata is None while vLLM only measures: there is no cache yet.
+        """
+        if attn_metadata is None:
+            return output.fill_(0)
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            kv_cache = packed_cache(key, value)
+        elif self.writes_cache and key is not None:
+            self._write(key, value, kv_cache, attn_metadata.slot_mapping)
+        self._attend(query, kv_cache, attn_metadata.batch, output)
+        return output
+
+
+def _window(sliding_window: int | None, attn_type: str) -> int | tuple[int, int] | None:
+    if sliding_window is None or attn_type == AttentionType.DECODER:
+        return sliding_window
+    return sliding_window - 1, sliding_window - 1

@@ -1,0 +1,44 @@
+"""What all layers of a step share: the batch as ops.paged_attention takes it, and where the new tokens go."""
+
+from dataclasses import dataclass
+
+import torch
+from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
+
+from vllm_opset.ops.paged_batch import PACKED_BLOCK_SIZE, PagedBatch, packed_batch
+
+
+@dataclass(slots=True)
+class OpsetMetadata(AttentionMetadata):
+    """slot_mapping: int64, a slot for every new token."""
+
+    slot_mapping: torch.Tensor
+    batch: PagedBatch
+
+
+class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.encoder_only = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        block_size = PACKED_BLOCK_SIZE if self.encoder_only else kv_cache_spec.block_size
+        layers = vllm_config.compilation_config.static_forward_context
+        for name in layer_names:
+            layers[name].impl.choose_kernels(kv_cache_spec.dtype, block_size)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> OpsetMetadata:
+        common = common_attn_metadata
+        if self.encoder_only:
+            batch = packed_batch(common.query_start_loc, common.max_query_len)
+        else:
+            batch = PagedBatch(
+                query_start_loc=common.query_start_loc,
+                seq_lens=common.seq_lens,
+                block_table=common.block_table_tensor,
+                max_query_len=common.max_query_len,
+                max_seq_len=common.max_seq_len,
+                causal=common.causal,
+            )
+        return OpsetMetadata(common.slot_mapping, batch)

@@ -1,0 +1,61 @@
+"""How much memory the KV cache gets."""
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from vllm_opset.platform import machine
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+logger = init_logger(f"vllm.{__name__}")
+
+GIB = 2**30
+# Left to activations, other processes and the file cache where gpu_memory_utilization would leave less.
+HEADROOM = GIB
+CURE = (
+    "Set --kv-cache-memory-bytes to what is to be used, raise --gpu-memory-utilization (on a CPU: the share of the "
+    "machine's memory that may be in use, by anyone), free memory, or take a smaller model or dtype."
+)
+
+
+def budget(vllm_config: "VllmConfig", specs: Iterable["KVCacheSpec"]) -> int:
+    """Bytes for this worker's KV cache, measured after its weights were loaded. specs: of its layers.
+
+    `--kv-cache-memory-bytes`, or VLLM_CPU_KVCACHE_SPACE in GiB, is taken at its word if there is so much. Otherwise
+    all processes of the machine (of the control group, where that limits memory) may come to use
+    gpu_memory_utilization of it, and at least 1 GiB stays free; what is left of that is shared among the workers, and
+    none takes more than --max-num-seqs requests of --max-model-len tokens can fill.
+    Raises ValueError where there is too little.
+    """
+    memory = machine.memory()
+    asked = vllm_config.cache_config.kv_cache_memory_bytes or _environment()
+    if asked is not None:
+        if asked > memory.available:
+            raise ValueError(f"A KV cache of {_gib(asked)} is asked for, and {_gib(memory.available)} are free. {CURE}")
+        return asked
+    reserve = max(HEADROOM, int((1 - vllm_config.cache_config.gpu_memory_utilization) * memory.total))
+    share = (memory.available - reserve) // vllm_config.parallel_config.local_world_size
+    if share <= 0:
+        raise ValueError(
+            f"No memory is left for the KV cache: {_gib(memory.available)} of {_gib(memory.total)} are free, and "
+            f"{_gib(reserve)} are to stay free. {CURE}"
+        )
+    useful = vllm_config.scheduler_config.max_num_seqs * sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs)
+    taken = min(share, useful)
+    logger.info("The KV cache takes %s; %s of %s were free", _gib(taken), _gib(memory.available), _gib(memory.total))
+    return taken
+
+
+def _environment() -> int | None:
+    """vLLM's own variable for its CPU platform."""
+    gibibytes = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+    return int(float(gibibytes) * GIB) if gibibytes else None
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,27 @@
+"""What was chosen in this process, for the log and for `Worker.opset_report`."""
+
+from vllm_opset import selection
+
+
+def rows() -> list[dict]:
+    """One row per op and problem: op, problem, kernel, reason, and calls, counted if OPSET_COUNT_CALLS=1."""
+    return [
+        {
+            "op": choice.op,
+            "problem": str(choice.problem),
+            "kernel": choice.kernel.name,
+            "reason": choice.reason,
+            "calls": choice.calls,
+        }
+        for choice in selection.choices()
+    ]
+
+
+def table() -> str:
+    """The rows as a table, one line each."""
+    columns = [(row["op"], row["kernel"], row["reason"], row["problem"]) for row in rows()]
+    widths = [max((len(row[i]) for row in columns), default=0) for i in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in columns
+    ]
+    return "\n".join(["vllm-opset on the CPU: op, kernel, reason, problem", *lines])

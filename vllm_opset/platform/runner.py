@@ -1,0 +1,21 @@
+"""vLLM's V1 model runner on a CPU, without the C++ operators that vLLM's own CPU runner installs."""
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+from vllm_opset.platform import slots
+
+
+class OpsetCpuRunner(CPUModelRunner):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        slots.bind(self.input_batch.block_table)
+
+    def _postprocess_triton(self) -> None:
+        """vLLM's (until 0.30) replaces Triton kernels by C++ operators, which are not there."""
+
+    def may_reinitialize_input_batch(self, *args, **kwargs) -> None:
+        super().may_reinitialize_input_batch(*args, **kwargs)
+        self._postprocess_tensors()
+        slots.bind(self.input_batch.block_table)

@@ -1,0 +1,40 @@
+"""How many threads an engine computes with, and how a process that has used threads can be forked.
+
+A forked engine whose parent has run OpenMP threads waits for them forever in its first parallel loop: they do not exist
+in the child, and the runtime does not know. vLLM's own advice, `spawn`, runs the user's script a second time unless it
+is guarded by `if __name__ == "__main__"`. OpenMP can be asked to give its threads back, so that is done before a fork.
+"""
+
+import ctypes
+import functools
+import os
+
+import torch
+
+from vllm_opset.platform import machine
+
+OMP_PAUSE_HARD = 2  # omp_pause_resource_t in OpenMP 5.0: give back everything
+
+
+@functools.cache
+def make_forking_safe() -> None:
+    """From now on the OpenMP threads of a process are given back before it forks; they come back with the next loop."""
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    if pause is not None:
+        os.register_at_fork(before=functools.partial(pause, OMP_PAUSE_HARD))
+
+
+def set_compute_threads(num_workers: int) -> int:
+    """Sets, and answers, how many threads this worker computes with, of `num_workers` on this machine.
+
+    Its share of the physical cores: a second thread on a core only gets in the way of the first one's vector units.
+    OMP_NUM_THREADS of the user's is obeyed.
+    """
+    if not _set_by_user():
+        torch.set_num_threads(max(1, machine.physical_cores() // num_workers))
+    return torch.get_num_threads()
+
+
+def _set_by_user() -> bool:
+    # vLLM sets OMP_NUM_THREADS itself for the start of several workers, and says so.
+    return "OMP_NUM_THREADS" in os.environ and os.environ.get("VLLM_OMP_NUM_THREADS_SET_BY_VLLM") != "1"
