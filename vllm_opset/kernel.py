@@ -5,8 +5,8 @@ A kernel file says
     @kernel(ops.rms_norm, name="triton", supports=supports)
     def rms_norm(x, weight, epsilon, ...): ...
 
-`supports(problem)` answers None, or in a few words why not. It looks at nothing but the problem: no environment, no
-data. Which kernel runs is decided elsewhere, in `selection`.
+`supports(problem)` answers None, or in a few words why not; its docstring is what `vllm-opset ops` shows. It looks at
+nothing but the problem: no environment, no data. Which kernel runs is decided elsewhere, in `selection`.
 """
 
 import importlib
@@ -47,13 +47,17 @@ class Kernel:
         return not self.devices or device in self.devices
 
 
+def everything(problem: Problem) -> None:
+    """Everything in the contract."""
+
+
 _registry: dict[str, dict[str, Kernel]] = {
-    op.name: {REFERENCE: Kernel(op.name, REFERENCE, REFERENCE, (), lambda problem: None, op.reference)} for op in ops.ALL
+    op.name: {REFERENCE: Kernel(op.name, REFERENCE, REFERENCE, (), everything, op.reference)} for op in ops.ALL
 }
 _loaded: set[str] = set()
 
 
-def kernel(op: Op, *, name: str, supports: Supports) -> Callable[[Callable], Callable]:
+def kernel(op: Op, *, name: str, supports: Supports = everything) -> Callable[[Callable], Callable]:
     """Registers the decorated function as an implementation of `op`, with the signature of the op's reference.
 
     Raises ValueError if the op already has a kernel of that name.

@@ -27,11 +27,11 @@ def complete(op: Op, *, flops_per_element: int, variants: Sequence[Mapping[str, 
     """
 
     @op.problem_of
-    def _(x, **_) -> Problem:
+    def _(x, *_, **__) -> Problem:
         return Problem(x.device.type, x.dtype)
 
     @op.cost
-    def _(x, **_) -> Cost:
+    def _(x, *_, **__) -> Cost:
         return Cost(bytes=x.nbytes + x.nbytes // 2, flops=flops_per_element * x.numel() // 2)
 
     def sample(name, shape, device, dtype, arguments, *, std=2.0, layout=lambda x: x) -> Sample:

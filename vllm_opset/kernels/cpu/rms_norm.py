@@ -1,0 +1,32 @@
+"""rms_norm in as few calls as PyTorch allows: at decode sizes the calls are what costs."""
+
+import functools
+
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.ops.rms_norm import check_parameter
+
+
+@kernel(ops.rms_norm, name="cpu")
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, weight_offset: float = 0.0) -> torch.Tensor:
+    check_parameter(weight, x)
+    wide = x.float()
+    y = wide * inverse_rms(wide, epsilon)
+    if weight is not None:
+        y.mul_(weight.float() + weight_offset if weight_offset else weight)
+    return (y if wide is x else y.to(x.dtype)).contiguous()
+
+
+def inverse_rms(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """1 / sqrt(mean(x²) + epsilon) of each row of x, which is fp32: [..., 1]."""
+    norm = torch.linalg.vector_norm(x, 2, -1, True)
+    return torch.addcmul(_scalar(epsilon), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+@functools.cache
+def _scalar(value: float) -> torch.Tensor:
+    """A tensor, because making one costs as much as the operator that wants it. Not one of inference mode alone."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float32, device="cpu")
