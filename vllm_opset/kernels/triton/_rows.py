@@ -59,8 +59,9 @@ def num_rows(x: torch.Tensor) -> int:
 
 
 def warps(elements: int, per_thread: int) -> int:
-    """The warps that give each thread at least `per_thread` of a program's elements."""
-    return min(MAX_WARPS, max(1, elements // (32 * per_thread)))
+    """The warps, a power of two, that give each thread at least `per_thread` of a program's elements."""
+    wanted = max(1, elements // (32 * per_thread))
+    return min(MAX_WARPS, 1 << (wanted.bit_length() - 1))
 
 
 def whole_rows(columns: int, tile: int, per_thread: int) -> dict[str, int]:
