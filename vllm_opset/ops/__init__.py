@@ -7,8 +7,10 @@ from vllm_opset.ops.gelu_fast import gelu_fast
 from vllm_opset.ops.gelu_new import gelu_new
 from vllm_opset.ops.layer_norm import layer_norm
 from vllm_opset.ops.mul_and_silu import mul_and_silu
+from vllm_opset.ops.paged_attention import paged_attention
 from vllm_opset.ops.quick_gelu import quick_gelu
 from vllm_opset.ops.relu2 import relu2
+from vllm_opset.ops.reshape_and_cache import reshape_and_cache
 from vllm_opset.ops.rms_norm import rms_norm
 from vllm_opset.ops.rotary_embedding import rotary_embedding
 from vllm_opset.ops.silu_and_mul import silu_and_mul
@@ -29,5 +31,7 @@ ALL: tuple[Op, ...] = (
     gelu_fast,
     quick_gelu,
     relu2,
+    reshape_and_cache,
+    paged_attention,
 )
 BY_NAME: dict[str, Op] = {op.name: op for op in ALL}

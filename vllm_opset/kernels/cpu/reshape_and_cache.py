@@ -1,0 +1,23 @@
+"""reshape_and_cache on a CPU: one indexed write for key and value together."""
+
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.ops.reshape_and_cache import to_cache_dtype
+
+
+@kernel(ops.reshape_and_cache, name="cpu", supports=lambda problem: None)
+def reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None) -> None:
+    num_tokens = len(slot_mapping)
+    if key.shape[0] != num_tokens:
+        key, value = key[:num_tokens], value[:num_tokens]
+    # Reading the smallest slot takes a microsecond; finding the tokens to keep would take ten in every step.
+    if num_tokens and int(slot_mapping.min()) < 0:
+        kept = slot_mapping >= 0
+        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
+    if kv_cache.dtype != key.dtype:
+        key, value = to_cache_dtype(key, k_scale, kv_cache.dtype), to_cache_dtype(value, v_scale, kv_cache.dtype)
+    block_size = kv_cache.shape[2]
+    place = slot_mapping // block_size, slot_mapping % block_size
+    kv_cache.transpose(1, 2).index_put_(place, torch.cat((key, value), dim=-1))
