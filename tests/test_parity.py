@@ -1,18 +1,17 @@
-"""Every kernel that runs on this machine's CPU, against its contract. Generated: a new kernel file is tested at once."""
+"""Every kernel that runs on this machine's CPU against its contract, and the parity harness against broken kernels.
+
+The first test is generated: a new kernel file is tested at once. The others see each kind of fault caught.
+"""
 
 import pytest
+import torch
 
 from vllm_opset import ops, parity
-from vllm_opset.kernel import kernels_of
-from vllm_opset.selection import PREFERENCE, REFERENCE
+from vllm_opset.kernel import REFERENCE, Kernel, kernels_of
+from vllm_opset.ops.contract import Op
 
 DEVICE = "cpu"
-KERNELS = [
-    (op, kernel)
-    for op in ops.ALL
-    for kernel in kernels_of(op.name).values()
-    if kernel.provider in (*PREFERENCE[DEVICE], REFERENCE)
-]
+KERNELS = [(op, kernel) for op in ops.ALL for kernel in kernels_of(op.name).values() if kernel.runs_on(DEVICE)]
 
 
 @pytest.mark.parametrize(("op", "kernel"), KERNELS, ids=lambda value: getattr(value, "name", value))
@@ -21,3 +20,242 @@ def test_kernel_keeps_its_contract(op, kernel):
     assert any(check.skipped is None for check in checks), "not one sample was run"
     failures = [f"{check.dtype} {check.case}: {check.failure}" for check in checks if not check.passed]
     assert not failures, "\n".join(failures)
+
+
+def wrong_factor(x, *rest, **options):
+    return ops.rms_norm(x, *rest, **options) * 1.02
+
+
+def slightly_wrong_factor(x, *rest, **options):
+    return (ops.rms_norm(x.float(), *rest, **options) * 1.001).to(x.dtype)
+
+
+def adds_noise_to_small_values(x, *rest, **options):
+    return ops.rms_norm(x, *rest, **options) + 1e-3
+
+
+def mean_instead_of_mean_square(x, weight, epsilon, weight_offset=0.0):
+    return ops.layer_norm(x, None if weight is None else weight + weight_offset, None, epsilon)
+
+
+def ignores_the_offset(x, weight, epsilon, weight_offset=0.0):
+    return ops.rms_norm(x, weight, epsilon)
+
+
+def ignores_epsilon(x, weight, epsilon, weight_offset=0.0):
+    return ops.rms_norm(x, weight, 0.0, weight_offset)
+
+
+def stays_wide(x, *rest, **options):
+    return ops.rms_norm(x.float(), *rest, **options)
+
+
+def transposed_shape(x, *rest, **options):
+    return ops.rms_norm(x, *rest, **options).transpose(0, -1).contiguous()
+
+
+def not_contiguous(x, *rest, **options):
+    return ops.rms_norm(x, *rest, **options).repeat_interleave(2, -1)[..., ::2]
+
+
+def returns_nothing(x, *rest, **options):
+    ops.rms_norm(x, *rest, **options)
+
+
+def one_result_too_many(x, *rest, **options):
+    return ops.rms_norm(x, *rest, **options), x.clone()
+
+
+def nan_in_one_element(x, *rest, **options):
+    y = ops.rms_norm(x, *rest, **options)
+    y.view(-1)[-1:] = float("nan")
+    return y
+
+
+def leaves_out_the_last_row(x, *rest, **options):
+    y = ops.rms_norm(x, *rest, **options)
+    y[-1:] = 0
+    return y
+
+
+def writes_its_input(x, *rest, **options):
+    y = ops.rms_norm(x, *rest, **options)
+    x.mul_(2)
+    return y
+
+
+def works_in_place(x, *rest, **options):
+    return x.copy_(ops.rms_norm(x, *rest, **options))
+
+
+def writes_the_padding(x, *rest, **options):
+    y = ops.rms_norm(x, *rest, **options)
+    if x.untyped_storage().nbytes() > x.nbytes:
+        torch.as_strided(x, (1,), (1,), x.storage_offset() + x.shape[-1]).fill_(7)
+    return y
+
+
+def reads_the_padding(x, *rest, **options):
+    flat = torch.as_strided(x, x.shape, torch.empty(x.shape).stride(), x.storage_offset())
+    return ops.rms_norm(flat, *rest, **options)
+
+
+def mixes_rows(x, *rest, **options):
+    return ops.rms_norm(x, *rest, **options) + 0 * x.sum()
+
+
+def raises(x, *rest, **options):
+    raise RuntimeError("out of shared memory")
+
+
+def broadcasts_a_short_weight(x, weight, *rest, **options):
+    return ops.rms_norm(x, None if weight is None else weight.expand(x.shape).flatten(0, -2)[0], *rest, **options)
+
+
+# Each with words of the failure it must cause.
+BROKEN_NORMS = {
+    wrong_factor: "times the tolerance",
+    slightly_wrong_factor: "times the tolerance",
+    adds_noise_to_small_values: "times the tolerance",
+    mean_instead_of_mean_square: "times the tolerance",
+    ignores_the_offset: "times the tolerance",
+    ignores_epsilon: "times the tolerance",
+    stays_wide: "is torch.float32, not torch.bfloat16",
+    transposed_shape: "has shape",
+    not_contiguous: "is not contiguous",
+    returns_nothing: "gave [] where the contract says ['result 0']",
+    one_result_too_many: "gave ['result 0', 'result 1'] where the contract says ['result 0']",
+    nan_in_one_element: "off by inf times the tolerance",
+    leaves_out_the_last_row: "times the tolerance",
+    writes_its_input: "wrote to its input x",
+    works_in_place: "result 0 lies in the memory of ['x'], not of []",
+    writes_the_padding: "wrote to its input x",
+    reads_the_padding: "off by inf times the tolerance",
+    mixes_rows: "NaN in one row changes another",
+    raises: "raised RuntimeError: out of shared memory",
+    broadcasts_a_short_weight: "did not raise ValueError",
+}
+
+
+@pytest.mark.parametrize("run", BROKEN_NORMS, ids=lambda run: run.__name__)
+def test_a_broken_kernel_is_caught(run):
+    assert_caught(ops.rms_norm, run, BROKEN_NORMS[run])
+
+
+def norm_of_the_rounded_sum(x, residual, *rest, **options):
+    residual.add_(x)
+    x.copy_(ops.rms_norm(residual, *rest, **options))
+
+
+def leaves_the_residual(x, residual, *rest, **options):
+    ops.fused_add_rms_norm(x, residual.clone(), *rest, **options)
+
+
+def writes_beside_the_residual(x, residual, *rest, **options):
+    ops.fused_add_rms_norm(x, residual, *rest, **options)
+    if residual.untyped_storage().nbytes() > residual.nbytes:
+        torch.as_strided(residual, (1,), (1,), residual.storage_offset() + residual.shape[-1]).fill_(7)
+
+
+def writes_the_weight(x, residual, weight, *rest, **options):
+    ops.fused_add_rms_norm(x, residual, weight, *rest, **options)
+    if weight is not None:
+        weight.zero_()
+
+
+def returns_what_it_wrote(x, residual, *rest, **options):
+    ops.fused_add_rms_norm(x, residual, *rest, **options)
+    return x, residual
+
+
+BROKEN_FUSED_NORMS = {
+    norm_of_the_rounded_sum: "x was not normalised from the sum in fp32",
+    leaves_the_residual: "times the tolerance",
+    writes_beside_the_residual: "wrote outside the view it was given of residual",
+    writes_the_weight: "wrote to its input weight",
+    returns_what_it_wrote: "gave ['residual', 'result 0', 'result 1', 'x'] where",
+}
+
+
+@pytest.mark.parametrize("run", BROKEN_FUSED_NORMS, ids=lambda run: run.__name__)
+def test_a_broken_kernel_in_place_is_caught(run):
+    assert_caught(ops.fused_add_rms_norm, run, BROKEN_FUSED_NORMS[run])
+
+
+def rotates_the_wrong_way(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
+    cos, sin = cos_sin_cache.chunk(2, dim=-1)
+    backwards = torch.cat((cos, -sin), dim=-1)
+    return ops.rotary_embedding(positions, query, key, head_size, backwards, is_neox_style, inplace)
+
+
+def knows_one_style(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
+    return ops.rotary_embedding(positions, query, key, head_size, cos_sin_cache, True, inplace)
+
+
+def always_in_place(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
+    return ops.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style)
+
+
+def never_in_place(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
+    return ops.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style, inplace=False)
+
+
+def forgets_the_key(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
+    rotated, _ = ops.rotary_embedding(positions, query, None, head_size, cos_sin_cache, is_neox_style, inplace)
+    return rotated, key if inplace or key is None else key.clone()
+
+
+def reads_every_row_of_the_table(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
+    query += 0 * cos_sin_cache.sum()
+    return ops.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style, inplace)
+
+
+BROKEN_ROTATIONS = {
+    rotates_the_wrong_way: "times the tolerance",
+    knows_one_style: "times the tolerance",
+    always_in_place: "result 0 lies in the memory of",
+    never_in_place: "result 0 lies in the memory of []",
+    forgets_the_key: "times the tolerance",
+    reads_every_row_of_the_table: "off by inf times the tolerance",
+}
+
+
+@pytest.mark.parametrize("run", BROKEN_ROTATIONS, ids=lambda run: run.__name__)
+def test_a_broken_rotation_is_caught(run):
+    assert_caught(ops.rotary_embedding, run, BROKEN_ROTATIONS[run])
+
+
+def test_a_broken_property_is_caught():
+    def rotates_by_one_more(positions, *rest, **options):
+        return ops.rotary_embedding(positions.clamp(max=98) + 1, *rest, **options)
+
+    assert_caught(ops.rotary_embedding, rotates_by_one_more, "position 0 rotates")
+
+
+def test_what_a_kernel_does_not_support_is_skipped_with_its_reason():
+    def supports(problem):
+        return "only 64 columns" if problem.hidden_size != 64 else None
+
+    def run(x, *rest, **options):
+        assert x.shape[-1] in (0, 64), "was called with what it does not support"
+        return ops.rms_norm(x, *rest, **options)
+
+    checks = list(parity.check_kernel(ops.rms_norm, Kernel("rms_norm", "mine", "tests", (), supports, run), DEVICE))
+    assert {check.skipped for check in checks} == {None, "only 64 columns"}
+    assert all(check.passed for check in checks)
+    assert all(check.error is None for check in checks if check.skipped)
+
+
+def test_the_reference_uses_little_of_its_own_tolerance():
+    """In fp32, where nothing is rounded to a narrower dtype: a tolerance that the reference needs is too tight."""
+    for op in ops.ALL:
+        reference = kernels_of(op.name)[REFERENCE]
+        for sample in op.samples(DEVICE, torch.float32):
+            check = parity.check_sample(op, reference, sample, torch.float32)
+            assert check.error <= 0.5, f"{op.name} uses {check.error:.2f} of its tolerance on {sample}"
+
+
+def assert_caught(op: Op, run, words: str) -> None:
+    checks = parity.check_kernel(op, Kernel(op.name, "broken", "tests", (), lambda problem: None, run), DEVICE)
+    failures = [check.failure for check in checks if not check.passed]
+    assert any(words in failure for failure in failures), f"{words!r} is not among {set(failures)}"

@@ -86,9 +86,9 @@ def load(provider: str) -> str | None:
     package = _package(provider)
     reason = package.unavailable()
     if reason is None and provider not in _loaded:
-        _loaded.add(provider)
         for module in pkgutil.iter_modules(package.__path__):
             _load_file(package, module.name)
+        _loaded.add(provider)
     return reason
 
 
@@ -103,5 +103,5 @@ def _load_file(package: ModuleType, name: str) -> None:
 
 
 def _provider_of(run: Callable) -> str:
-    package, _, rest = run.__module__.removeprefix(kernels.__name__ + ".").partition(".")
-    return package if run.__module__.startswith(kernels.__name__ + ".") else run.__module__
+    ours = run.__module__.startswith(f"{kernels.__name__}.")
+    return run.__module__.removeprefix(f"{kernels.__name__}.").split(".")[0] if ours else run.__module__

@@ -3,8 +3,8 @@
 A layer or a backend calls `select` when it is built and keeps what it gets; nothing is decided during a call, and a
 kernel that fails raises. Users override the choice, most specific first, by `--additional-config
 '{"opset": {"kernels": {"rms_norm": "reference"}}}'`, by a YAML file with the same keys named by OPSET_CONFIG, or by
-OPSET_KERNELS="rms_norm=reference,paged_attention=cpu". OPSET_IMPORT="module,…" imports the user's own kernels first.
-OPSET_COUNT_CALLS=1 counts the calls of every kernel, for reports.
+OPSET_KERNELS="rms_norm=reference,paged_attention=cpu". OPSET_IMPORT="module,…" imports modules with the user's own
+kernels, which run where an override names them. OPSET_COUNT_CALLS=1 counts the calls of every kernel, for reports.
 """
 
 import difflib
@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from vllm_opset import ops
-from vllm_opset.kernel import REFERENCE, Kernel, kernels_of
+from vllm_opset.kernel import PROVIDERS, REFERENCE, Kernel, kernels_of, load
 from vllm_opset.ops.contract import Op, Problem
 
 # Which providers are tried on a device, first to last. The reference closes every list: it runs anywhere.
@@ -27,7 +27,7 @@ CONFIG_KEYS = ("kernels",)
 
 
 class OverrideError(ValueError):
-    """An override that names nothing, or a kernel that cannot do what is asked of it."""
+    """An override that cannot be read, names nothing, or names a kernel that cannot do what is asked of it."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Choice:
     kernel: Kernel
     reason: str
     rejected: tuple[tuple[str, str], ...]
-    run: Callable = field(repr=False, default=None)
     calls: int = 0
+    run: Callable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.run = self._counted() if os.environ.get("OPSET_COUNT_CALLS") == "1" else self.kernel.run
@@ -97,8 +97,8 @@ def choices() -> list[Choice]:
 
 
 def fingerprint() -> tuple[str, ...]:
-    """The choices as plain data, for a compile cache's key."""
-    return tuple(f"{choice.kernel}@{choice.kernel.provider}[{choice.problem}]" for choice in choices())
+    """The choices as plain data, whatever the order they were made in, for a compile cache's key."""
+    return tuple(sorted(f"{choice.kernel}@{choice.kernel.provider}[{choice.problem}]" for choice in choices()))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -122,13 +122,20 @@ def _decide(op: Op, problem: Problem, override: Override | None) -> Choice:
 
 
 def _obey(op: Op, problem: Problem, kernel: Kernel, override: Override) -> Choice:
-    reason = kernel.supports(problem)
+    reason = _why_not(kernel, problem)
     if reason is not None:
+        able = [other.name for other in kernels_of(op.name).values() if _why_not(other, problem) is None]
         raise OverrideError(
-            f"{override.source} asks for {op.name}={kernel.name}, which cannot do it: {reason} ({problem}). "
-            f"Remove that override, or name another kernel: {', '.join(sorted(kernels_of(op.name)))}"
+            f"{override.source} asks for {kernel}, which cannot do it: {reason} ({problem}). "
+            f"Remove that override, or name a kernel that can: {', '.join(sorted(able))}"
         )
     return Choice(op.name, problem, kernel, f"asked for by {override.source}", ())
+
+
+def _why_not(kernel: Kernel, problem: Problem) -> str | None:
+    if not kernel.runs_on(problem.device):
+        return f"it runs on {', '.join(kernel.devices)}, not on {problem.device}"
+    return kernel.supports(problem)
 
 
 def _in_order_of_preference(kernels: Iterable[Kernel], device: str) -> list[Kernel]:
@@ -144,35 +151,53 @@ def _why(kernel: Kernel, problem: Problem) -> str:
 
 def _import_users_kernels() -> None:
     for module in _words(os.environ.get("OPSET_IMPORT", "")):
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise OverrideError(
+                f"OPSET_IMPORT: importing {module!r} raised {type(error).__name__}: {error}. "
+                "Mend it, put its folder on PYTHONPATH, or take it out of OPSET_IMPORT"
+            ) from error
 
 
 def _read_overrides(additional_config: Mapping) -> dict[str, Override]:
-    sources: dict[str, Mapping] = {"OPSET_KERNELS": {"kernels": _pairs(os.environ.get("OPSET_KERNELS", ""))}}
+    """The kernel asked for of each op; what is read later counts."""
+    sources = {"OPSET_KERNELS": {"kernels": _pairs(os.environ.get("OPSET_KERNELS", ""))}}
     if path := os.environ.get("OPSET_CONFIG"):
-        sources[f"OPSET_CONFIG ({path})"] = yaml.safe_load(Path(path).read_text()) or {}
+        sources[f"OPSET_CONFIG ({path})"] = _read_yaml(path)
     sources["--additional-config"] = additional_config.get("opset", {})
     overrides: dict[str, Override] = {}
     for source, config in sources.items():
-        overrides |= _checked(source, config)
+        for key in _mapping(source, config):
+            if key not in CONFIG_KEYS:
+                raise OverrideError(f"{source}: unknown key {key!r}; {nearest(str(key), CONFIG_KEYS)}")
+        for op_name, kernel_name in _mapping(f"{source}: kernels", config.get("kernels", {})).items():
+            _check_names(source, op_name, kernel_name)
+            overrides[op_name] = Override(kernel_name, source)
     return overrides
 
 
-def _checked(source: str, config: Mapping) -> dict[str, Override]:
-    for key in config:
-        if key not in CONFIG_KEYS:
-            raise OverrideError(f"{source}: unknown key {key!r}; {nearest(key, CONFIG_KEYS)}")
-    overrides = {}
-    for op_name, kernel_name in config.get("kernels", {}).items():
-        if op_name not in ops.BY_NAME:
-            raise OverrideError(f"{source}: unknown op {op_name!r}; {nearest(op_name, ops.BY_NAME)}")
-        known = kernels_of(op_name)
-        if kernel_name not in known:
-            raise OverrideError(
-                f"{source}: {op_name} has no kernel {kernel_name!r} here; {nearest(kernel_name, known)}"
-            )
-        overrides[op_name] = Override(kernel_name, source)
-    return overrides
+def _read_yaml(path: str) -> Mapping:
+    try:
+        return yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise OverrideError(f"OPSET_CONFIG: cannot read {path}: {error}") from error
+
+
+def _mapping(source: str, value: object) -> Mapping:
+    if not isinstance(value, Mapping):
+        raise OverrideError(f"{source}: expected keys with values, not {value!r}")
+    return value
+
+
+def _check_names(source: str, op_name: str, kernel_name: str) -> None:
+    if op_name not in ops.BY_NAME:
+        raise OverrideError(f"{source}: unknown op {op_name!r}; {nearest(str(op_name), ops.BY_NAME)}")
+    known = kernels_of(op_name)
+    if kernel_name not in known:
+        missing = load(kernel_name) if kernel_name in PROVIDERS else None
+        hint = missing or nearest(str(kernel_name), known)
+        raise OverrideError(f"{source}: {op_name} has no kernel {kernel_name!r} here; {hint}")
 
 
 def _pairs(text: str) -> dict[str, str]:
