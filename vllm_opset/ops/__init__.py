@@ -1,5 +1,6 @@
 """WHAT: one file per op, its contract. The reference in plain PyTorch is the contract's body; see `contract`."""
 
+from vllm_opset.ops.apply_penalties import apply_penalties
 from vllm_opset.ops.contract import Op
 from vllm_opset.ops.fused_add_rms_norm import fused_add_rms_norm
 from vllm_opset.ops.gelu_and_mul import gelu_and_mul
@@ -16,6 +17,7 @@ from vllm_opset.ops.rotary_embedding import rotary_embedding
 from vllm_opset.ops.silu_and_mul import silu_and_mul
 from vllm_opset.ops.silu_and_mul_with_clamp import silu_and_mul_with_clamp
 from vllm_opset.ops.swigluoai_and_mul import swigluoai_and_mul
+from vllm_opset.ops.top_k_top_p_sample import top_k_top_p_sample
 
 ALL: tuple[Op, ...] = (
     rms_norm,
@@ -33,5 +35,7 @@ ALL: tuple[Op, ...] = (
     relu2,
     reshape_and_cache,
     paged_attention,
+    apply_penalties,
+    top_k_top_p_sample,
 )
 BY_NAME: dict[str, Op] = {op.name: op for op in ALL}

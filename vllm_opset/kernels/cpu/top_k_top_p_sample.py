@@ -1,0 +1,205 @@
+"""top_k_top_p_sample on a CPU: cut by value, pack what is left, and race that.
+
+The contract's filters sort token ids along with the logits. Here the cuts are found in the values alone, the k-th
+largest by selection, top-p's by a sort, and noise is computed for the survivors only. The work is done with NumPy,
+whose selection and sort are vectorised and whose operators cost a fraction of PyTorch's on small arrays.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.ops import philox
+from vllm_opset.ops.top_k_top_p_sample import GREEDY_BELOW, TopKTopPSampleProblem, check_processed
+
+# Survivors are packed if they are no more than one in so many.
+WORTH_PACKING = 8
+# From this many tokens on, rows without a filter are drawn apart from those that have few survivors.
+LARGE_VOCABULARY = 4096
+# Sizes of temporaries that stay in the cache: logits of some rows, and blocks of random words.
+LOGITS_AT_A_TIME, BLOCKS_AT_A_TIME = 2**18, 2**13
+
+
+class Rows(NamedTuple):
+    """The arguments of the op; x = logits / scale. None: off in every row."""
+
+    logits: np.ndarray
+    keys: np.ndarray
+    scale: np.ndarray | None
+    greedy: np.ndarray | None
+    top_k: np.ndarray | None
+    top_p: np.ndarray | None
+    min_p: np.ndarray | None
+
+    def at(self, index: np.ndarray) -> "Rows":
+        if len(index) == len(self.keys):
+            return self
+        return Rows(*(None if values is None else values[index] for values in self))
+
+
+class Survivors(NamedTuple):
+    """x [B, C] of the tokens that are kept, −inf for others among them, and their ids in rising order.
+
+    ids: None if these are all V tokens.
+    """
+
+    x: np.ndarray
+    ids: np.ndarray | None
+
+
+def supports(problem: TopKTopPSampleProblem) -> str | None:
+    return None
+
+
+# The logarithm of a min-p that is off is −inf, as it should be; rows without a finite logit are the caller's error.
+@kernel(ops.top_k_top_p_sample, name="cpu", supports=supports)
+@np.errstate(divide="ignore", invalid="ignore")
+def top_k_top_p_sample(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    processed: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    check_processed(processed)
+    arrays = (None if values is None else values.numpy() for values in (temperature, top_k, top_p, min_p))
+    temperature, top_k, top_p, min_p = arrays
+    rows = Rows(logits.numpy(), keys.numpy(), None, None, top_k, top_p, min_p)
+    if temperature is not None:
+        greedy = temperature < GREEDY_BELOW
+        if processed is None and greedy.all():
+            return torch.from_numpy(rows.logits.argmax(axis=1)), None
+        rows = rows._replace(scale=np.where(greedy, np.float32(1), temperature), greedy=greedy)
+    tokens, x = np.empty_like(rows.keys), None if processed is None else np.empty(rows.logits.shape, np.float32)
+    for part in _parts(rows):
+        some = rows.at(part)
+        survivors = _survivors(some)
+        tokens[part] = _race(some, survivors)
+        if x is not None:
+            x[part] = _unpacked(survivors, x.shape[1])
+    if x is not None:
+        x = torch.from_numpy(x)
+    return torch.from_numpy(tokens), x.log_softmax(dim=1) if processed == "logprobs" else x
+
+
+def _parts(rows: Rows) -> list[np.ndarray]:
+    """Which rows to draw together: a part has the width of its row with the most survivors."""
+    num_rows, vocab_size = rows.logits.shape
+    kinds = [np.arange(num_rows)]
+    if vocab_size >= LARGE_VOCABULARY:
+        filtered = np.zeros(num_rows, bool)
+        for values, off in ((rows.top_k, vocab_size), (rows.top_p, 1), (rows.min_p, 0)):
+            if values is not None:
+                filtered |= values != off
+        kinds = [np.flatnonzero(filtered), np.flatnonzero(~filtered)]
+    at_a_time = max(1, LOGITS_AT_A_TIME // vocab_size)
+    return [kind[first : first + at_a_time] for kind in kinds for first in range(0, len(kind), at_a_time)]
+
+
+def _survivors(rows: Rows) -> Survivors:
+    x = rows.logits.copy() if rows.scale is None else rows.logits / rows.scale[:, None]
+    survivors = Survivors(x, None)
+    if rows.top_k is not None or rows.min_p is not None:
+        survivors = _pack(survivors, x >= _floor(rows, x)[:, None])
+    if rows.top_p is not None:
+        survivors = _pack(survivors, _nucleus(survivors.x, rows.top_p))
+    return survivors
+
+
+def _floor(rows: Rows, x: np.ndarray) -> np.ndarray:
+    """The lowest x [B] that min-p and top-k keep."""
+    floor = np.full(len(x), -np.inf, np.float32)
+    if rows.min_p is not None:
+        floor = x.max(axis=1) + np.log(rows.min_p)
+    if rows.top_k is not None:
+        vocab_size = x.shape[1]
+        limited = rows.top_k < vocab_size
+        top_k = np.where(limited, rows.top_k, 1)
+        most = int(top_k.max())
+        largest = np.sort(np.partition(x, vocab_size - most, axis=1)[:, vocab_size - most :], axis=1)
+        kth = largest[np.arange(len(x)), most - top_k]
+        floor = np.where(limited, np.maximum(floor, kth), floor)
+    return floor
+
+
+def _nucleus(x: np.ndarray, top_p: np.ndarray) -> np.ndarray:
+    """Which of x [B, C] top_p [B] keeps: what exceeds the cut, and of what equals it the first few."""
+    ordered = np.sort(x, axis=1)
+    # PyTorch adds up in fp64.
+    mass = torch.from_numpy(np.exp(ordered - ordered[:, -1:])).cumsum(dim=1).numpy()
+    dropped = (mass <= ((1 - top_p) * mass[:, -1])[:, None]).sum(axis=1)
+    dropped = np.where(top_p < 1, np.minimum(dropped, x.shape[1] - 1), 0)
+    cut = ordered[np.arange(len(x)), dropped][:, None]
+    equals_dropped = dropped - (ordered < cut).sum(axis=1)
+    if not equals_dropped.any():
+        return x >= cut
+    equal = x == cut
+    equals_kept = equal.sum(axis=1) - equals_dropped
+    return (x > cut) | (equal & (equal.cumsum(axis=1) <= equals_kept[:, None]))
+
+
+def _pack(survivors: Survivors, keep: np.ndarray) -> Survivors:
+    """The survivors that `keep` [B, C] says, side by side if they are few."""
+    counts = np.count_nonzero(keep, axis=1)
+    num_rows, width = keep.shape
+    most = max(1, counts.max())
+    if most * WORTH_PACKING > width:
+        return survivors._replace(x=np.where(keep, survivors.x, np.float32(-np.inf)))
+    flat = np.flatnonzero(keep)
+    row = np.repeat(np.arange(num_rows), counts)
+    place = np.arange(len(flat)) - np.repeat(counts.cumsum() - counts, counts)
+    x, ids = np.full((num_rows, most), -np.inf, np.float32), np.zeros((num_rows, most), np.int64)
+    x[row, place] = survivors.x.ravel()[flat]
+    ids[row, place] = flat % width if survivors.ids is None else survivors.ids.ravel()[flat]
+    return Survivors(x, ids)
+
+
+def _race(rows: Rows, survivors: Survivors) -> np.ndarray:
+    """The token [B] of each row that wins."""
+    x, ids = survivors
+    words = _all_words(rows.keys, x.shape[1]) if ids is None else _words_at(rows.keys, ids)
+    score = np.exp(x - x.max(axis=1, keepdims=True))
+    score /= philox.exponential(torch.from_numpy(words), torch.float32).numpy()
+    if rows.greedy is not None:
+        score = np.where(rows.greedy[:, None], x, score)
+    winner = score.argmax(axis=1)
+    return winner if ids is None else ids[np.arange(len(ids)), winner]
+
+
+def _unpacked(survivors: Survivors, vocab_size: int) -> np.ndarray:
+    if survivors.ids is None:
+        return survivors.x
+    x = np.full((len(survivors.x), vocab_size), -np.inf, np.float32)
+    # Rows with fewer survivors than others are padded with token 0: the largest value is the right one.
+    np.maximum.at(x, (np.arange(len(x))[:, None], survivors.ids), survivors.x)
+    return x
+
+
+def _words_at(keys: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The random words [B, C] of the tokens ids [B, C]."""
+    return np.choose(ids % philox.WORDS, philox.block(ids // philox.WORDS, 0, 0, 0, *_halves(keys)))
+
+
+def _all_words(keys: np.ndarray, count: int) -> np.ndarray:
+    """The first `count` random words of each key's stream: [B, count], rounded to fp32."""
+    num_blocks = -(-count // philox.WORDS)
+    words = np.empty((len(keys), num_blocks, philox.WORDS), np.float32)
+    rows_at_a_time = max(1, BLOCKS_AT_A_TIME // num_blocks)
+    for row in range(0, len(keys), rows_at_a_time):
+        halves = _halves(keys[row : row + rows_at_a_time])
+        for first in range(0, num_blocks, BLOCKS_AT_A_TIME):
+            counters = np.arange(first, min(first + BLOCKS_AT_A_TIME, num_blocks))
+            for lane, some in enumerate(philox.block(counters, 0, 0, 0, *halves)):
+                words[row : row + rows_at_a_time, first : first + BLOCKS_AT_A_TIME, lane] = some
+    return words.reshape(len(keys), -1)[:, :count]
+
+
+def _halves(keys: np.ndarray) -> tuple:
+    """The 32-bit halves of keys, [B, 1]; of a single one as integers, which Python combines faster than NumPy."""
+    key = int(keys[0]) if len(keys) == 1 else keys[:, None]
+    return key & philox.MASK, key >> 32 & philox.MASK
