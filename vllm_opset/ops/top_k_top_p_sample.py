@@ -61,8 +61,8 @@ def top_k_top_p_sample(
     x), of several equal ones the one with the lowest index. E of token t in a row is −log(1 − u) with
     u = min((r + ½) / 2³², 1 − 2⁻²⁴), where r is word t of the Philox4x32-10 stream of the row's key: lane t % 4 of
     Triton's `tl.randint4x(key, t // 4)`. So a row's token is a function of its logits, settings and key alone: on any
-    device, in any batch. What 32 random bits cannot do is draw tokens of probabilities below 1e-10 often enough; all others come
-    as often as they should, but for fp32's rounding of x.
+    device, in any batch. 32 random bits are too few for tokens of probabilities below 1e-10; all others come as often
+    as often as they should, but for the rounding of x.
 
     Returns the tokens, int64 [B], and with processed = "logits" x with −inf for what was not kept, or with "logprobs"
     its log-softmax, fp32 [B, V], contiguous; else None. Raises ValueError for any other word.

@@ -4,13 +4,19 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_opset.platform import slots
+from vllm_opset.platform import sampler, slots
 
 
 class OpsetCpuRunner(CPUModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         slots.bind(self.input_batch.block_table)
+        sampler.install(self)
+
+    def _update_states(self, scheduler_output):
+        deferred = super()._update_states(scheduler_output)
+        sampler.count_draws(self)
+        return deferred
 
     def _postprocess_triton(self) -> None:
         """vLLM's (until 0.30) replaces Triton kernels by C++ operators, which are not there."""
