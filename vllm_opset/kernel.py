@@ -87,7 +87,8 @@ def load(provider: str) -> str | None:
     reason = package.unavailable()
     if reason is None and provider not in _loaded:
         for module in pkgutil.iter_modules(package.__path__):
-            _load_file(package, module.name)
+            if not module.name.startswith("_"):
+                _load_file(package, module.name)
         _loaded.add(provider)
     return reason
 
@@ -97,7 +98,7 @@ def _package(provider: str) -> ModuleType:
 
 
 def _load_file(package: ModuleType, name: str) -> None:
-    if name not in _registry and not name.startswith("_"):
+    if name not in _registry:
         raise ImportError(f"{package.__name__}.{name} is named after no op: a kernel's file bears its op's name")
     importlib.import_module(f"{package.__name__}.{name}")
 

@@ -5,7 +5,7 @@ The same checks serve the test suite, `vllm-opset parity` and a kernel's author.
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -122,7 +122,7 @@ class Call:
     @classmethod
     def of(cls, op: Op, args: tuple, kwargs: dict, returned: Any) -> "Call":
         bound = op.signature.bind(*args, **kwargs).arguments
-        tensors = {name: value for name, value in bound.items() if isinstance(value, torch.Tensor)}
+        tensors = _tensors(bound)
         values = enumerate(returned if isinstance(returned, tuple) else (returned,))
         results = {f"result {i}": value for i, value in values if isinstance(value, torch.Tensor)}
         return cls(tensors, results | {name: tensors[name] for name in op.mutates if name in tensors})
@@ -137,6 +137,17 @@ class Call:
         """The inputs whose memory a piece of the outcome lies in."""
         tensor = self.outcome[name]
         return [name for name, other in self.tensors.items() if tensor.numel() and _base(other) == _base(tensor)]
+
+
+def _tensors(arguments: Mapping[str, Any]) -> Tensors:
+    """The tensors among the arguments and, as "argument.field", in the dataclasses among them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif is_dataclass(value):
+            found |= _tensors({f"{name}.{key}": field for key, field in vars(value).items()})
+    return found
 
 
 def _wide(value: Any) -> Any:

@@ -190,11 +190,11 @@ def _mapping(source: str, value: object) -> Mapping:
     return value
 
 
-def _check_names(source: str, op_name: str, kernel_name: str) -> None:
+def _check_names(source: str, op_name: object, kernel_name: object) -> None:
     if op_name not in ops.BY_NAME:
         raise OverrideError(f"{source}: unknown op {op_name!r}; {nearest(str(op_name), ops.BY_NAME)}")
     known = kernels_of(op_name)
-    if kernel_name not in known:
+    if kernel_name not in list(known):
         missing = load(kernel_name) if kernel_name in PROVIDERS else None
         hint = missing or nearest(str(kernel_name), known)
         raise OverrideError(f"{source}: {op_name} has no kernel {kernel_name!r} here; {hint}")

@@ -1,0 +1,104 @@
+"""The registry of kernels: what is registered, under which name, and what is found where."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_opset import kernel as registry
+from vllm_opset import kernels, ops
+from vllm_opset.kernel import PROVIDERS, REFERENCE, kernel, kernels_of, load
+
+
+@pytest.fixture(autouse=True)
+def registry_as_it_was(monkeypatch):
+    """What a test registers is forgotten after it."""
+    kernels_of("rms_norm")  # loads the providers, whose files register but once in a process
+    monkeypatch.setattr(registry, "_registry", {op: dict(known) for op, known in registry._registry.items()})
+
+
+@pytest.fixture
+def new_provider(tmp_path, monkeypatch):
+    """Makes a provider of these files: `new_provider("name", {"rms_norm.py": "…"})`."""
+
+    def make(name: str, files: dict[str, str], unavailable: str | None = None) -> None:
+        folder = tmp_path / name
+        folder.mkdir()
+        head = f"DEVICES = ('cpu',)\n\ndef unavailable():\n    return {unavailable!r}\n"
+        for file, text in {"__init__.py": head, **files}.items():
+            Path(folder, file).write_text(text)
+        monkeypatch.setattr(kernels, "__path__", [*kernels.__path__, str(tmp_path)])
+        monkeypatch.setattr(registry, "PROVIDERS", (*PROVIDERS, name))
+
+    yield make
+    for module in [
+        module
+        for module in sys.modules
+        if Path(getattr(sys.modules[module], "__file__", None) or "/").is_relative_to(tmp_path)
+    ]:
+        del sys.modules[module]
+
+
+def test_every_op_has_its_reference_first():
+    for op in ops.ALL:
+        first = next(iter(kernels_of(op.name).values()))
+        assert (first.name, first.provider, first.run) == (REFERENCE, REFERENCE, op.reference)
+
+
+def test_the_cpu_kernels_are_found_and_know_where_they_run():
+    cpu = kernels_of("rms_norm")["cpu"]
+    assert (cpu.provider, cpu.devices, str(cpu)) == ("cpu", ("cpu",), "rms_norm=cpu")
+    assert cpu.runs_on("cpu") and not cpu.runs_on("cuda")
+
+
+def test_a_users_kernel_is_named_after_its_module_and_may_run_anywhere():
+    @kernel(ops.rms_norm, name="mine", supports=lambda problem: None)
+    def rms_norm(x, weight, epsilon, weight_offset=0.0):
+        return x
+
+    mine = kernels_of("rms_norm")["mine"]
+    assert mine.provider == __name__ and mine.run is rms_norm
+    assert mine.runs_on("cpu") and mine.runs_on("cuda")
+
+
+def test_without_limits_a_kernel_supports_everything():
+    kernel(ops.rms_norm, name="mine")(ops.rms_norm.reference)
+    assert kernels_of("rms_norm")["mine"].supports("whatever the problem") is None
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_a_name_is_given_once(name):
+    with pytest.raises(ValueError, match=f"rms_norm already has a kernel named '{name}', from {name}"):
+        kernel(ops.rms_norm, name=name)(lambda x: x)
+
+
+def test_what_is_listed_cannot_be_changed_from_outside():
+    kernels_of("rms_norm").clear()
+    assert REFERENCE in kernels_of("rms_norm")
+
+
+def test_a_new_file_in_a_provider_is_found(new_provider):
+    text = "from vllm_opset import kernel, ops\n\n@kernel.kernel(ops.relu2, name='new')\ndef relu2(x): ...\n"
+    new_provider("found", {"relu2.py": text, "_shared.py": "raise AssertionError('nobody imports this')"})
+    new = kernels_of("relu2")["new"]
+    assert (new.provider, new.devices) == ("found", ("cpu",))
+
+
+def test_a_file_named_after_no_op_is_an_error(new_provider):
+    new_provider("misnamed", {"rms_nrom.py": ""})
+    with pytest.raises(ImportError, match=r"kernels\.misnamed\.rms_nrom is named after no op"):
+        kernels_of("rms_norm")
+
+
+def test_a_file_that_fails_to_import_fails_every_time(new_provider):
+    """Half a provider, loaded quietly the second time, would be a fallback that nobody asked for."""
+    new_provider("failing", {"rms_norm.py": "raise RuntimeError('no such device')"})
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no such device"):
+            kernels_of("rms_norm")
+
+
+def test_a_provider_that_cannot_be_had_says_why_and_lists_nothing(new_provider):
+    new_provider("absent", {"rms_norm.py": "raise AssertionError('imported')"}, unavailable="pip install absent")
+    assert load("absent") == "pip install absent"
+    assert "absent" not in {known.provider for known in kernels_of("rms_norm").values()}

@@ -1,0 +1,322 @@
+"""Which kernel is chosen, how users override it, and what they are told when an override is wrong."""
+
+import sys
+
+import pytest
+import torch
+
+from vllm_opset import kernel as registry
+from vllm_opset import ops, selection
+from vllm_opset.kernel import PROVIDERS, Kernel, kernels_of
+from vllm_opset.ops.contract import Problem
+from vllm_opset.ops.rms_norm import RMSNormProblem
+from vllm_opset.selection import OverrideError, choices, configure, fingerprint, select
+
+NORM = RMSNormProblem("cpu", torch.float32, 64, torch.float32)
+ACTIVATION = Problem("cpu", torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    """No overrides, nothing chosen, and a registry that forgets what a test adds."""
+    kernels_of("rms_norm")
+    monkeypatch.setattr(registry, "_registry", {op: dict(known) for op, known in registry._registry.items()})
+    monkeypatch.setattr(selection, "_overrides", None)
+    monkeypatch.setattr(selection, "_choices", {})
+    for name in ("OPSET_KERNELS", "OPSET_CONFIG", "OPSET_IMPORT", "OPSET_COUNT_CALLS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def override(monkeypatch, tmp_path):
+    """Says something through one of the three sources: `override(source, {"rms_norm": "reference"})`."""
+
+    def override(source: str, kernels: dict[str, str], key: str = "kernels") -> dict:
+        if source == "OPSET_KERNELS":
+            monkeypatch.setenv("OPSET_KERNELS", ",".join(f"{op}={name}" for op, name in kernels.items()))
+        if source == "OPSET_CONFIG":
+            path = tmp_path / "opset.yaml"
+            path.write_text(f"{key}:\n" + "".join(f"  {op}: {name}\n" for op, name in kernels.items()))
+            monkeypatch.setenv("OPSET_CONFIG", str(path))
+        return {"opset": {key: kernels}} if source == "--additional-config" else {}
+
+    return override
+
+
+SOURCES = pytest.mark.parametrize("source", ["OPSET_KERNELS", "OPSET_CONFIG", "--additional-config"])
+
+
+def add_kernel(
+    op: str = "rms_norm", name: str = "mine", provider="tests", devices=(), refuses=None, run=None
+) -> Kernel:
+    new = Kernel(op, name, provider, devices, lambda problem: refuses, run or ops.BY_NAME[op].reference)
+    registry._registry[op][name] = new
+    return new
+
+
+# What is chosen.
+
+
+def test_the_devices_own_kernel_is_preferred():
+    choice = select(ops.rms_norm, NORM)
+    assert (choice.kernel.name, choice.reason) == ("cpu", "first kernel for cpu that supports it")
+    assert choice.rejected == ()
+    assert choice.run is choice.kernel.run
+
+
+def test_an_op_without_a_kernel_for_the_device_has_its_reference():
+    choice = select(ops.relu2, ACTIVATION)
+    assert (choice.kernel.name, choice.reason) == ("reference", "no other kernel for cpu supports it")
+
+
+def test_on_an_unknown_device_the_reference_runs():
+    assert select(ops.rms_norm, RMSNormProblem("xpu", torch.float32, 64, None)).kernel.name == "reference"
+
+
+def test_a_kernel_that_cannot_is_passed_over_with_its_reason():
+    add_kernel("relu2", "half", provider="cpu", refuses="only fp16")
+    choice = select(ops.relu2, ACTIVATION)
+    assert choice.kernel.name == "reference"
+    assert choice.rejected == (("half", "only fp16"),)
+
+
+def test_a_users_kernel_waits_to_be_named():
+    add_kernel()
+    assert select(ops.rms_norm, NORM).kernel.name == "cpu"
+
+
+def test_a_choice_is_made_once():
+    choice = select(ops.rms_norm, NORM)
+    assert select(ops.rms_norm, RMSNormProblem("cpu", torch.float32, 64, torch.float32)) is choice
+    assert select(ops.rms_norm, RMSNormProblem("cpu", torch.float32, 65, torch.float32)) is not choice
+
+
+def test_a_chosen_kernel_that_fails_raises():
+    def run(*args, **kwargs):
+        raise RuntimeError("out of shared memory")
+
+    add_kernel("relu2", "failing", provider="cpu", run=run)
+    with pytest.raises(RuntimeError, match="out of shared memory"):
+        select(ops.relu2, ACTIVATION).run(torch.ones(1))
+
+
+# What users say.
+
+
+@SOURCES
+def test_an_override_is_obeyed_and_named_as_the_reason(source, override):
+    configure(override(source, {"rms_norm": "reference"}))
+    choice = select(ops.rms_norm, NORM)
+    assert choice.kernel.name == "reference"
+    assert choice.reason.startswith(f"asked for by {source}")
+    assert select(ops.silu_and_mul, ACTIVATION).kernel.name == "cpu"
+
+
+def test_the_most_specific_source_counts(override):
+    for name in ("one", "two", "three"):
+        add_kernel(name=name)
+    override("OPSET_KERNELS", {"rms_norm": "one", "silu_and_mul": "reference"})
+    assert select(ops.rms_norm, NORM).kernel.name == "one"
+    override("OPSET_CONFIG", {"rms_norm": "two"})
+    configure()
+    assert select(ops.rms_norm, NORM).kernel.name == "two"
+    configure(override("--additional-config", {"rms_norm": "three"}))
+    assert select(ops.rms_norm, NORM).kernel.name == "three"
+    assert select(ops.silu_and_mul, ACTIVATION).kernel.name == "reference", "a source overrides ops, not whole sources"
+
+
+def test_spaces_and_empty_words_do_not_matter(monkeypatch):
+    monkeypatch.setenv("OPSET_KERNELS", " rms_norm = reference ,, silu_and_mul=reference,")
+    assert {op: override.kernel for op, override in configure().items()} == {
+        "rms_norm": "reference",
+        "silu_and_mul": "reference",
+    }
+
+
+def test_an_empty_file_says_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("OPSET_CONFIG", str(tmp_path / "empty.yaml"))
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    assert configure() == {}
+
+
+def test_other_users_of_additional_config_are_left_alone():
+    assert configure({"somebody else": {"rms_norm": "theirs"}}) == {}
+
+
+# What users are told.
+
+
+@SOURCES
+def test_an_unknown_op_is_an_error_that_names_the_nearest(source, override):
+    with pytest.raises(OverrideError, match=f"{source}.*unknown op 'rms_nrom'; did you mean 'rms_norm'?"):
+        configure(override(source, {"rms_nrom": "reference"}))
+
+
+@SOURCES
+def test_an_unknown_kernel_is_an_error_that_names_the_nearest(source, override):
+    with pytest.raises(
+        OverrideError, match=f"{source}.*rms_norm has no kernel 'refrence' here; did you mean 'reference'?"
+    ):
+        configure(override(source, {"rms_norm": "refrence"}))
+
+
+@pytest.mark.parametrize("source", ["OPSET_CONFIG", "--additional-config"])
+def test_an_unknown_key_is_an_error_that_names_the_nearest(source, override):
+    with pytest.raises(OverrideError, match=f"{source}.*unknown key 'kernel'; did you mean 'kernels'?"):
+        configure(override(source, {"rms_norm": "reference"}, key="kernel"))
+
+
+def test_a_name_like_no_other_is_answered_with_all():
+    with pytest.raises(OverrideError, match="has no kernel 'xyzzy' here; known: cpu, reference"):
+        configure({"opset": {"kernels": {"silu_and_mul": "xyzzy"}}} | {})
+
+
+def test_a_word_that_is_no_pair_is_an_error(monkeypatch):
+    monkeypatch.setenv("OPSET_KERNELS", "rms_norm")
+    with pytest.raises(OverrideError, match="OPSET_KERNELS: 'rms_norm' is not of the form op=kernel"):
+        configure()
+
+
+@pytest.mark.parametrize(
+    "config", ["reference", ["rms_norm"], {"kernels": "reference"}, {"kernels": ["rms_norm"]}], ids=str
+)
+def test_a_config_of_another_shape_is_an_error(config):
+    with pytest.raises(OverrideError, match=r"--additional-config.*expected keys with values, not"):
+        configure({"opset": config})
+
+
+@pytest.mark.parametrize("value", [True, 3, None, ["reference"]], ids=str)
+def test_a_kernel_that_is_no_name_is_an_error(value):
+    with pytest.raises(OverrideError, match="rms_norm has no kernel"):
+        configure({"opset": {"kernels": {"rms_norm": value}}})
+
+
+def test_a_file_that_is_not_there_is_an_error(monkeypatch):
+    monkeypatch.setenv("OPSET_CONFIG", "/nowhere/opset.yaml")
+    with pytest.raises(OverrideError, match=r"OPSET_CONFIG: cannot read /nowhere/opset\.yaml: .*No such file"):
+        configure()
+
+
+def test_a_file_that_is_no_yaml_is_an_error(monkeypatch, tmp_path):
+    (tmp_path / "opset.yaml").write_text("kernels: {rms_norm: [")
+    monkeypatch.setenv("OPSET_CONFIG", str(tmp_path / "opset.yaml"))
+    with pytest.raises(OverrideError, match=r"(?s)OPSET_CONFIG: cannot read .*opset\.yaml: .*line 1"):
+        configure()
+
+
+def test_a_kernel_that_cannot_do_it_is_refused_with_its_reason_and_those_that_can():
+    add_kernel(refuses="only 128 columns")
+    configure({"opset": {"kernels": {"rms_norm": "mine"}}})
+    with pytest.raises(OverrideError) as error:
+        select(ops.rms_norm, NORM)
+    assert str(error.value) == (
+        "--additional-config asks for rms_norm=mine, which cannot do it: only 128 columns "
+        "(device=cpu, dtype=float32, hidden_size=64, weight_dtype=float32). "
+        "Remove that override, or name a kernel that can: cpu, reference"
+    )
+
+
+def test_a_kernel_of_another_device_is_refused():
+    add_kernel(devices=("cuda",))
+    configure({"opset": {"kernels": {"rms_norm": "mine"}}})
+    with pytest.raises(OverrideError, match="it runs on cuda, not on cpu"):
+        select(ops.rms_norm, NORM)
+
+
+def test_a_provider_that_cannot_be_had_is_named_with_its_cure(monkeypatch):
+    assert "triton" in PROVIDERS
+    from vllm_opset.kernels import triton
+
+    monkeypatch.setattr(triton, "unavailable", lambda: "Triton is not installed: pip install triton")
+    registry._registry["rms_norm"].pop("triton", None)
+    with pytest.raises(OverrideError, match="no kernel 'triton' here; Triton is not installed: pip install triton"):
+        configure({"opset": {"kernels": {"rms_norm": "triton"}}})
+
+
+# The user's own modules.
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Makes an importable module of this text."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(name: str, text: str) -> None:
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return make
+
+
+def test_a_users_module_is_imported_before_its_kernels_are_named(module, monkeypatch):
+    text = "from vllm_opset import kernel, ops\n\n@kernel.kernel(ops.relu2, name='mine')\ndef relu2(x): ...\n"
+    module("users_kernels", text)
+    monkeypatch.setenv("OPSET_IMPORT", " users_kernels, ")
+    monkeypatch.setenv("OPSET_KERNELS", "relu2=mine")
+    choice = select(ops.relu2, ACTIVATION)
+    assert (choice.kernel.name, choice.kernel.provider) == ("mine", "users_kernels")
+
+
+def test_a_users_module_that_is_not_there_is_an_error_with_the_cure(monkeypatch):
+    monkeypatch.setenv("OPSET_IMPORT", "no_such_module")
+    with pytest.raises(OverrideError, match=r"importing 'no_such_module' raised ModuleNotFoundError: .* PYTHONPATH"):
+        configure()
+
+
+def test_a_users_module_that_fails_is_an_error_that_names_it(module, monkeypatch):
+    module("failing_kernels", "1 / 0")
+    monkeypatch.setenv("OPSET_IMPORT", "failing_kernels")
+    with pytest.raises(
+        OverrideError, match="importing 'failing_kernels' raised ZeroDivisionError: division by zero"
+    ) as error:
+        configure()
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+# The choices as data.
+
+
+def test_choices_are_listed_in_the_order_of_the_ops():
+    for op, problem in ((ops.relu2, ACTIVATION), (ops.silu_and_mul, ACTIVATION), (ops.rms_norm, NORM)):
+        select(op, problem)
+    assert [choice.op for choice in choices()] == ["rms_norm", "silu_and_mul", "relu2"]
+
+
+def test_configuring_forgets_earlier_choices():
+    select(ops.rms_norm, NORM)
+    configure()
+    assert choices() == []
+
+
+def test_the_fingerprint_is_plain_and_independent_of_the_order():
+    problems = [NORM, RMSNormProblem("cpu", torch.bfloat16, 64, None)]
+    fingerprints = set()
+    for order in (problems, problems[::-1]):
+        configure()
+        for problem in order:
+            select(ops.rms_norm, problem)
+        fingerprints.add(fingerprint())
+    (only,) = fingerprints
+    assert "rms_norm=cpu@cpu[device=cpu, dtype=float32, hidden_size=64, weight_dtype=float32]" in only
+
+
+def test_the_fingerprint_tells_kernels_apart():
+    select(ops.rms_norm, NORM)
+    default = fingerprint()
+    configure({"opset": {"kernels": {"rms_norm": "reference"}}})
+    select(ops.rms_norm, NORM)
+    assert fingerprint() != default
+
+
+def test_calls_are_counted_on_request(monkeypatch):
+    monkeypatch.setenv("OPSET_COUNT_CALLS", "1")
+    choice = select(ops.relu2, ACTIVATION)
+    for _ in range(3):
+        assert torch.equal(choice.run(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 4.0]))
+    assert choice.calls == 3
+
+
+def test_calls_are_not_counted_otherwise():
+    choice = select(ops.relu2, ACTIVATION)
+    choice.run(torch.ones(1))
+    assert choice.calls == 0 and choice.run is ops.relu2.reference
