@@ -1,0 +1,77 @@
+"""Random models of a few thousand parameters, with logits that are far enough apart to compare tokens."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import models as architectures
+
+VOCABULARY = 320
+# Wide enough that the logits of two tokens are seldom close: the default would make them all but equal.
+SPREAD = 0.3
+
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": SPREAD,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 32}
+
+CONFIGS = {
+    "qwen3": lambda: architectures.Qwen3Config(**GROUPED),
+    "llama3": lambda: architectures.LlamaConfig(
+        **GROUPED,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "mistral": lambda: architectures.MistralConfig(**GROUPED, sliding_window=32),
+    "gemma2": lambda: architectures.Gemma2Config(
+        **GROUPED, sliding_window=32, query_pre_attn_scalar=32, attn_logit_softcapping=5.0, final_logit_softcapping=10.0
+    ),
+    "gpt_neox": lambda: architectures.GPTNeoXConfig(**SMALL, rotary_pct=0.25),
+}
+
+# Tokens of the prompts: one, fewer and more than a page, more than a window, more than what a step takes at a time.
+LENGTHS = (1, 7, 16, 40, 77, 150)
+
+
+def build(name: str, folder: Path) -> PreTrainedModel:
+    """The model by that name, saved to the folder. The same weights every time."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").float().eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def prompts(lengths=LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[list[int], float]:
+    """transformers' greedy answer, and the smallest distance of a chosen token's logit from the next best."""
+    result = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=2,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    best = torch.cat(result.logits).topk(2).values
+    return result.sequences[0, len(prompt) :].tolist(), float((best[:, 0] - best[:, 1]).min())

@@ -1,0 +1,40 @@
+"""Whole models against transformers' own greedy generation, in fp32, token for token."""
+
+import models
+import pytest
+
+NUM_TOKENS = 48
+# Where two logits all but tie, either token would be right, and the model would prove nothing. The logits are of the
+# order of 10, and fp32 leaves about 1e-5 of them open.
+MARGIN = 1e-4
+
+pytestmark = [pytest.mark.engine, pytest.mark.window]
+
+OPS = {
+    "qwen3": {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul"},
+    "llama3": {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul"},
+    "mistral": {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul"},
+    "gemma2": {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "gelu_and_mul"},
+    "gpt_neox": {"rotary_embedding"},
+}
+
+
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_greedy_tokens_equal(name, engine, tmp_path):
+    from vllm import SamplingParams
+
+    reference = models.build(name, tmp_path)
+    prompts = models.prompts()
+    # Prompts are prefilled in chunks of 64 tokens, next to requests that decode.
+    with engine(tmp_path, max_num_batched_tokens=64) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False),
+        )
+        (report,) = llm.collective_rpc("opset_report")
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected, margin = models.generate(reference, prompt, NUM_TOKENS)
+        assert margin > MARGIN, f"the model has a near-tie after {len(prompt)} tokens: choose another seed"
+        assert list(output.outputs[0].token_ids) == expected, f"prompt of {len(prompt)} tokens"
+    served = {row["op"] for row in report if row["calls"] > 0}
+    assert served >= OPS[name] | {"paged_attention", "reshape_and_cache"}
