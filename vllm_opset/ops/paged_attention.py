@@ -84,7 +84,7 @@ def paged_attention(
     What no query of a request sees may hold NaN: pages beyond the sequence or before the window, slots after the end
     of its last page, whole unused pages. Raises ValueError where the shapes do not fit each other.
     """
-    _check_shapes(query, kv_cache, out, alibi_slopes, sinks)
+    check_shapes(query, kv_cache, out, alibi_slopes, sinks)
     sides = window_sides(window, batch.causal)
     starts = batch.query_start_loc.tolist()
     for request, seq_len in enumerate(batch.seq_lens.tolist()):
@@ -143,7 +143,14 @@ def _visible(distance: torch.Tensor, sides: tuple[int | None, int | None]) -> to
     return visible
 
 
-def _check_shapes(query, kv_cache, out, alibi_slopes, sinks) -> None:
+def check_shapes(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    out: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Raises ValueError where they do not fit each other."""
     num_heads, head_size = query.shape[1:]
     if out.shape != query.shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, query {tuple(query.shape)}")
@@ -250,6 +257,31 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     }.items():
         yield case.sample(name, device, dtype)
     yield packed_sample(device, dtype)
+
+
+@paged_attention.illegal_inputs
+def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    case = PagedCase(((1, 20), (3, 9)))
+
+    def sample(name: str, **changes) -> Sample:
+        def make():
+            inputs, options = case.make("illegal", device, dtype)
+            bound = paged_attention.signature.bind(*inputs, **options).arguments
+            for parameter, change in changes.items():
+                bound[parameter] = change(bound)
+            return (), bound
+
+        return Sample(name, make)
+
+    yield sample("out of other heads", out=lambda given: given["out"][:, :2])
+    yield sample("a cache of another head size", kv_cache=lambda given: given["kv_cache"][..., :64])
+    yield sample(
+        "KV heads that cannot share the query heads", kv_cache=lambda given: given["kv_cache"].repeat(1, 3, 1, 1)
+    )
+    yield sample("one slope for all heads", alibi_slopes=lambda given: torch.ones(1, device=device))
+    yield sample("one sink for all heads", sinks=lambda given: torch.ones(1, device=device))
+    yield sample("an empty window", window=lambda given: 0)
+    yield sample("a negative window", window=lambda given: (-2, 0))
 
 
 @paged_attention.bench_inputs

@@ -3,7 +3,7 @@
 Semantics: vLLM's `reshape_and_cache_flash` (csrc/cache_kernels.cu), on a cache that holds key and value side by side.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,17 @@ def check_arguments(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tens
     if key.shape != value.shape or key.shape[0] < num_tokens or key.shape[1:] != (num_kv_heads, width // 2):
         raise ValueError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} do not fit {num_tokens} slots "
+            f"of a cache {tuple(kv_cache.shape)}"
+        )
+
+
+def check_shapes(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Raises ValueError where they do not fit each other."""
+    _, num_kv_heads, _, width = kv_cache.shape
+    num_tokens, *heads = key.shape
+    if value.shape != key.shape or num_tokens < len(slot_mapping) or heads != [num_kv_heads, width // 2]:
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} do not fit {len(slot_mapping)} slots "
             f"of a cache {tuple(kv_cache.shape)}"
         )
 
@@ -141,6 +152,17 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         yield Sample(
             name, lambda name=name, slots=slots, options=options: _inputs(name, device, dtype, slots, **options)
         )
+
+
+@reshape_and_cache.illegal_inputs
+def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    def sample(name: str, change: Callable[..., tuple]) -> Sample:
+        return Sample(name, lambda: (change(*_inputs("illegal", device, dtype, [3, 17])[0]), {}))
+
+    yield sample("one head for all", lambda key, value, cache, slots: (key[:, :1], value[:, :1], cache, slots))
+    yield sample("values of other heads", lambda key, value, cache, slots: (key, value[:, :1], cache, slots))
+    yield sample("another head size", lambda key, value, cache, slots: (key[..., :1], value[..., :1], cache, slots))
+    yield sample("fewer tokens than slots", lambda key, value, cache, slots: (key[:1], value[:1], cache, slots))
 
 
 @reshape_and_cache.bench_inputs

@@ -21,11 +21,12 @@ import torch
 
 from vllm_opset.ops.paged_batch import PagedBatch
 
-# Rows of a prompt that are attended at a time. With more, more time goes to keys that only the last of them see; with
-# fewer, the same keys are gathered more often.
+# Query rows that are attended at a time. With more, more time goes to keys that only some of them see; with fewer, the
+# same keys are gathered more often.
 QUERY_BLOCK = 256
-# Bytes of keys and values that are gathered at a time: half of the second-level cache of a server's core.
-CHUNK_BYTES = 1 << 20
+# Bytes of keys and values that are gathered at a time. Less to stay in a core's own cache would be up to a tenth faster
+# for a layer, but costs as much in calls; much more is memory that the allocator maps anew every time.
+CHUNK_BYTES = 4 << 20
 
 _ZERO = torch.zeros((), dtype=torch.float32)
 
@@ -63,8 +64,7 @@ class Chunk:
 
     rows: of query and out, num_blocks * length of them. index: cache rows of [num_blocks, num_kv_heads, num_keys].
     bias: fp32, zero or −inf, broadcasts to [num_blocks, 1, length, num_keys]; None if every row sees every key.
-    distance: fp32 [length, num_keys], key position − query position. triangular: whether every block is the start of
-    a prompt, so that `bias` is no more than the causal mask.
+    ahead: keys after the last row of a block.
     """
 
     rows: slice | torch.Tensor
@@ -73,8 +73,11 @@ class Chunk:
     num_keys: int
     index: torch.Tensor
     bias: torch.Tensor | None
-    distance: torch.Tensor
-    triangular: bool
+    ahead: int
+
+    def distance(self) -> torch.Tensor:
+        """[length, num_keys], key position − query position."""
+        return _distance(self.length, self.num_keys, self.ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +106,10 @@ class Group:
 
     def rows(self) -> slice | torch.Tensor:
         """Of the batch: [num_blocks * length], as a slice where that will do."""
-        first = int(self.row[0])
-        if len(self.row) == 1 or (self.row.diff() == self.length).all():
-            return slice(first, first + len(self.row) * self.length)
+        first, *_ = rows = self.row.tolist()
+        after = first + len(rows) * self.length
+        if rows == list(range(first, after, self.length)):
+            return slice(first, after)
         return (self.row[:, None] + torch.arange(self.length)).flatten()
 
 
@@ -113,21 +117,22 @@ def make_plan(batch: PagedBatch, left: int | None, right: int | None, cache: Geo
     """left, right: see window_sides. token_bytes: what the keys and values of a token take in the cache."""
     plan = Plan([], [])
     for group in _groups(batch, left, right):
-        num_keys = group.stop - group.start
-        if num_keys.min() <= 0:
-            plan.blind_rows.append(group.pick(num_keys <= 0).rows())
-            group = group.pick(num_keys > 0)
-        plan.chunks.extend(_chunks(group, batch.block_table, left, right, cache, token_bytes))
+        num_keys = (group.stop - group.start).tolist()
+        if min(num_keys) <= 0:
+            plan.blind_rows.append(group.pick(group.stop <= group.start).rows())
+            group, num_keys = group.pick(group.stop > group.start), [number for number in num_keys if number > 0]
+        plan.chunks.extend(_chunks(group, num_keys, batch.block_table, left, right, cache, token_bytes))
     return plan
 
 
 def _groups(batch: PagedBatch, left: int | None, right: int | None) -> Iterator[Group]:
     starts, seq_lens = batch.query_start_loc, batch.seq_lens
-    query_lens = starts.diff()
-    if batch.max_query_len == 1 and query_lens.all():
-        request, row, stop = torch.arange(len(seq_lens)), starts[:-1], seq_lens
-        yield Group(1, 0, request, row, _first_seen(stop - 1, left), stop)
+    num_reqs = len(seq_lens)
+    if batch.max_query_len == 1 and int(starts[num_reqs]) == num_reqs:
+        request = torch.arange(num_reqs)
+        yield Group(1, 0, request, request, _first_seen(seq_lens - 1, left), seq_lens)
         return
+    query_lens = starts.diff()
     num_blocks = (query_lens + (QUERY_BLOCK - 1)) // QUERY_BLOCK
     request = torch.repeat_interleave(num_blocks)
     skipped = (torch.arange(len(request)) - (num_blocks.cumsum(0) - num_blocks)[request]) * QUERY_BLOCK
@@ -147,17 +152,23 @@ def _first_seen(position: torch.Tensor, left: int | None) -> torch.Tensor:
 
 
 def _chunks(
-    group: Group, block_table: torch.Tensor, left: int | None, right: int | None, cache: Geometry, token_bytes: int
+    group: Group,
+    num_keys: list[int],
+    block_table: torch.Tensor,
+    left: int | None,
+    right: int | None,
+    cache: Geometry,
+    token_bytes: int,
 ) -> Iterator[Chunk]:
-    num_keys = (group.stop - group.start).tolist()
     longest = max(num_keys, default=0)
-    if len(num_keys) * longest * token_bytes > CHUNK_BYTES:
+    if len(num_keys) > _fitting(longest, group.length, token_bytes):
         # The blocks with the most keys first, so that little is padded.
-        group, num_keys = group.pick(torch.argsort(group.start - group.stop)), sorted(num_keys, reverse=True)
-    distance = torch.arange(1 - longest, 1) + torch.arange(group.ahead + group.length - 1, group.ahead - 1, -1)[:, None]
-    mask = _mask(distance, left, right)
-    for part in _parts(num_keys, token_bytes):
-        members, most = group.pick(part), max(num_keys[part])
+        order = torch.argsort(group.start - group.stop, stable=True)
+        group, num_keys = group.pick(order), sorted(num_keys, reverse=True)
+    mask = _mask(group, longest, left, right)
+    for part in _parts(num_keys, group.length, token_bytes):
+        members = group if part.stop - part.start == len(num_keys) else group.pick(part)
+        most = max(num_keys[part])
         aligned = members.stop[:, None] + torch.arange(-most, 0)
         bias = None if mask is None else mask[:, longest - most :]
         padded = min(num_keys[part]) < most
@@ -172,24 +183,29 @@ def _chunks(
             num_keys=most,
             index=_rows_of_tokens(block_table, members.request, aligned, cache),
             bias=bias,
-            distance=distance[:, longest - most :],
-            triangular=not padded and most == group.length and group.ahead == 0 and right == 0 and left is None,
+            ahead=group.ahead,
         )
 
 
-def _parts(num_keys: list[int], token_bytes: int) -> Iterator[slice]:
-    """Slices of the blocks, so that the keys and values of each fit CHUNK_BYTES, or there is but one block in it."""
+def _parts(num_keys: list[int], length: int, token_bytes: int) -> Iterator[slice]:
     start = 0
     while start < len(num_keys):
-        stop = start + max(1, CHUNK_BYTES // (max(num_keys[start:]) * token_bytes))
+        stop = min(start + _fitting(max(num_keys[start:]), length, token_bytes), len(num_keys))
         yield slice(start, stop)
         start = stop
 
 
-def _mask(distance: torch.Tensor, left: int | None, right: int | None) -> torch.Tensor | None:
-    """fp32, −inf where a key is not seen. None if all are: all keys of a block are seen by one of its rows at least."""
-    if len(distance) == 1:
+def _fitting(num_keys: int, length: int, token_bytes: int) -> int:
+    """How many blocks make a chunk: one, or as many as stay within QUERY_BLOCK and CHUNK_BYTES."""
+    return max(1, min(QUERY_BLOCK // length, CHUNK_BYTES // (num_keys * token_bytes)))
+
+
+def _mask(group: Group, num_keys: int, left: int | None, right: int | None) -> torch.Tensor | None:
+    """fp32 [length, num_keys], −inf where a key is not seen. None if all are."""
+    if group.length == 1:
+        # A block has the keys that one of its rows sees.
         return None
+    distance = _distance(group.length, num_keys, group.ahead)
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if left is not None:
         hidden |= distance < -left
@@ -198,11 +214,15 @@ def _mask(distance: torch.Tensor, left: int | None, right: int | None) -> torch.
     return torch.where(hidden, -math.inf, _ZERO) if hidden.any() else None
 
 
+def _distance(length: int, num_keys: int, ahead: int) -> torch.Tensor:
+    return torch.arange(1 - num_keys, 1) + torch.arange(ahead + length - 1, ahead - 1, -1)[:, None]
+
+
 def _rows_of_tokens(
     block_table: torch.Tensor, request: torch.Tensor, position: torch.Tensor, cache: Geometry
 ) -> torch.Tensor:
     """Of the cache: [num_blocks * num_kv_heads * num_keys]. position: [num_blocks, num_keys]."""
     page = block_table[request[:, None], position // cache.block_size].long()
     row = page * cache.block_step + position % cache.block_size * cache.slot_step
-    heads = torch.arange(cache.num_kv_heads) * cache.head_step
+    heads = torch.arange(0, cache.num_kv_heads * cache.head_step, cache.head_step)
     return (row[:, None] + heads[:, None]).flatten()

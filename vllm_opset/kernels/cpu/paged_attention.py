@@ -2,16 +2,17 @@
 fused attention, or, where that cannot do it (soft cap, sinks), in as few passes as there are.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpu._paged_plan import Chunk, geometry, make_plan
-from vllm_opset.ops.paged_attention import PagedAttentionProblem
+from vllm_opset.ops.paged_attention import PagedAttentionProblem, check_shapes
 from vllm_opset.ops.paged_batch import PagedBatch, window_sides
+
+# Of the scores that a soft cap or sinks need: what the second-level cache of a core holds.
+SCORES_BYTES = 1 << 20
 
 
 def supports(problem: PagedAttentionProblem) -> str | None:
@@ -35,6 +36,7 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
+    check_shapes(query, kv_cache, out, alibi_slopes, sinks)
     left, right = window_sides(window, batch.causal)
     cache = geometry(kv_cache.shape, kv_cache.stride())
     _, num_kv_heads, _, width = kv_cache.shape
@@ -57,7 +59,7 @@ def paged_attention(
 
 def _with_alibi(chunk: Chunk, slopes: torch.Tensor) -> torch.Tensor:
     """[num_blocks or 1, num_heads, length, num_keys]."""
-    bias = slopes[:, None, None] * chunk.distance
+    bias = slopes[:, None, None] * chunk.distance()
     return bias[None] if chunk.bias is None else bias + chunk.bias
 
 
@@ -73,34 +75,35 @@ def _attend_fused(query, key, value, chunk: Chunk, bias, scale: float) -> torch.
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
         return attended.reshape(-1, num_heads, head_size)
     query = query.view(chunk.num_blocks, chunk.length, num_heads, head_size).transpose(1, 2)
-    triangular = chunk.triangular and bias is chunk.bias
-    attended = F.scaled_dot_product_attention(
-        query, key, value, None if triangular else bias, is_causal=triangular, scale=scale, enable_gqa=True
-    )
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=True)
     return attended.transpose(1, 2).reshape(-1, num_heads, head_size)
 
 
 def _attend(query, key, value, chunk: Chunk, bias, scale: float, soft_cap: float, sinks) -> torch.Tensor:
-    """The same in fp32, with a soft cap, sinks or both."""
-    num_heads, head_size = query.shape[1:]
-    num_kv_heads = key.shape[1]
-    shape = (chunk.num_blocks, chunk.length, num_kv_heads, num_heads // num_kv_heads, head_size)
-    grouped = query.float().view(shape).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    scores = torch.matmul(grouped, key.float().transpose(2, 3))
-    scores = scores.view(chunk.num_blocks, num_heads, chunk.length, chunk.num_keys)
-    if soft_cap:
-        scores.mul_(scale / soft_cap).tanh_().mul_(soft_cap)
-    else:
-        scores.mul_(scale)
-    if bias is not None:
-        scores += bias
-    if sinks is not None:
-        sink = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat((scores, sink), dim=-1)
-    weights = scores.softmax(dim=-1)[..., : chunk.num_keys]
-    if bias is not None:
-        # Rows that see no key at all are NaN until here.
-        weights = weights.masked_fill(bias == -math.inf, 0)
-    weights = weights.reshape(chunk.num_blocks, num_kv_heads, -1, chunk.num_keys)
-    attended = torch.matmul(weights, value.float()).view(*shape[:1], *shape[2:4], chunk.length, head_size)
-    return attended.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
+    """The same with a soft cap, sinks or both, in fp32, and some query rows at a time, to keep the scores close by."""
+    num_blocks, num_kv_heads, num_keys, head_size = key.shape
+    num_heads, dtype = query.shape[1], query.dtype
+    key, value = key.float().transpose(2, 3), value.float()
+    query = query.float() * (scale / soft_cap if soft_cap else scale)
+    # [num_blocks, num_kv_heads, query heads of a KV head, length, head_size]
+    query = query.view(num_blocks, chunk.length, num_kv_heads, -1, head_size).permute(0, 2, 3, 1, 4)
+    attended = torch.empty(num_blocks, chunk.length, num_heads, head_size, dtype=dtype)
+    rows = max(1, SCORES_BYTES // (num_blocks * num_heads * num_keys * 4))
+    for start in range(0, chunk.length, rows):
+        part = slice(start, start + rows)
+        scores = torch.matmul(query[:, :, :, part].flatten(2, 3), key).view(num_blocks, num_heads, -1, num_keys)
+        if soft_cap:
+            scores.tanh_().mul_(soft_cap)
+        if bias is not None:
+            scores += bias[..., part, :]
+        weights = _softmax(scores, sinks).reshape(num_blocks, num_kv_heads, -1, num_keys)
+        attended[:, part] = torch.matmul(weights, value).view(num_blocks, num_heads, -1, head_size).transpose(1, 2)
+    return attended.view(-1, num_heads, head_size)
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """scores: [num_blocks, num_heads, rows, num_keys]."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    sink = sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
