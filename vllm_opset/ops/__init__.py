@@ -9,10 +9,12 @@ from vllm_opset.ops.gelu_new import gelu_new
 from vllm_opset.ops.layer_norm import layer_norm
 from vllm_opset.ops.mul_and_silu import mul_and_silu
 from vllm_opset.ops.paged_attention import paged_attention
+from vllm_opset.ops.qk_norm_rope_cache import qk_norm_rope_cache
 from vllm_opset.ops.quick_gelu import quick_gelu
 from vllm_opset.ops.relu2 import relu2
 from vllm_opset.ops.reshape_and_cache import reshape_and_cache
 from vllm_opset.ops.rms_norm import rms_norm
+from vllm_opset.ops.rope_cache import rope_cache
 from vllm_opset.ops.rotary_embedding import rotary_embedding
 from vllm_opset.ops.silu_and_mul import silu_and_mul
 from vllm_opset.ops.silu_and_mul_with_clamp import silu_and_mul_with_clamp
@@ -34,6 +36,8 @@ ALL: tuple[Op, ...] = (
     quick_gelu,
     relu2,
     reshape_and_cache,
+    rope_cache,
+    qk_norm_rope_cache,
     paged_attention,
     apply_penalties,
     top_k_top_p_sample,

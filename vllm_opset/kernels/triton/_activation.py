@@ -71,9 +71,10 @@ def _gated(
     row, column, mask = _tile(total, COLUMNS, ROWS, BLOCK)
     start = x + row_offset(row, x_rows)
     if INTERLEAVED:
-        pair = (2 * column)[:, :, None] + tl.arange(0, 2)[None, None, :]
-        both = tl.load(start[:, :, None] + pair * x_rows.column_stride, mask[:, :, None])
-        gate, up = tl.split(both)
+        first = 2 * (tl.program_id(0) % tl.cdiv(COLUMNS, BLOCK)) * BLOCK
+        element = first + tl.arange(0, 2 * BLOCK)[None, :]
+        both = tl.load(start + element * x_rows.column_stride, (row < total) & (element < 2 * COLUMNS))
+        gate, up = tl.split(tl.reshape(both, [ROWS, BLOCK, 2]))
     else:
         gate = tl.load(start + column * x_rows.column_stride, mask)
         up = tl.load(start + (COLUMNS + column) * x_rows.column_stride, mask)

@@ -1,7 +1,8 @@
 """Attention heads as blocks of pairs: what every kernel that rotates queries and keys shares.
 
-A program takes one token and a group of its heads: so many of the query and, beside them, a share of the key's. All
-that it reads is loaded before anything is stored, so that the loads are in flight together.
+A program takes one token and a group of its heads: some of the query's and, beside them, a share of the key's. A block
+of heads is three blocks of their elements, (first, second, rest): the two elements of each pair, and what lies behind
+the rotated part. Kernels load all that they read before they store anything, so that the loads are in flight together.
 """
 
 import math
@@ -22,6 +23,21 @@ class Heads(NamedTuple):
     column: int
 
 
+class Shape(NamedTuple):
+    """Of a head: so many pairs and elements behind them, the powers of two that hold these, and where pairs lie."""
+
+    pairs: int
+    pair_block: int
+    rest: int
+    rest_block: int
+    neox: bool
+
+    @classmethod
+    def of(cls, head_size: int, rotary_dim: int, is_neox_style: bool) -> "Shape":
+        pairs, rest = rotary_dim // 2, head_size - rotary_dim
+        return cls(pairs, triton.next_power_of_2(pairs), rest, max(1, triton.next_power_of_2(rest)), is_neox_style)
+
+
 def heads(x: torch.Tensor | None, head_size: int) -> Heads | None:
     """Of an x [T, H * head_size] or [T, H, head_size], any strides; None of None."""
     if x is None:
@@ -35,7 +51,7 @@ def num_heads(x: torch.Tensor | None, head_size: int) -> int:
 
 
 def grouped(
-    query: torch.Tensor, key: torch.Tensor | None, head_size: int, rotary_dim: int, heads: int, per_thread: int
+    query: torch.Tensor, key: torch.Tensor | None, head_size: int, heads: int, per_thread: int
 ) -> dict[str, int]:
     """Launch arguments of a kernel whose programs take up to `heads` heads of a query, and a share of the key's."""
     of_query, of_key = num_heads(query, head_size), num_heads(key, head_size)
@@ -44,52 +60,85 @@ def grouped(
     held_of_key = triton.next_power_of_2(triton.cdiv(of_key, groups))
     return {
         "NUM_HEADS": of_query, "NUM_KV_HEADS": of_key, "GROUPS": groups, "HEADS": held, "KV_HEADS": held_of_key,
-        "PAIRS": rotary_dim // 2, "PAIR_BLOCK": triton.next_power_of_2(rotary_dim // 2),
-        "REST": head_size - rotary_dim, "REST_BLOCK": triton.next_power_of_2(head_size - rotary_dim),
         "num_warps": warps((held + held_of_key) * triton.next_power_of_2(head_size), per_thread),
     }  # fmt: skip
 
 
 @triton.jit
-def load_angles(table, table_strides, position, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr):
-    """A token's cosines and sines, [1, PAIR_BLOCK] each, in fp32."""
-    pair = tl.arange(0, PAIR_BLOCK)[None, :]
+def load_heads(start, column, mask, shape: tl.constexpr):
+    """The heads that begin at `start` [HEADS, 1], as they are stored. mask: [HEADS, 1], which of them there are."""
+    pair = tl.arange(0, shape.pair_block)[None, :]
+    if shape.neox:
+        first = tl.load(start + pair * column, mask & (pair < shape.pairs), 0.0)
+        second = tl.load(start + (shape.pairs + pair) * column, mask & (pair < shape.pairs), 0.0)
+    else:
+        element = tl.arange(0, 2 * shape.pair_block)[None, :]
+        both = tl.load(start + element * column, mask & (element < 2 * shape.pairs), 0.0)
+        first, second = tl.split(tl.reshape(both, [start.shape[0], shape.pair_block, 2]))
+    return first, second, load_rest(start, column, mask, shape)
+
+
+@triton.jit
+def load_rest(start, column, mask, shape: tl.constexpr):
+    """What lies behind the pairs: one column of zeros where there is nothing."""
+    if shape.rest > 0:
+        offset = tl.arange(0, shape.rest_block)[None, :]
+        rest = tl.load(start + (2 * shape.pairs + offset) * column, mask & (offset < shape.rest), 0.0)
+    else:
+        rest = tl.where(mask, 0.0, 0.0)
+    return rest
+
+
+@triton.jit
+def store_pairs(start, column, mask, first, second, shape: tl.constexpr):
+    """Writes pairs where `load_heads` reads them, rounded to the format that `start` points to."""
+    pair = tl.arange(0, shape.pair_block)[None, :]
+    first, second = first.to(start.dtype.element_ty), second.to(start.dtype.element_ty)
+    if shape.neox:
+        tl.store(start + pair * column, first, mask & (pair < shape.pairs))
+        tl.store(start + (shape.pairs + pair) * column, second, mask & (pair < shape.pairs))
+    else:
+        element = tl.arange(0, 2 * shape.pair_block)[None, :]
+        both = tl.reshape(tl.join(first, second), [start.shape[0], 2 * shape.pair_block])
+        tl.store(start + element * column, both, mask & (element < 2 * shape.pairs))
+
+
+@triton.jit
+def store_rest(start, column, mask, rest, shape: tl.constexpr):
+    """Writes what `load_rest` reads."""
+    if shape.rest > 0:
+        offset = tl.arange(0, shape.rest_block)[None, :]
+        tl.store(start + (2 * shape.pairs + offset) * column, rest, mask & (offset < shape.rest))
+
+
+@triton.jit
+def load_angles(table, table_strides, position, mask, shape: tl.constexpr):
+    """The cosines and sines of a position, in fp32, for each of the heads in `mask` [HEADS, 1].
+
+    They are read again for each head, from the nearest cache: that is cheaper than to spread them over the threads.
+    """
+    pair = tl.broadcast_to(tl.arange(0, shape.pair_block)[None, :], [mask.shape[0], shape.pair_block])
     table += position.to(tl.int64) * table_strides[0]
-    cos = tl.load(table + pair * table_strides[1], pair < PAIRS, 0.0)
-    sin = tl.load(table + (PAIRS + pair) * table_strides[1], pair < PAIRS, 0.0)
+    cos = tl.load(table + pair * table_strides[1], mask & (pair < shape.pairs), 0.0)
+    sin = tl.load(table + (shape.pairs + pair) * table_strides[1], mask & (pair < shape.pairs), 0.0)
     return cos.to(tl.float32), sin.to(tl.float32)
 
 
 @triton.jit
-def load_pairs(start, column, mask, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, NEOX: tl.constexpr):
-    """First and second elements of the pairs of heads that begin at `start` [HEADS, 1], as they are stored."""
-    pair = tl.arange(0, PAIR_BLOCK)[None, :]
-    mask = mask & (pair < PAIRS)
-    if NEOX:
-        first = tl.load(start + pair * column, mask, 0.0)
-        second = tl.load(start + (PAIRS + pair) * column, mask, 0.0)
-    else:
-        both = 2 * pair[:, :, None] + tl.arange(0, 2)[None, None, :]
-        first, second = tl.split(tl.load(start[:, :, None] + both * column, mask[:, :, None], 0.0))
-    return first, second
-
-
-@triton.jit
-def store_pairs(start, column, mask, first, second, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, NEOX: tl.constexpr):
-    """The inverse of `load_pairs`, rounded to the format of what `start` points to."""
-    pair = tl.arange(0, PAIR_BLOCK)[None, :]
-    mask = mask & (pair < PAIRS)
-    first, second = first.to(start.dtype.element_ty), second.to(start.dtype.element_ty)
-    if NEOX:
-        tl.store(start + pair * column, first, mask)
-        tl.store(start + (PAIRS + pair) * column, second, mask)
-    else:
-        both = 2 * pair[:, :, None] + tl.arange(0, 2)[None, None, :]
-        tl.store(start[:, :, None] + both * column, tl.join(first, second), mask[:, :, None])
-
-
-@triton.jit
-def rotate(first, second, cos, sin):
+def rotated(first, second, cos, sin):
     """Pairs turned by their angles, in fp32."""
     first, second = first.to(tl.float32), second.to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def normalised(first, second, rest, weight, epsilon, weight_offset, shape: tl.constexpr):
+    """rms_norm of each head, in fp32; `weight` points to [head_size] values."""
+    first, second, rest = first.to(tl.float32), second.to(tl.float32), rest.to(tl.float32)
+    squares = tl.sum(first * first + second * second, 1, keep_dims=True) + tl.sum(rest * rest, 1, keep_dims=True)
+    scale = tl.rsqrt(squares / (2 * shape.pairs + shape.rest) + epsilon)
+    start, mask = weight + tl.zeros([1, 1], tl.int32), tl.full([1, 1], True, tl.int1)
+    w, x, y = load_heads(start, 1, mask, shape)
+    first *= scale * (w.to(tl.float32) + weight_offset)
+    second *= scale * (x.to(tl.float32) + weight_offset)
+    return first, second, rest * scale * (y.to(tl.float32) + weight_offset)

@@ -79,3 +79,13 @@ def row_offset(row, rows):
     """Where rows start, as 64-bit offsets: `row` is a block of row numbers, `rows` a `Rows`."""
     outer = (row // rows.inner).to(tl.int64) * rows.outer_stride
     return outer + (row % rows.inner).to(tl.int64) * rows.inner_stride
+
+
+@triton.jit
+def load_parameter(parameter, column, COLUMNS: tl.constexpr):
+    """A weight or bias for the columns of a row, in fp32; zeros, which nothing reads, where there is none."""
+    if parameter is None:
+        values = tl.zeros_like(column).to(tl.float32)
+    else:
+        values = tl.load(parameter + column, column < COLUMNS, 0.0).to(tl.float32)
+    return values

@@ -7,7 +7,7 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._rows import num_rows, row_offset, rows, supports, whole_rows
+from vllm_opset.kernels.triton._rows import load_parameter, num_rows, row_offset, rows, supports, whole_rows
 from vllm_opset.ops.rms_norm import check_parameter
 
 
@@ -34,10 +34,12 @@ def _layer_norm(
     inside = column < COLUMNS
     mask = (row < total) & inside
     value = tl.load(x + row_offset(row, x_rows) + column * x_rows.column_stride, mask, 0.0).to(tl.float32)
+    scale = load_parameter(weight, column, COLUMNS)  # on their way while the row is summed
+    shift = load_parameter(bias, column, COLUMNS)
     value = tl.where(inside, value - tl.sum(value, 1, keep_dims=True) / COLUMNS, 0.0)
     value *= tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / COLUMNS + epsilon)
     if weight is not None:
-        value *= tl.load(weight + column, inside, 0.0).to(tl.float32)
+        value *= scale
     if bias is not None:
-        value += tl.load(bias + column, inside, 0.0).to(tl.float32)
+        value += shift
     tl.store(out + row.to(tl.int64) * COLUMNS + column, value, mask)

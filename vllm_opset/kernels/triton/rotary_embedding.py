@@ -7,7 +7,16 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
-from vllm_opset.kernels.triton._heads import grouped, heads, load_angles, load_pairs, rotate, store_pairs
+from vllm_opset.kernels.triton._heads import (
+    Shape,
+    grouped,
+    heads,
+    load_angles,
+    load_heads,
+    rotated,
+    store_pairs,
+    store_rest,
+)
 from vllm_opset.ops.rotary_embedding import check_arguments
 
 
@@ -24,12 +33,12 @@ def rotary_embedding(
     rotary_dim = check_arguments(positions, query, key, head_size, cos_sin_cache)
     new_query, new_key = (query, key) if inplace else (_like(query), _like(key))
     tokens = len(positions)
-    launch = grouped(query, key, head_size, rotary_dim, **_launch.parameters("rotary_embedding", query.device, tokens))
+    launch = grouped(query, key, head_size, **_launch.parameters("rotary_embedding", query.device, tokens))
     _rotary_embedding[(tokens * launch["GROUPS"],)](
         positions, positions.stride(0), cos_sin_cache, cos_sin_cache.stride(),
         query, heads(query, head_size), new_query, heads(new_query, head_size),
         key, heads(key, head_size), new_key, heads(new_key, head_size),
-        NEOX=is_neox_style, COPY_REST=not inplace, **launch,
+        SHAPE=Shape.of(head_size, rotary_dim, is_neox_style), INPLACE=inplace, **launch,
     )  # fmt: skip
     return new_query, new_key
 
@@ -42,33 +51,32 @@ def _like(x: torch.Tensor | None) -> torch.Tensor | None:
 def _rotary_embedding(
     positions, position_stride, table, table_strides,
     query, query_heads, new_query, new_query_heads, key, key_heads, new_key, new_key_heads,
-    NEOX: tl.constexpr, COPY_REST: tl.constexpr,
+    SHAPE: tl.constexpr, INPLACE: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
+    position = tl.load(positions + token * position_stride)
+
     head = group * HEADS + tl.arange(0, HEADS)[:, None]
     query += token * query_heads.token + head * query_heads.head
     new_query += token * new_query_heads.token + head * new_query_heads.head
-    a, b = load_pairs(query, query_heads.column, head < NUM_HEADS, PAIRS, PAIR_BLOCK, NEOX)
+    a, b, q_rest = load_heads(query, query_heads.column, head < NUM_HEADS, SHAPE)
     if key is not None:
         kv_head = group * KV_HEADS + tl.arange(0, KV_HEADS)[:, None]
         key += token * key_heads.token + kv_head * key_heads.head
         new_key += token * new_key_heads.token + kv_head * new_key_heads.head
-        c, d = load_pairs(key, key_heads.column, kv_head < NUM_KV_HEADS, PAIRS, PAIR_BLOCK, NEOX)
-    cos, sin = load_angles(table, table_strides, tl.load(positions + token * position_stride), PAIRS, PAIR_BLOCK)
-    a, b = rotate(a, b, cos, sin)
-    store_pairs(new_query, new_query_heads.column, head < NUM_HEADS, a, b, PAIRS, PAIR_BLOCK, NEOX)
+        c, d, k_rest = load_heads(key, key_heads.column, kv_head < NUM_KV_HEADS, SHAPE)
+        kv_cos, kv_sin = load_angles(table, table_strides, position, kv_head < NUM_KV_HEADS, SHAPE)
+    cos, sin = load_angles(table, table_strides, position, head < NUM_HEADS, SHAPE)
+
+    a, b = rotated(a, b, cos, sin)
+    store_pairs(new_query, new_query_heads.column, head < NUM_HEADS, a, b, SHAPE)
+    if not INPLACE:
+        store_rest(new_query, new_query_heads.column, head < NUM_HEADS, q_rest, SHAPE)
     if key is not None:
-        c, d = rotate(c, d, cos, sin)
-        store_pairs(new_key, new_key_heads.column, kv_head < NUM_KV_HEADS, c, d, PAIRS, PAIR_BLOCK, NEOX)
-    if COPY_REST and REST > 0:
-        column = 2 * PAIRS + tl.arange(0, REST_BLOCK)[None, :]
-        inside = column < 2 * PAIRS + REST
-        rest = tl.load(query + column * query_heads.column, inside & (head < NUM_HEADS))
-        tl.store(new_query + column * new_query_heads.column, rest, inside & (head < NUM_HEADS))
-        if key is not None:
-            rest = tl.load(key + column * key_heads.column, inside & (kv_head < NUM_KV_HEADS))
-            tl.store(new_key + column * new_key_heads.column, rest, inside & (kv_head < NUM_KV_HEADS))
+        c, d = rotated(c, d, kv_cos, kv_sin)
+        store_pairs(new_key, new_key_heads.column, kv_head < NUM_KV_HEADS, c, d, SHAPE)
+        if not INPLACE:
+            store_rest(new_key, new_key_heads.column, kv_head < NUM_KV_HEADS, k_rest, SHAPE)

@@ -1,0 +1,35 @@
+"""qk_norm_rope_cache, by the launch that it shares with rope_cache."""
+
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.triton import _rope_cache, _supports
+from vllm_opset.ops.fused_rope import check_arguments
+from vllm_opset.ops.rms_norm import check_parameter
+
+
+@kernel(ops.qk_norm_rope_cache, name="triton", supports=_supports.kv_cache)
+def qk_norm_rope_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    epsilon: float,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox_style: bool,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> None:
+    check_arguments(query, key, value, positions, cos_sin_cache, kv_cache, slot_mapping)
+    check_parameter(q_weight, query)
+    check_parameter(k_weight, key)
+    norms = _rope_cache.Norms(q_weight, k_weight, epsilon, weight_offset)
+    _rope_cache.launch(
+        query, key, value, norms, positions, cos_sin_cache, is_neox_style, kv_cache, slot_mapping, k_scale, v_scale
+    )
