@@ -1,0 +1,96 @@
+"""Compiles Triton kernels for a Hopper GPU, without one: every sample of their contracts is launched into the void.
+
+    python tests/kernels/triton/compile_only.py [OP ...]
+
+Prints JSON: for each op the variants that were compiled, with their registers, shared and local memory, and the global
+loads and stores in their PTX. Needs Triton and its own ptxas, nothing else.
+"""
+
+import collections
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernels_of
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 232448  # that a thread block of a Hopper GPU can have
+
+
+class CompileOnly:
+    """Stands where Triton's CUDA driver would: kernels are compiled, and their launches do nothing."""
+
+    utils = SimpleNamespace(
+        load_binary=lambda *_: (None, None, 0, 0, 1024),
+        get_device_properties=lambda _: {"max_shared_mem": SHARED_BYTES},
+    )
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def launcher_cls(self, source, metadata):
+        return lambda *_: None
+
+
+def main(names: list[str]) -> None:
+    triton.runtime.driver.set_active(CompileOnly())
+    compiled = _recorded()
+    report = {}
+    for name in names or ops.BY_NAME:
+        for kernel in kernels_of(name).values():
+            if kernel.provider == "triton":
+                compiled.clear()
+                _launch_samples(ops.BY_NAME[name], kernel)
+                report[kernel.op] = report.get(kernel.op, []) + [_resources(variant) for variant in compiled]
+    json.dump(report, sys.stdout, indent=1)
+
+
+def _recorded() -> list[CompiledKernel]:
+    """A list that every kernel is put on that is compiled from now on."""
+    compiled, original = [], CompiledKernel.__init__
+
+    def init(self, *args):
+        original(self, *args)
+        compiled.append(self)
+
+    CompiledKernel.__init__ = init
+    return compiled
+
+
+def _launch_samples(op, kernel) -> None:
+    for sample in op.samples("cpu", torch.bfloat16):
+        args, kwargs = sample.make()
+        if kernel.supports(op.describe(*args, **kwargs)) is None:
+            kernel.run(*args, **kwargs)
+
+
+def _resources(kernel: CompiledKernel) -> dict:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        command = [cuobjdump, "--dump-resource-usage", cubin.name]
+        usage = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", subprocess.check_output(command, text=True)))
+    accesses = collections.Counter(re.findall(r"\b(?:ld|st)\.global[.\w:]*", kernel.asm["ptx"]))
+    numbers = {key.lower(): int(value) for key, value in usage.items()}
+    return {"kernel": kernel.name, "warps": kernel.metadata.num_warps, **numbers, "accesses": dict(accesses)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,53 @@
+"""Every Triton kernel, on a machine without a GPU: right in Triton's interpreter, and compiled for a Hopper GPU.
+
+Triton decides at import whether it interprets, so both happen in processes of their own, one for all ops.
+"""
+
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_opset.kernels import triton
+
+OPS = [module.name for module in pkgutil.iter_modules(triton.__path__) if not module.name.startswith("_")]
+PARITY = "from vllm_opset.cli import main; main()"
+
+
+def _json_of(*arguments: str, **environment: str) -> dict:
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    process = subprocess.run([sys.executable, *arguments], env=variables, capture_output=True, text=True)
+    assert process.stdout.startswith("{"), process.stderr
+    return json.loads(process.stdout)
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> list[dict]:
+    """All checks of parity, in the interpreter."""
+    arguments = ("-c", PARITY, "parity", *OPS, "--kernel", "triton", "--device", "cpu", "--json")
+    return _json_of(*arguments, TRITON_INTERPRET="1")["checks"]
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory) -> dict[str, list[dict]]:
+    """The variants of each op's kernels that its samples ask for."""
+    script = Path(__file__).with_name("compile_only.py")
+    return _json_of(str(script), *OPS, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernel_keeps_its_contract_in_the_interpreter(op, interpreted):
+    checks = [check for check in interpreted if check["op"] == op]
+    assert any(check["skipped"] is None for check in checks), "not one sample was run"
+    failures = [f"{check['dtype']} {check['case']}: {check['failure']}" for check in checks if not check["passed"]]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernel_compiles_for_hopper_without_spilling(op, compiled):
+    for variant in compiled[op]:
+        assert variant["local"] == variant["stack"] == 0, f"registers are spilled to memory: {variant}"
