@@ -112,7 +112,7 @@ class PagedCase:
         block_table = torch.full((len(tokens), max(num_pages) + 2), NO_PAGE, dtype=torch.int32, device=device)
         free = (torch.randperm(num_blocks - 1, generator=rng) + 1).tolist()
         for row, (request, first_seen) in enumerate(zip(tokens, self.first_seen(), strict=True)):
-            for index, page in enumerate(request.split(self.block_size)):
+            for index, page in enumerate(request.split(self.block_size) if len(request) else ()):
                 if (index + 1) * self.block_size <= first_seen:
                     block_table[row, index] = 0
                 elif row > 0 and index < self.shared_pages:

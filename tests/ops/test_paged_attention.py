@@ -1,0 +1,377 @@
+"""Against attention as others write it, on dense keys and values with masks that spell out who sees whom."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernels_of
+from vllm_opset.kernels.cpu import _paged_plan
+from vllm_opset.kernels.cpu._paged_plan import geometry, make_plan
+from vllm_opset.ops import samples
+from vllm_opset.ops.paged_attention import PagedAttentionProblem
+from vllm_opset.ops.paged_batch import PACKED_BLOCK_SIZE, PagedBatch, packed_batch, packed_cache, window_sides
+from vllm_opset.ops.paged_inputs import LAYOUTS, NAN, UNTOUCHED, PagedCase, poisoned_cache
+
+MIXED = PagedCase(((1, 77), (1, 3), (19, 19), (6, 50), (0, 0), (4, 34)), padded_rows=3)
+NON_CAUSAL = PagedCase(((9, 9), (33, 33), (1, 20), (5, 3)), causal=False)
+CASES = {
+    "mixed": (MIXED, {}),
+    "MHA": (MIXED, {"num_kv_heads": 4}),
+    "MQA": (MIXED, {"num_kv_heads": 1}),
+    "window": (MIXED, {"window": 20}),
+    "window of 1": (MIXED, {"window": 1}),
+    "window as a pair": (MIXED, {"window": (7, 0)}),
+    "window to the right of a causal query": (MIXED, {"window": (7, 5)}),
+    "ALiBi": (MIXED, {"alibi": True}),
+    "ALiBi, window": (MIXED, {"alibi": True, "window": 20}),
+    "soft cap": (MIXED, {"soft_cap": 1.5, "query_std": 2.0}),
+    "soft cap, window, MHA": (MIXED, {"soft_cap": 1.5, "window": 20, "num_kv_heads": 4}),
+    "soft cap, ALiBi": (MIXED, {"soft_cap": 1.5, "alibi": True}),
+    "sinks": (MIXED, {"sinks": True}),
+    "sinks, window": (MIXED, {"sinks": True, "window": 20}),
+    "non-causal": (NON_CAUSAL, {}),
+    "non-causal, ALiBi": (NON_CAUSAL, {"alibi": True}),
+    "non-causal, soft cap": (NON_CAUSAL, {"soft_cap": 1.5}),
+    "non-causal, window": (PagedCase(((9, 9), (33, 33), (2, 20)), causal=False), {"window": (5, 3)}),
+    "non-causal, window to the left": (PagedCase(((9, 9), (33, 33)), causal=False), {"window": (5, -1)}),
+    "non-causal, window to the right": (PagedCase(((9, 9), (33, 33)), causal=False), {"window": (-1, 5)}),
+}
+# How a kernel is run, in which dtype, and how far from fp64 that may be.
+RUNS = {"reference": (torch.float64, 1e-9), "cpu": (torch.float32, 2e-5)}
+
+
+@pytest.fixture(params=RUNS)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def short_chunks(monkeypatch):
+    """Cuts what the CPU kernel attends at a time so short that small batches take many chunks."""
+    monkeypatch.setattr(_paged_plan, "QUERY_BLOCK", 8)
+    monkeypatch.setattr(_paged_plan, "CHUNK_BYTES", 50_000)
+
+
+def sees(case: PagedCase, query_position: int, key_position: int) -> bool:
+    left, right = (case.window - 1, 0) if isinstance(case.window, int) else case.window or (-1, -1)
+    return (
+        not (case.causal and key_position > query_position)
+        and not (left >= 0 and key_position < query_position - left)
+        and not (right >= 0 and key_position > query_position + right)
+    )
+
+
+def dense(case: PagedCase, seed: str) -> torch.Tensor:
+    """What `case` should give, in fp64: PyTorch's attention, or what transformers has for Gemma 2 and gpt-oss."""
+    tokens = case.tokens(samples.generator(seed), "cpu", torch.float64)
+    (query, *_), options = case.make(seed, "cpu", torch.float64)
+    group = case.num_heads // case.num_kv_heads
+    results, start = [], 0
+    for (query_len, seq_len), request in zip(case.requests, tokens, strict=True):
+        first = seq_len - query_len
+        rows = [[0.0 if sees(case, first + i, j) else -math.inf for j in range(seq_len)] for i in range(query_len)]
+        mask = torch.tensor(rows, dtype=torch.float64).view(1, query_len, seq_len)
+        if case.alibi:
+            ahead = torch.arange(seq_len) - torch.arange(first, seq_len)[:, None]
+            mask = mask + options["alibi_slopes"].double()[:, None, None] * ahead
+        q = query[start : start + query_len].transpose(0, 1)[None]
+        k, v = (half.transpose(0, 1)[None] for half in request.chunk(2, dim=-1))
+        module = SimpleNamespace(num_key_value_groups=group, training=False, sinks=options.get("sinks"))
+        if case.soft_cap:
+            from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+            result, _ = eager_attention_forward(
+                module, q, k, v, mask[None], scaling=options["scale"], softcap=case.soft_cap
+            )
+        elif case.sinks:
+            from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+            result, _ = eager_attention_forward(module, q, k, v, mask[None], scaling=options["scale"])
+        else:
+            k, v = (half.repeat_interleave(group, dim=1) for half in (k, v))
+            result = F.scaled_dot_product_attention(q, k, v, mask[None], scale=options["scale"]).transpose(1, 2)
+        results.append(result[0])
+        start += query_len
+    return torch.cat(results)
+
+
+def attended(name: str, case: PagedCase, seed: str) -> torch.Tensor:
+    """What a kernel leaves in the rows of the batch, after a look at the others."""
+    inputs, options = case.make(seed, "cpu", RUNS[name][0])
+    kernels_of("paged_attention")[name].run(*inputs, **options)
+    out = inputs[3]
+    assert (out[case.num_tokens :] == UNTOUCHED).all(), "wrote rows after the last query token"
+    return out[: case.num_tokens].double()
+
+
+def assert_equals_dense(name: str, case: PagedCase, seed: str) -> None:
+    # transformers takes the softmax in fp32 whatever comes in.
+    slack = max(RUNS[name][1], 1e-6 if case.soft_cap else 0)
+    torch.testing.assert_close(attended(name, case, seed), dense(case, seed), rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_dense_attention(name, case):
+    base, changes = CASES[case]
+    assert_equals_dense(name, replaced(base, **changes), case)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_dense_attention_however_it_is_cut(case, short_chunks):
+    base, changes = CASES[case]
+    assert_equals_dense("cpu", replaced(base, **changes), case)
+
+
+def replaced(case: PagedCase, **changes) -> PagedCase:
+    return PagedCase(**(vars(case) | changes))
+
+
+@st.composite
+def cases(draw) -> PagedCase:
+    causal = draw(st.booleans())
+    requests = []
+    for _ in range(draw(st.integers(1, 6))):
+        query_len = draw(st.sampled_from([0, 1, 1, 1, 2, 5, 17]))
+        requests.append((query_len, query_len and query_len + draw(st.sampled_from([0, 0, 1, 15, 16, 40]))))
+    feature = draw(st.sampled_from([{}, {"alibi": True}, {"soft_cap": 2.0}, {"sinks": True}]))
+    windows = [None, 1, 5, 40, (3, 0)] + ([] if causal else [(4, 2), (-1, 2), (3, -1)])
+    return PagedCase(
+        tuple(requests),
+        num_heads=4,
+        num_kv_heads=draw(st.sampled_from([1, 2, 4])),
+        head_size=draw(st.sampled_from([8, 24])),
+        block_size=draw(st.sampled_from([1, 3, 16, 48])),
+        window=draw(st.sampled_from(windows)),
+        causal=causal,
+        layout=draw(st.sampled_from(list(LAYOUTS))),
+        padded_rows=draw(st.integers(0, 2)),
+        loose_bounds=draw(st.booleans()),
+        **feature,
+    )
+
+
+@given(case=cases())
+@settings(deadline=None, max_examples=60, derandomize=True)
+def test_any_batch_equals_dense_attention(case):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_paged_plan, "QUERY_BLOCK", 8)
+        patch.setattr(_paged_plan, "CHUNK_BYTES", 8_000)
+        for name in RUNS:
+            assert_equals_dense(name, case, "any batch")
+
+
+def test_a_query_that_sees_no_key_gives_zeros(name):
+    case = PagedCase(((2, 0), (1, 5), (2, 7), (1, 0)), causal=False)
+    out = attended(name, case, "nothing to see")
+    assert (out[[0, 1, 5]] == 0).all()
+    assert (out[2:5] != 0).all()
+
+
+def test_a_batch_of_no_requests_is_left_alone(name):
+    dtype = RUNS[name][0]
+    none = torch.zeros(0, dtype=torch.int32)
+    batch = PagedBatch(torch.zeros(1, dtype=torch.int32), none, none.view(0, 4), 0, 0)
+    out = torch.full((2, 4, 64), UNTOUCHED, dtype=dtype)
+    kv_cache = torch.full((3, 2, 16, 128), NAN, dtype=dtype)
+    kernels_of("paged_attention")[name].run(out.clone(), kv_cache, batch, out, scale=0.125)
+    assert (out == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_packed_cache_serves_an_encoder(name, causal):
+    dtype, slack = RUNS[name]
+    rng = samples.generator("encoder")
+    lens = [9, 40, 0, 1]
+    qkv = torch.randn(52, 8, 64, dtype=dtype, generator=rng)
+    query, key, value = qkv.split((4, 2, 2), dim=1)
+    query_start_loc = torch.tensor([0, 9, 49, 49, 50], dtype=torch.int32)
+    batch = packed_batch(query_start_loc, max_query_len=40, causal=causal)
+    out = torch.full((52, 4, 64), UNTOUCHED, dtype=dtype)
+    kv_cache = packed_cache(key, value)
+    assert kv_cache.shape == (52, 2, PACKED_BLOCK_SIZE, 128)
+    kernels_of("paged_attention")[name].run(query, kv_cache, batch, out, scale=0.125)
+    for q, k, v, o in zip(*(x[:50].double().split(lens) for x in (query, key, value, out)), strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.125, enable_gqa=True)
+        torch.testing.assert_close(o, expected[0].transpose(0, 1), rtol=slack, atol=slack)
+    assert (out[50:] == UNTOUCHED).all()
+
+
+def test_an_fp8_cache_is_attended_as_what_it_stands_for(name):
+    case = PagedCase(MIXED.requests, cache_dtype=torch.float8_e4m3fn)
+    (query, kv_cache, batch, out), options = case.make("fp8", "cpu", RUNS[name][0])
+    options |= {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([3.0])}
+    kernels_of("paged_attention")[name].run(query, kv_cache, batch, out, **options)
+    key, value = kv_cache.double().chunk(2, dim=-1)
+    expected = torch.empty_like(out, dtype=torch.float64)
+    ops.paged_attention(
+        query.double(), torch.cat((key * 0.5, value * 3), dim=-1), batch, expected, scale=options["scale"]
+    )
+    torch.testing.assert_close(out.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_the_reference_may_take_the_rows_in_parts(monkeypatch):
+    monkeypatch.setitem(ops.paged_attention.reference.__globals__, "REFERENCE_ROWS", 4)
+    assert_equals_dense("reference", PagedCase(((19, 30), (1, 7)), window=9), "parts")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_a_cache(layout):
+    kv_cache = poisoned_cache(layout, 5, 3, 4, torch.empty(6))
+    kv_cache.copy_(torch.arange(5 * 3 * 4 * 6).view(5, 3, 4, 6))
+    cache = geometry(kv_cache.shape, kv_cache.stride())
+    block, head, slot = torch.meshgrid(torch.arange(5), torch.arange(3), torch.arange(4), indexing="ij")
+    index = block * cache.block_step + head * cache.head_step + slot * cache.slot_step
+    assert torch.equal(cache.rows_of(kv_cache)[index], kv_cache)
+
+
+def chunks_of(case: PagedCase, window=None) -> list:
+    (_, kv_cache, batch, _), _ = case.make("plan", "cpu", torch.float32)
+    cache = geometry(kv_cache.shape, kv_cache.stride())
+    return make_plan(batch, *window_sides(window, case.causal), cache, 4 * 2 * 2 * 64).chunks
+
+
+def test_decoding_requests_are_attended_in_one_go():
+    (chunk,) = chunks_of(PagedCase(tuple((1, 5 + i) for i in range(60))))
+    assert chunk.num_blocks == 60 and chunk.num_keys == 64 and chunk.rows == slice(0, 60)
+    (chunk,) = chunks_of(PagedCase(((1, 9),) * 60))
+    assert chunk.bias is None
+    decode, *prompts = chunks_of(PagedCase(((20, 20), (1, 30), (33, 40), (1, 9))))
+    assert decode.num_blocks == 2 and decode.rows.tolist() == [20, 54]
+    assert [chunk.rows for chunk in prompts] == [slice(0, 20), slice(21, 54)]
+
+
+def test_only_what_a_window_holds_is_gathered():
+    (chunk,) = chunks_of(PagedCase(((1, 900), (1, 700))), window=32)
+    assert chunk.num_keys == 32 and chunk.bias is None
+    assert [chunk.num_keys for chunk in chunks_of(PagedCase(((600, 600),)), window=32)] == [88 + 31, 256 + 31, 256]
+
+
+def test_what_is_gathered_at_a_time_is_bounded():
+    chunks = chunks_of(PagedCase(tuple((1, 100 * (1 + i % 20)) for i in range(40))))
+    sizes = [chunk.num_blocks * chunk.num_keys * 4 * 2 * 2 * 64 for chunk in chunks]
+    assert 1 < len(chunks) < 40 and max(sizes) <= _paged_plan.CHUNK_BYTES
+    assert sorted(row for chunk in chunks for row in chunk.rows.tolist()) == list(range(40))
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "sides"),
+    [
+        (None, True, (None, 0)),
+        (None, False, (None, None)),
+        (1, True, (0, 0)),
+        (9, True, (8, 0)),
+        (9, False, (8, 0)),
+        ((8, 0), False, (8, 0)),
+        ((8, 3), False, (8, 3)),
+        ((8, 3), True, (8, 0)),
+        ((-1, 3), False, (None, 3)),
+        ((8, -1), False, (8, None)),
+        ((8, -1), True, (8, 0)),
+        ((-1, -1), True, (None, 0)),
+    ],
+)
+def test_sides_of_a_window(window, causal, sides):
+    assert window_sides(window, causal) == sides
+
+
+@pytest.mark.parametrize("window", [0, -1, (-2, 0), (0, -2)])
+def test_a_window_of_no_keys_is_refused(window):
+    with pytest.raises(ValueError, match="holds no key"):
+        window_sides(window, True)
+    with pytest.raises(ValueError, match="holds no key"):
+        PagedAttentionProblem("cpu", torch.float32, torch.float32, 4, 2, 64, 16, window=window)
+
+
+def test_heads_that_cannot_be_shared_are_refused():
+    with pytest.raises(ValueError, match="3 query heads cannot share 2 KV heads evenly"):
+        PagedAttentionProblem("cpu", torch.float32, torch.float32, 3, 2, 64, 16)
+
+
+def batch_of(**changes) -> PagedBatch:
+    tensors = {"query_start_loc": [0, 1, 3], "seq_lens": [4, 2], "block_table": [[1, 2], [3, 0]]}
+    tensors = {name: torch.tensor(value, dtype=torch.int32) for name, value in tensors.items()}
+    return PagedBatch(**(tensors | changes), max_query_len=2, max_seq_len=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"query_start_loc": torch.zeros(2, dtype=torch.int32)}, "2 seq_lens do not fit query_start_loc"),
+        ({"block_table": torch.zeros(3, 2, dtype=torch.int32)}, r"block_table \(3, 2\)"),
+        ({"block_table": torch.zeros(2, dtype=torch.int32)}, r"block_table \(2,\)"),
+        ({"seq_lens": torch.tensor([4, 2])}, "seq_lens must be int32, not torch.int64"),
+        ({"block_table": torch.zeros(2, 2, dtype=torch.int64)}, "block_table must be int32, not torch.int64"),
+    ],
+    ids=str,
+)
+def test_a_batch_that_does_not_fit_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        batch_of(**changes)
+
+
+def test_a_batch_makes_things_once():
+    calls = []
+
+    def longest(batch, factor):
+        calls.append(factor)
+        return int(batch.seq_lens.max()) * factor
+
+    def shortest(batch, factor):
+        return int(batch.seq_lens.min()) * factor
+
+    batch = batch_of()
+    assert [batch.once(longest, 1), batch.once(longest, 1), batch.once(longest, 2)] == [4, 4, 8]
+    assert batch.once(shortest, 1) == 2
+    assert batch_of().once(longest, 1) == 4
+    assert calls == [1, 2, 1]
+
+
+def cost_of(case: PagedCase, dtype=torch.bfloat16):
+    inputs, options = case.make("cost", "cpu", dtype)
+    return ops.paged_attention.cost_of(*inputs, **options)
+
+
+def test_cost_of_decoding_is_reading_the_keys():
+    cost = cost_of(PagedCase(((1, 100), (1, 7), (0, 0))))
+    assert cost.bytes == 2 * (2 * 2 * 4 * 64 + 107 * 2 * 128)
+    assert cost.flops == 4 * 64 * 4 * 107
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cost_counts_what_is_seen(case):
+    base, changes = CASES[case]
+    case = replaced(base, **changes)
+    pairs = keys = 0
+    for query_len, seq_len in case.requests:
+        first = seq_len - query_len
+        seen = [[sees(case, first + i, j) for j in range(seq_len)] for i in range(query_len)]
+        pairs += sum(map(sum, seen))
+        keys += sum(map(any, zip(*seen, strict=True)))
+    cost = cost_of(case)
+    assert cost.flops == 4 * 64 * 4 * pairs
+    assert cost.bytes == 2 * (2 * case.num_tokens * 4 * 64 + keys * case.num_kv_heads * 128)
+
+
+def test_bench_cases_of_both_devices_can_be_described():
+    from vllm_opset.ops.paged_inputs import BENCH_CASES, BENCH_SHAPE
+
+    for device, named in BENCH_CASES.items():
+        for requests, options in named.values():
+            case = PagedCase(requests, **BENCH_SHAPE[device], **options)
+            assert case.num_tokens > 0 and all(0 < query_len <= seq_len for query_len, seq_len in requests)
+
+
+def test_a_bench_sample_can_be_run():
+    sample = next(iter(ops.paged_attention.bench_samples("cpu", torch.float32)))
+    inputs, options = sample.make()
+    kernels_of("paged_attention")["cpu"].run(*inputs, **options)
+    out = torch.empty_like(inputs[3])
+    ops.paged_attention(*inputs[:3], out, **options)
+    torch.testing.assert_close(inputs[3], out, rtol=1e-5, atol=1e-5)
