@@ -77,7 +77,7 @@ def top_k_top_p_sample(
     if top_k is not None:
         x = keep_top_k(x, top_k)
     if top_p is not None:
-        x = keep_top_p(x, top_p, x.logsumexp(dim=-1))
+        x = keep_top_p(x, top_p)
     noise = philox.exponential(philox.words(keys, x.shape[1]), x.dtype)
     score = torch.where(greedy.unsqueeze(1), x, relative_weights(x) / noise)
     if processed == "logprobs":
@@ -106,12 +106,13 @@ def keep_top_k(x: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     return x.masked_fill(x < x.sort(dim=-1, descending=True).values.gather(1, last), -torch.inf)
 
 
-def keep_top_p(x: torch.Tensor, top_p: torch.Tensor, log_total: torch.Tensor) -> torch.Tensor:
-    """x [B, n] with −inf for the tokens that top_p [B] drops, of a total probability of exp(log_total [B])."""
+def keep_top_p(x: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """x [B, n] with −inf for the tokens that top_p [B] drops."""
     ordered, order = x.sort(dim=-1, descending=True, stable=True)
-    mass = torch.exp(ordered - log_total.unsqueeze(1)).cumsum(dim=-1)
-    drop = torch.zeros_like(order, dtype=torch.bool)
-    drop[:, 1:] = (mass[:, :-1] >= top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
+    # From the small end, as vLLM does it, where the sum is precise.
+    remaining = ordered.softmax(dim=-1).flip(-1).cumsum(dim=-1).flip(-1)
+    drop = (remaining <= 1 - top_p.unsqueeze(1)) & (top_p < 1).unsqueeze(1)
+    drop[:, :1] = False
     return x.masked_fill(drop.scatter(1, order, drop), -torch.inf)
 
 

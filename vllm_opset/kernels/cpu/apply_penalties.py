@@ -4,14 +4,9 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.ops.contract import Problem
 
 
-def supports(problem: Problem) -> str | None:
-    return None
-
-
-@kernel(ops.apply_penalties, name="cpu", supports=supports)
+@kernel(ops.apply_penalties, name="cpu")
 def apply_penalties(
     logits: torch.Tensor,
     prompt_token_ids: torch.Tensor,

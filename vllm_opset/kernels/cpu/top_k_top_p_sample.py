@@ -13,7 +13,7 @@ import torch
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.ops import philox
-from vllm_opset.ops.top_k_top_p_sample import GREEDY_BELOW, TopKTopPSampleProblem, check_processed
+from vllm_opset.ops.top_k_top_p_sample import GREEDY_BELOW, check_processed
 
 # Survivors are packed if they are no more than one in so many.
 WORTH_PACKING = 8
@@ -50,12 +50,8 @@ class Survivors(NamedTuple):
     ids: np.ndarray | None
 
 
-def supports(problem: TopKTopPSampleProblem) -> str | None:
-    return None
-
-
 # The logarithm of a min-p that is off is −inf, as it should be; rows without a finite logit are the caller's error.
-@kernel(ops.top_k_top_p_sample, name="cpu", supports=supports)
+@kernel(ops.top_k_top_p_sample, name="cpu")
 @np.errstate(divide="ignore", invalid="ignore")
 def top_k_top_p_sample(
     logits: torch.Tensor,
