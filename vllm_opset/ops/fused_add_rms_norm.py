@@ -93,15 +93,15 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(num_tokens: int, hidden_size: int) -> Sample:
         def make():
-            rng = samples.generator(f"{num_tokens} {hidden_size}")
+            rng = samples.generator(f"{num_tokens} {hidden_size}", device)
             x, residual = (samples.normal((num_tokens, hidden_size), dtype, device, rng) for _ in range(2))
             return (x, residual, samples.normal((hidden_size,), dtype, device, rng), 1e-6), {}
 
         return Sample(f"T{num_tokens} H{hidden_size}", make)
 
-    for num_tokens in (1, 64, 256, 4096, 16384):
+    for num_tokens in samples.bench_tokens(device):
         yield sample(num_tokens, 4096)
-    yield sample(4096, 8192)
+    yield sample(samples.bench_tokens(device)[-2], 8192)
 
 
 @fused_add_rms_norm.property_

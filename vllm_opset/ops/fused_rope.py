@@ -102,7 +102,7 @@ class RopeCase:
     def rest(self, rng: torch.Generator, device: str, dtype: torch.dtype) -> tuple[tuple, dict]:
         """positions, cos_sin_cache, is_neox_style, kv_cache and slot_mapping; scales by name, for an fp8 cache."""
         tokens = len(self.slots) + self.padded_rows
-        positions = torch.randint(self.table_rows, (tokens,), generator=rng).to(device, self.index)
+        positions = torch.randint(self.table_rows, (tokens,), generator=rng, device=rng.device).to(device, self.index)
         rows = table(self.table_rows, self.rotary or self.size, self.table_dtype or dtype, device)
         row = torch.empty(2 * self.size, dtype=self.cache_dtype or dtype, device=device)
         kv_cache = poisoned_cache(self.layout, self.num_blocks, self.kv_heads, self.block_size, row)
@@ -133,9 +133,9 @@ def cases() -> Iterator[tuple[str, RopeCase]]:
         yield layout, RopeCase(layout=layout)
 
 
-def bench_cases() -> Iterator[tuple[str, RopeCase]]:
+def bench_cases(device: str) -> Iterator[tuple[str, RopeCase]]:
     """Heads of Qwen3-8B, slots in random order."""
-    for tokens in (1, 16, 64, 256, 4096, 16384):
+    for tokens in samples.bench_tokens(device):
         num_blocks = max(64, 2 * tokens // 16)
         slots = torch.randperm(num_blocks * 16, generator=samples.generator("slots"))[:tokens].tolist()
         shape = {

@@ -34,11 +34,12 @@ def complete(op: Op, *, flops_per_element: int, variants: Sequence[Mapping[str, 
     def _(x, *_, **__) -> Cost:
         return Cost(bytes=x.nbytes + x.nbytes // 2, flops=flops_per_element * x.numel() // 2)
 
-    def sample(name, shape, device, dtype, arguments, *, std=2.0, layout=lambda x: x) -> Sample:
+    def sample(name, shape, device, dtype, arguments, *, std=2.0, layout=lambda x: x, on="cpu") -> Sample:
         name = ", ".join([name, *(f"{key}={value}" for key, value in arguments.items())])
 
         def make():
-            return (layout(samples.normal(shape, dtype, device, samples.generator(name), std)),), dict(arguments)
+            rng = samples.generator(name, on)
+            return (layout(samples.normal(shape, dtype, device, rng, std)),), dict(arguments)
 
         return Sample(name, make, scale=std)
 
@@ -62,7 +63,7 @@ def complete(op: Op, *, flops_per_element: int, variants: Sequence[Mapping[str, 
 
     @op.bench_inputs
     def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-        for num_tokens in (1, 64, 256, 4096, 16384):
-            yield sample(f"T{num_tokens} I12288", (num_tokens, 2 * 12288), device, dtype, variants[0])
+        for num_tokens in samples.bench_tokens(device):
+            yield sample(f"T{num_tokens} I12288", (num_tokens, 2 * 12288), device, dtype, variants[0], on=device)
 
     laws.rows_are_independent(op, lambda run, x: run(x, **variants[0]))

@@ -100,13 +100,13 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(num_tokens: int) -> Sample:
         def make():
-            rng = samples.generator(str(num_tokens))
+            rng = samples.generator(str(num_tokens), device)
             x = samples.normal((num_tokens, 6144), dtype, device, rng)
             return (x, *(samples.normal((6144,), dtype, device, rng) for _ in range(2)), 1e-5), {}
 
         return Sample(f"T{num_tokens} H6144", make)
 
-    for num_tokens in (1, 64, 256, 4096, 16384):
+    for num_tokens in samples.bench_tokens(device):
         yield sample(num_tokens)
 
 

@@ -67,9 +67,11 @@ def _(
     return fused_rope.cost_of(query, key, positions, cos_sin_cache, kv_cache, slot_mapping, flops_per_element=7)
 
 
-def _sample(name: str, case: RopeCase, device: str, dtype: torch.dtype, weight_dtype=None, **options) -> Sample:
+def _sample(
+    name: str, case: RopeCase, device: str, dtype: torch.dtype, weight_dtype=None, *, on="cpu", **options
+) -> Sample:
     def make():
-        rng = samples.generator(name)
+        rng = samples.generator(name, on)
         tokens = case.query_key_value(rng, device, dtype)
         weights = [samples.normal((case.size,), weight_dtype or dtype, device, rng) for _ in range(2)]
         rest, scales = case.rest(rng, device, dtype)
@@ -87,7 +89,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 @qk_norm_rope_cache.bench_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    yield from (_sample(name, case, device, dtype) for name, case in fused_rope.bench_cases())
+    yield from (_sample(name, case, device, dtype, on=device) for name, case in fused_rope.bench_cases(device))
 
 
 @qk_norm_rope_cache.illegal_inputs

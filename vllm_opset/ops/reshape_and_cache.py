@@ -176,7 +176,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
         return Sample(f"T{num_tokens}", make)
 
-    for num_tokens in (1, 64, 256, 4096, 16384):
+    for num_tokens in samples.bench_tokens(device):
         yield sample(num_tokens)
 
 

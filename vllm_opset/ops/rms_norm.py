@@ -106,15 +106,15 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(num_tokens: int, hidden_size: int) -> Sample:
         def make():
-            rng = samples.generator(f"{num_tokens} {hidden_size}")
+            rng = samples.generator(f"{num_tokens} {hidden_size}", device)
             x = samples.normal((num_tokens, hidden_size), dtype, device, rng)
             return (x, samples.normal((hidden_size,), dtype, device, rng), 1e-6), {}
 
         return Sample(f"T{num_tokens} H{hidden_size}", make)
 
-    for num_tokens in (1, 64, 256, 4096, 16384):
+    for num_tokens in samples.bench_tokens(device):
         yield sample(num_tokens, 4096)
-    yield sample(4096, 8192)
+    yield sample(samples.bench_tokens(device)[-2], 8192)
 
 
 @rms_norm.property_

@@ -59,9 +59,9 @@ def _(
     return fused_rope.cost_of(query, key, positions, cos_sin_cache, kv_cache, slot_mapping, flops_per_element=3)
 
 
-def _sample(name: str, case: RopeCase, device: str, dtype: torch.dtype) -> Sample:
+def _sample(name: str, case: RopeCase, device: str, dtype: torch.dtype, *, on: str = "cpu") -> Sample:
     def make():
-        rng = samples.generator(name)
+        rng = samples.generator(name, on)
         tokens = case.query_key_value(rng, device, dtype)
         rest, scales = case.rest(rng, device, dtype)
         return (*tokens, *rest), scales
@@ -76,7 +76,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 @rope_cache.bench_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    yield from (_sample(name, case, device, dtype) for name, case in fused_rope.bench_cases())
+    yield from (_sample(name, case, device, dtype, on=device) for name, case in fused_rope.bench_cases(device))
 
 
 @rope_cache.illegal_inputs

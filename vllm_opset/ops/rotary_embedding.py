@@ -192,16 +192,16 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(num_tokens: int) -> Sample:
         def make():
-            rng = samples.generator(str(num_tokens))
+            rng = samples.generator(str(num_tokens), device)
             q, k, _ = samples.side_by_side(
                 *(samples.normal((num_tokens, heads * 128), dtype, device, rng) for heads in (32, 8, 8)), padding=0
             )
-            positions = torch.randint(4096, (num_tokens,), generator=rng).to(device)
+            positions = torch.randint(4096, (num_tokens,), generator=rng, device=device)
             return (positions, q, k, 128, table(4096, 128, dtype, device)), {}
 
         return Sample(f"T{num_tokens} H32/8 D128", make)
 
-    for num_tokens in (1, 64, 256, 4096, 16384):
+    for num_tokens in samples.bench_tokens(device):
         yield sample(num_tokens)
 
 

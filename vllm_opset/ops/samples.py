@@ -6,16 +6,25 @@ import zlib
 import torch
 
 
-def generator(name: str) -> torch.Generator:
-    """A CPU generator seeded by a sample's name, so that a sample is the same in every process and on every device."""
-    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+def generator(name: str, device: str = "cpu") -> torch.Generator:
+    """A generator seeded by a sample's name.
+
+    On the CPU, so that a sample is the same in every process and on every device; benchmarks, whose tensors are large,
+    give their device.
+    """
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+
+
+def bench_tokens(device: str) -> tuple[int, ...]:
+    """The numbers of tokens that ops on activations are timed with: of decode steps and of prompts."""
+    return (1, 16, 256) if device == "cpu" else (1, 64, 256, 4096, 16384)
 
 
 def normal(
     shape: tuple[int, ...], dtype: torch.dtype, device: str, rng: torch.Generator, std: float = 1.0
 ) -> torch.Tensor:
     """A contiguous tensor of normal values."""
-    return (torch.randn(shape, generator=rng) * std).to(device=device, dtype=dtype)
+    return (torch.randn(shape, generator=rng, device=rng.device) * std).to(device=device, dtype=dtype)
 
 
 def side_by_side(*tensors: torch.Tensor, padding: int = 8) -> tuple[torch.Tensor, ...]:

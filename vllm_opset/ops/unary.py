@@ -19,9 +19,9 @@ def complete(op: Op, *, flops_per_element: int) -> None:
     def _(x) -> Cost:
         return Cost(bytes=2 * x.nbytes, flops=flops_per_element * x.numel())
 
-    def sample(name, shape, device, dtype, *, std=2.0, layout=lambda x: x) -> Sample:
+    def sample(name, shape, device, dtype, *, std=2.0, layout=lambda x: x, on="cpu") -> Sample:
         def make():
-            return (layout(samples.normal(shape, dtype, device, samples.generator(name), std)),), {}
+            return (layout(samples.normal(shape, dtype, device, samples.generator(name, on), std)),), {}
 
         return Sample(name, make, scale=std)
 
@@ -38,7 +38,7 @@ def complete(op: Op, *, flops_per_element: int) -> None:
 
     @op.bench_inputs
     def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-        for num_tokens in (1, 64, 256, 4096, 16384):
-            yield sample(f"T{num_tokens} I16384", (num_tokens, 16384), device, dtype)
+        for num_tokens in samples.bench_tokens(device):
+            yield sample(f"T{num_tokens} I16384", (num_tokens, 16384), device, dtype, on=device)
 
     laws.rows_are_independent(op, lambda run, x: run(x))
