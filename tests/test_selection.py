@@ -60,7 +60,6 @@ def add_kernel(
 def test_the_devices_own_kernel_is_preferred():
     choice = select(ops.rms_norm, NORM)
     assert (choice.kernel.name, choice.reason) == ("cpu", "first kernel for cpu that supports it")
-    assert choice.rejected == ()
     assert choice.run is choice.kernel.run
 
 
@@ -77,12 +76,34 @@ def test_a_kernel_that_cannot_is_passed_over_with_its_reason():
     add_kernel("relu2", "half", provider="cpu", refuses="only fp16")
     choice = select(ops.relu2, ACTIVATION)
     assert choice.kernel.name == "reference"
-    assert choice.rejected == (("half", "only fp16"),)
+    assert ("half", "only fp16") in choice.rejected
 
 
 def test_a_users_kernel_waits_to_be_named():
     add_kernel()
     assert select(ops.rms_norm, NORM).kernel.name == "cpu"
+
+
+def test_every_other_kernel_has_its_reason():
+    add_kernel("relu2", "half", provider="cpu", refuses="only fp16")
+    add_kernel("relu2", "elsewhere", provider="triton", devices=("cuda",))
+    add_kernel("relu2", "first", provider="cpu")
+    add_kernel("relu2", "mine")
+    reasons = dict(select(ops.relu2, ACTIVATION).rejected)
+    assert set(reasons) == set(kernels_of("relu2")) - {"first"}
+    assert reasons["half"] == "only fp16"
+    assert reasons["elsewhere"] == "it runs on cuda, not on cpu"
+    assert reasons["mine"] == "it runs where an override names it"
+    assert reasons["reference"] == "first comes first"
+
+
+def test_with_an_override_every_other_kernel_has_its_reason():
+    add_kernel("relu2", "elsewhere", provider="triton", devices=("cuda",))
+    configure({"opset": {"kernels": {"relu2": "reference"}}})
+    add_kernel("relu2", "mine")
+    reasons = dict(select(ops.relu2, ACTIVATION).rejected)
+    assert reasons["mine"] == "--additional-config asks for reference"
+    assert reasons["elsewhere"] == "it runs on cuda, not on cpu"
 
 
 def test_a_choice_is_made_once():

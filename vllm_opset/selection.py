@@ -111,25 +111,36 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def _decide(op: Op, problem: Problem, override: Override | None) -> Choice:
     kernels = kernels_of(op.name)
     if override is not None:
-        return _obey(op, problem, kernels[override.kernel], override)
-    rejected = []
-    for candidate in _in_order_of_preference(kernels.values(), problem.device):
-        reason = candidate.supports(problem)
-        if reason is None:
-            return Choice(op.name, problem, candidate, _why(candidate, problem), tuple(rejected))
-        rejected.append((candidate.name, reason))
-    raise AssertionError(f"{op.name}: the reference supports everything")
+        chosen, reason = _obey(kernels, problem, override, op), f"asked for by {override.source}"
+    else:
+        chosen = next(kernel for kernel in _in_order_of_preference(kernels, problem) if not _why_not(kernel, problem))
+        reason = _why(chosen, problem)
+    others = [kernel for kernel in kernels.values() if kernel is not chosen]
+    rejected = tuple((other.name, _why_not(other, problem) or _why_after(other, chosen, override)) for other in others)
+    return Choice(op.name, problem, chosen, reason, rejected)
 
 
-def _obey(op: Op, problem: Problem, kernel: Kernel, override: Override) -> Choice:
+def _obey(kernels: Mapping[str, Kernel], problem: Problem, override: Override, op: Op) -> Kernel:
+    kernel = kernels[override.kernel]
     reason = _why_not(kernel, problem)
     if reason is not None:
-        able = [other.name for other in kernels_of(op.name).values() if _why_not(other, problem) is None]
+        able = sorted(other.name for other in kernels.values() if _why_not(other, problem) is None)
         raise OverrideError(
             f"{override.source} asks for {kernel}, which cannot do it: {reason} ({problem}). "
-            f"Remove that override, or name a kernel that can: {', '.join(sorted(able))}"
+            f"Remove that override, or name a kernel that can: {', '.join(able)}"
         )
-    return Choice(op.name, problem, kernel, f"asked for by {override.source}", ())
+    return kernel
+
+
+def _in_order_of_preference(kernels: Mapping[str, Kernel], problem: Problem) -> list[Kernel]:
+    order = (*PREFERENCE.get(problem.device, ()), REFERENCE)
+    return sorted((k for k in kernels.values() if k.provider in order), key=lambda kernel: order.index(kernel.provider))
+
+
+def _why(kernel: Kernel, problem: Problem) -> str:
+    if kernel.provider != REFERENCE:
+        return f"first kernel for {problem.device} that supports it"
+    return f"no other kernel for {problem.device} supports it"
 
 
 def _why_not(kernel: Kernel, problem: Problem) -> str | None:
@@ -138,15 +149,13 @@ def _why_not(kernel: Kernel, problem: Problem) -> str | None:
     return kernel.supports(problem)
 
 
-def _in_order_of_preference(kernels: Iterable[Kernel], device: str) -> list[Kernel]:
-    order = (*PREFERENCE.get(device, ()), REFERENCE)
-    return sorted((k for k in kernels if k.provider in order), key=lambda kernel: order.index(kernel.provider))
-
-
-def _why(kernel: Kernel, problem: Problem) -> str:
-    if kernel.provider != REFERENCE:
-        return f"first kernel for {problem.device} that supports it"
-    return f"no other kernel for {problem.device} supports it"
+def _why_after(kernel: Kernel, chosen: Kernel, override: Override | None) -> str:
+    """Why not a kernel that could do it."""
+    if override is not None:
+        return f"{override.source} asks for {chosen.name}"
+    if kernel.provider not in (*PROVIDERS, REFERENCE):
+        return "it runs where an override names it"
+    return f"{chosen.name} comes first"
 
 
 def _import_users_kernels() -> None:
