@@ -3,6 +3,7 @@
 The same checks serve the test suite, `vllm-opset parity` and a kernel's author.
 """
 
+import dataclasses
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -42,6 +43,8 @@ def check_kernel(op: Op, kernel: Kernel, device: str) -> Iterator[Check]:
     for dtype in op.dtypes:
         for sample in op.samples(device, dtype):
             yield check_sample(op, kernel, sample, dtype)
+            if device == "cuda":
+                yield check_replay(op, kernel, sample, dtype)
         for sample in op.illegal_samples(device, dtype):
             yield check_refusal(op, kernel, sample, dtype)
         for name in op.properties:
@@ -62,6 +65,29 @@ def check_sample(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> 
                 error = _error(op, call, Call.to_reference(op, sample, _wide), sample.scale)
                 failure = None if error <= 1 else f"off by {error:.2f} times the tolerance"
     return Check(op.name, kernel.name, dtype, sample.name, error, failure, unsupported)
+
+
+def check_replay(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> Check:
+    """As `check_sample`, after which it must come: captured in a CUDA graph, on a stream of its own, and replayed."""
+    check = check_sample(op, dataclasses.replace(kernel, run=_replayed(kernel.run)), sample, dtype)
+    return dataclasses.replace(check, case=f"{check.case}, captured and replayed")
+
+
+def _replayed(run: Callable) -> Callable:
+    def capture_and_replay(*args, **kwargs):
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin()
+            try:
+                returned = run(*args, **kwargs)
+            finally:
+                graph.capture_end()
+            graph.replay()
+        torch.cuda.synchronize()
+        return returned
+
+    return capture_and_replay
 
 
 def check_refusal(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> Check:

@@ -17,7 +17,7 @@ def unary(formula, x: torch.Tensor, *parameters: float) -> torch.Tensor:
     """formula(x, *parameters) of each element. Returns a new contiguous tensor of x's shape."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows_of_one = x if x.dim() else x.unsqueeze(0)
-    _launch_over(_unary, rows_of_one, out, rows_of_one.shape[-1], parameters, FORMULA=formula)
+    _launch_over("unary", _unary, rows_of_one, out, rows_of_one.shape[-1], parameters, FORMULA=formula)
     return out
 
 
@@ -28,13 +28,15 @@ def gated(formula, x: torch.Tensor, *parameters: float, interleaved: bool = Fals
     """
     check_width(x)
     out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
-    _launch_over(_gated, x, out, out.shape[-1], parameters, FORMULA=formula, INTERLEAVED=interleaved)
+    _launch_over("gated", _gated, x, out, out.shape[-1], parameters, FORMULA=formula, INTERLEAVED=interleaved)
     return out
 
 
-def _launch_over(elementwise, x: torch.Tensor, out: torch.Tensor, columns: int, parameters, **constants) -> None:
+def _launch_over(
+    name: str, elementwise, x: torch.Tensor, out: torch.Tensor, columns: int, parameters, **constants
+) -> None:
     total = num_rows(x)
-    values = _launch.parameters("activation", x.device, total)
+    values = _launch.parameters(name, x.device, total)
     block = min(values["tile"], triton.next_power_of_2(columns))
     held = values["tile"] // block
     elementwise[(triton.cdiv(total, held) * triton.cdiv(columns, block),)](

@@ -1,6 +1,6 @@
-"""Launch parameters: plain data in launch.yaml, by kernel, GPU family and size of the call.
+"""Launch parameters: plain data in launch.yaml, by launch, GPU family and size of the call.
 
-They are found offline, by measuring; nothing is tuned while serving. A kernel asks once per call:
+They are found offline, by measuring (`vllm-opset tune`); nothing is tuned while serving. A kernel asks once per call:
 
     parameters("rms_norm", x.device, num_rows)   ->   {"tile": 1024, "per_thread": 8}
 
@@ -10,6 +10,7 @@ A size is what the work of a call grows with, such as its number of rows. Sizes 
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -17,26 +18,36 @@ import torch
 import yaml
 
 Parameters = Mapping[str, int]
+Entry = tuple[float, Parameters]  # the largest size that it serves, and what with
 
-_trials: dict[str, Parameters] = {}
-
-
-def parameters(kernel: str, device: torch.device, size: int) -> Parameters:
-    """The launch parameters of a kernel for a call of this size."""
-    if kernel in _trials:
-        return _trials[kernel]
-    return next(values for up_to, values in _entries(kernel, device) if size <= up_to)
+_trials: dict[str, tuple[Parameters, list[int]]] = {}
 
 
-def sizes(kernel: str, device: torch.device) -> tuple[int, ...]:
-    """A size for each entry of a kernel: a call with each of them compiles all that serving can ask for."""
-    bounds = [up_to for up_to, _ in _entries(kernel, device)]
-    return (*map(int, bounds[:-1]), int(bounds[-2]) + 1 if len(bounds) > 1 else 1)
+def parameters(launch: str, device: torch.device, size: int) -> Parameters:
+    """What a call of this size is launched with."""
+    if launch in _trials:
+        values, asked = _trials[launch]
+        asked.append(size)
+        return values
+    return next(values for up_to, values in entries(launch, device) if size <= up_to)
 
 
-def family_used(kernel: str, device: torch.device) -> str:
+@functools.cache
+def entries(launch: str, device: torch.device) -> tuple[Entry, ...]:
+    """The entries that a device is served with, by rising size."""
+    rows = table()[launch]["families"][family_used(launch, device)]
+    return tuple((row.pop("up_to", float("inf")), row) for row in map(dict, rows))
+
+
+def sizes(launch: str, device: torch.device) -> tuple[int, ...]:
+    """A size for each entry: calls with these compile all that serving can ask for."""
+    bounds = [int(up_to) for up_to, _ in entries(launch, device)[:-1]]
+    return (*bounds, bounds[-1] + 1 if bounds else 1)
+
+
+def family_used(launch: str, device: torch.device) -> str:
     """The GPU family whose entries a device is served with: its own, or the nearest older one, or the oldest."""
-    known = sorted(table()[kernel], key=_generation)
+    known = sorted(table()[launch]["families"], key=_generation)
     not_newer = [name for name in known if _generation(name) <= _generation(family(device))]
     return not_newer[-1] if not_newer else known[0]
 
@@ -50,26 +61,27 @@ def family(device: torch.device) -> str:
     return f"sm{major}{minor}"
 
 
-@functools.cache
-def table() -> Mapping[str, Mapping[str, list[dict]]]:
-    """launch.yaml: kernel -> family -> entries by rising `up_to`."""
-    return yaml.safe_load(Path(__file__).with_name("launch.yaml").read_text())
+def candidates(launch: str) -> list[Parameters]:
+    """All that tuning tries."""
+    values = table()[launch]["candidates"]
+    return [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
 
 
 @contextlib.contextmanager
-def trial(kernel: str, values: Parameters) -> Iterator[None]:
-    """Within it, `kernel` is launched with these values: for measuring."""
-    _trials[kernel] = values
+def trial(launch: str, values: Parameters) -> Iterator[list[int]]:
+    """Within it, everything is launched with these values, for measuring. Gives the sizes that are asked for."""
+    asked: list[int] = []
+    _trials[launch] = values, asked
     try:
-        yield
+        yield asked
     finally:
-        del _trials[kernel]
+        del _trials[launch]
 
 
 @functools.cache
-def _entries(kernel: str, device: torch.device) -> tuple[tuple[float, Parameters], ...]:
-    entries = table()[kernel][family_used(kernel, device)]
-    return tuple((entry.pop("up_to", float("inf")), entry) for entry in map(dict, entries))
+def table() -> Mapping[str, Mapping]:
+    """launch.yaml."""
+    return yaml.safe_load(Path(__file__).with_name("launch.yaml").read_text())
 
 
 def _generation(name: str) -> int:

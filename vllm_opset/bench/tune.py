@@ -1,0 +1,70 @@
+"""Finds launch parameters by measuring all candidates on the benchmark cases of their op."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vllm_opset import ops
+from vllm_opset.bench.timing import time_call
+from vllm_opset.kernel import kernels_of
+from vllm_opset.kernels.triton import _launch
+
+# A candidate serves a size if it is at most so much slower than the best one there. Fewer entries are fewer variants.
+GOOD_ENOUGH = 1.02
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate on one case. values: sorted (name, value). size: what the launch was chosen by."""
+
+    case: str
+    size: int
+    values: tuple[tuple[str, int], ...]
+    seconds: float
+
+
+def trials(launch: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Iterator[Trial]:
+    """Times every candidate of a launch on every case."""
+    op = ops.BY_NAME[_launch.table()[launch]["op"]]
+    kernel = kernels_of(op.name)["triton"]
+    for sample in op.bench_samples(device, dtype):
+        call = sample.make()
+        for values in _launch.candidates(launch):
+            with _launch.trial(launch, values) as asked:
+                seconds = time_call(kernel.run, call, device).median
+            yield Trial(sample.name, asked[0], tuple(sorted(values.items())), seconds)
+
+
+def entries(measured: list[Trial]) -> list[dict[str, int]]:
+    """The fewest entries of launch.yaml that serve every size well enough."""
+    slowness = _slowness(measured)
+    groups: list[tuple[list[int], set]] = []
+    for size in sorted(slowness):
+        good = {values for values, factor in slowness[size].items() if factor <= GOOD_ENOUGH}
+        good = good or {min(slowness[size], key=slowness[size].get)}
+        if groups and groups[-1][1] & good:
+            groups[-1] = groups[-1][0] + [size], groups[-1][1] & good
+        else:
+            groups.append(([size], good))
+    best = [min(good, key=lambda v: sum(slowness[s][v] for s in sizes)) for sizes, good in groups]
+    bounds = [{"up_to": _between(a[-1], b[0])} for (a, _), (b, _) in itertools.pairwise(groups)] + [{}]
+    return [bound | dict(values) for bound, values in zip(bounds, best, strict=True)]
+
+
+def _slowness(measured: list[Trial]) -> Mapping[int, Mapping[tuple, float]]:
+    """For each size and candidate, how many times slower it is than the best one, in the worst case of that size."""
+    fastest: dict[str, float] = {}
+    for trial in measured:
+        fastest[trial.case] = min(trial.seconds, fastest.get(trial.case, trial.seconds))
+    slowness: dict[int, dict[tuple, float]] = {}
+    for trial in measured:
+        of_size = slowness.setdefault(trial.size, {})
+        of_size[trial.values] = max(of_size.get(trial.values, 0.0), trial.seconds / fastest[trial.case])
+    return slowness
+
+
+def _between(low: int, high: int) -> int:
+    """The power of two next to the geometric mean."""
+    return 1 << round((low * high) ** 0.5).bit_length() - 1

@@ -1,0 +1,55 @@
+"""`vllm-opset tune`: finds launch parameters for this GPU's family, to be kept in launch.yaml."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from vllm_opset.bench import tune
+from vllm_opset.cli.show import print_table
+from vllm_opset.kernels.triton import _launch
+from vllm_opset.selection import nearest
+
+BEST = 3  # candidates of each case that are shown
+
+
+def find(
+    launches: Annotated[
+        list[str] | None, typer.Argument(metavar="[LAUNCH]...", help="Entries of launch.yaml; all without one.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all measurements here.")] = None,
+) -> None:
+    """Measure all candidates for launch parameters on this GPU, and print entries for launch.yaml."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("launch parameters are measured on a GPU, and there is none")
+    measured: dict[str, list[tune.Trial]] = {}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for launch in launches or list(_launch.table()):
+            if launch not in _launch.table():
+                raise typer.BadParameter(f"unknown: {launch!r}; {nearest(launch, _launch.table())}")
+            measured[launch] = list(progress.track(tune.trials(launch), description=launch))
+    for launch, trials in measured.items():
+        print_table(launch, ("case", "size", *map(str, range(1, BEST + 1)), "slowest"), _ranking(trials))
+    for launch, trials in measured.items():
+        print(f"{launch}:\n    {_launch.family(torch.device('cuda'))}:")
+        for entry in tune.entries(trials):
+            print("      - {" + ", ".join(f"{name}: {value}" for name, value in entry.items()) + "}")
+    if json_file:
+        json_file.write_text(json.dumps({k: [vars(t) for t in v] for k, v in measured.items()}, indent=1) + "\n")
+
+
+def _ranking(trials: list[tune.Trial]) -> list[dict]:
+    rows = []
+    for case in dict.fromkeys(trial.case for trial in trials):
+        ranked = sorted((trial for trial in trials if trial.case == case), key=lambda trial: trial.seconds)
+        best = {str(rank + 1): _shown(trial) for rank, trial in enumerate(ranked[:BEST])}
+        rows.append({"case": case, "size": ranked[0].size, **best, "slowest": _shown(ranked[-1])})
+    return rows
+
+
+def _shown(trial: tune.Trial) -> str:
+    return f"{trial.seconds * 1e6:.2f} us: " + " ".join(f"{name} {value}" for name, value in trial.values)
