@@ -81,6 +81,11 @@ def kernels_of(op_name: str) -> dict[str, Kernel]:
     return dict(_registry[op_name])
 
 
+def unavailable() -> dict[str, str]:
+    """The providers whose kernels cannot be had on this machine, and why."""
+    return {provider: reason for provider in PROVIDERS if (reason := load(provider))}
+
+
 def load(provider: str) -> str | None:
     """Imports the kernel files of a provider, once. Answers None, or why the provider cannot be had here."""
     package = _package(provider)

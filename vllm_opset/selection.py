@@ -116,8 +116,8 @@ def _decide(op: Op, problem: Problem, override: Override | None) -> Choice:
         chosen = next(kernel for kernel in _in_order_of_preference(kernels, problem) if not _why_not(kernel, problem))
         reason = _why(chosen, problem)
     others = [kernel for kernel in kernels.values() if kernel is not chosen]
-    rejected = tuple((other.name, _why_not(other, problem) or _why_after(other, chosen, override)) for other in others)
-    return Choice(op.name, problem, chosen, reason, rejected)
+    rejected = ((k.name, _why_not(k, problem) or _why_after(k, chosen, problem, override)) for k in others)
+    return Choice(op.name, problem, chosen, reason, tuple(rejected))
 
 
 def _obey(kernels: Mapping[str, Kernel], problem: Problem, override: Override, op: Op) -> Kernel:
@@ -133,8 +133,12 @@ def _obey(kernels: Mapping[str, Kernel], problem: Problem, override: Override, o
 
 
 def _in_order_of_preference(kernels: Mapping[str, Kernel], problem: Problem) -> list[Kernel]:
-    order = (*PREFERENCE.get(problem.device, ()), REFERENCE)
+    order = _providers(problem.device)
     return sorted((k for k in kernels.values() if k.provider in order), key=lambda kernel: order.index(kernel.provider))
+
+
+def _providers(device: str) -> tuple[str, ...]:
+    return (*PREFERENCE.get(device, ()), REFERENCE)
 
 
 def _why(kernel: Kernel, problem: Problem) -> str:
@@ -149,11 +153,11 @@ def _why_not(kernel: Kernel, problem: Problem) -> str | None:
     return kernel.supports(problem)
 
 
-def _why_after(kernel: Kernel, chosen: Kernel, override: Override | None) -> str:
+def _why_after(kernel: Kernel, chosen: Kernel, problem: Problem, override: Override | None) -> str:
     """Why not a kernel that could do it."""
     if override is not None:
         return f"{override.source} asks for {chosen.name}"
-    if kernel.provider not in (*PROVIDERS, REFERENCE):
+    if kernel.provider not in _providers(problem.device):
         return "it runs where an override names it"
     return f"{chosen.name} comes first"
 

@@ -11,7 +11,8 @@ import torch
 import typer
 
 from vllm_opset import __version__, ops, selection
-from vllm_opset.cli.show import AsJson, print_json, print_table
+from vllm_opset.cli.show import AsJson, print_json, print_missing, print_table
+from vllm_opset.kernel import unavailable
 
 ENTRY_POINT_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 
@@ -26,32 +27,28 @@ class Fault:
 
 def examine(as_json: AsJson = False) -> None:
     """Say what would run here and why; exits with 1, and the cure, where vLLM would not use the plugin."""
+    # Its default is standard output, which is for what is found.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     faults = list(_faults())
-    machine = _machine()
-    active = None if faults else _active_platform()
-    if active is not None and not active.startswith("vllm_opset."):
-        faults.append(
-            Fault(f"vLLM uses the platform {active}", "unset VLLM_PLUGINS and OPSET_PLATFORM, see the log above")
-        )
-    device = _device(active)
-    kernels = _kernels(device)
+    active = None
+    if not faults:
+        active, faults = _active_platform()
+    device = _device(used=not faults)
+    found = {"machine": _machine(), "platform": active, "device": device, "kernels": _kernels(device)}
     if as_json:
-        print_json(
-            {
-                "machine": machine,
-                "platform": active,
-                "device": device,
-                "kernels": kernels,
-                "faults": [asdict(f) for f in faults],
-            }
-        )
+        print_json({**found, "unavailable": unavailable(), "faults": [asdict(fault) for fault in faults]})
     else:
-        print_table("This machine", ("what", "found"), ({"what": k, "found": v} for k, v in machine.items()))
-        print(f"Platform: {active or 'none of this plugin'}\n")
-        print_table(f"Kernels on {device!r}", ("op", "kernel", "why", "others"), kernels)
-        for fault in faults:
-            print(f"NOT USED: {fault.what}. Cure: {fault.cure}")
+        _print(found, faults)
     raise typer.Exit(1 if faults else 0)
+
+
+def _print(found: dict, faults: list[Fault]) -> None:
+    print_table("This machine", ("what", "found"), ({"what": k, "found": v} for k, v in found["machine"].items()))
+    print(f"Platform: {found['platform'] or 'none of this plugin'}\n")
+    print_table(f"Kernels on {found['device']!r}", ("op", "kernel", "why", "others"), found["kernels"])
+    print_missing(unavailable())
+    for fault in faults:
+        print(f"NOT USED: {fault.what}. Cure: {fault.cure}")
 
 
 def _machine() -> dict[str, str]:
@@ -99,10 +96,18 @@ def _faults() -> Iterator[Fault]:
         )
 
 
-def _active_platform() -> str:
-    from vllm.platforms import current_platform
-
-    return f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
+def _active_platform() -> tuple[str | None, list[Fault]]:
+    """The platform that vLLM uses, and what is wrong with that."""
+    try:
+        from vllm.platforms import current_platform
+    except Exception as error:
+        return None, [Fault(f"vLLM finds no platform: {error}".rstrip("."), "as said there, or in the log above")]
+    name = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
+    if name.startswith("vllm_opset."):
+        return name, []
+    return name, [
+        Fault(f"vLLM uses the platform {name}", "see the log above; OPSET_PLATFORM=cpu takes the CPU anywhere")
+    ]
 
 
 def _device(used: bool) -> str:

@@ -3,20 +3,19 @@
 import inspect
 
 from vllm_opset import ops
-from vllm_opset.cli.show import AsJson, print_json, print_table
-from vllm_opset.kernel import PROVIDERS, REFERENCE, Kernel, kernels_of, load
+from vllm_opset.cli.show import AsJson, print_json, print_missing, print_table
+from vllm_opset.kernel import REFERENCE, Kernel, kernels_of, unavailable
 
 
 def list_ops(as_json: AsJson = False) -> None:
     """List every op, its kernels, and what each supports."""
-    missing = {provider: reason for provider in PROVIDERS if (reason := load(provider))}
+    missing = unavailable()
     rows = [_row(kernel) for op in ops.ALL for kernel in kernels_of(op.name).values()]
     if as_json:
         print_json({"kernels": rows, "unavailable": missing})
         return
     print_table("Ops and their kernels", ("op", "kernel", "devices", "supports"), rows)
-    for provider, reason in missing.items():
-        print(f"The kernels of {provider!r} are not listed: {reason}")
+    print_missing(missing)
 
 
 def _row(kernel: Kernel) -> dict:

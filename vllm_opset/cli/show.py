@@ -24,3 +24,9 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, 
     for row in rows:
         table.add_row(*("" if row[column] is None else str(row[column]) for column in columns))
     Console().print(table)
+
+
+def print_missing(providers: Mapping[str, str]) -> None:
+    """The providers whose kernels are not listed, and why."""
+    for provider, reason in providers.items():
+        print(f"The kernels of {provider!r} are not listed: {reason}")
