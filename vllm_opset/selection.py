@@ -67,15 +67,18 @@ _choices: dict[tuple[str, Problem], Choice] = {}
 
 
 def configure(additional_config: Mapping | None = None) -> dict[str, Override]:
-    """Reads the user's overrides, from every source, and forgets earlier choices. Raises OverrideError for a wrong one.
+    """Reads the user's overrides, from every source. Raises OverrideError for a wrong one.
 
-    additional_config: vLLM's own, whose key "opset" is ours.
+    Earlier choices stand unless the overrides differ from those that they were made by: vLLM checks its configuration
+    more than once. additional_config: vLLM's own, whose key "opset" is ours.
     """
     global _overrides
     _import_users_kernels()
-    _overrides = _read_overrides(additional_config or {})
-    _choices.clear()
-    return _overrides
+    overrides = _read_overrides(additional_config or {})
+    if overrides != _overrides:
+        _choices.clear()
+    _overrides = overrides
+    return overrides
 
 
 def select(op: Op, problem: Problem) -> Choice:
