@@ -5,7 +5,7 @@ from pathlib import Path
 from vllm import LLM, SamplingParams
 
 MODEL = Path(__file__).parent / "tiny-qwen3"
-PROMPTS = ["reverse: plugin =", "add: 123 + 456 =", "upper: kernel =", "sort: 90210 ="]
+PROMPTS = ["reverse: plugin =", "add: 12 + 34 =", "upper: kernel =", "sort: 90210 ="]
 
 
 def main() -> None:
