@@ -10,13 +10,16 @@ MARGIN = 1e-4
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
 
+LLAMA_LIKE = {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul"}
 OPS = {
-    "qwen3": {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul"},
-    "llama3": {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul"},
-    "mistral": {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul"},
+    "qwen3": LLAMA_LIKE,
+    "llama3": LLAMA_LIKE,
+    "mistral": LLAMA_LIKE,
     "gemma2": {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "gelu_and_mul"},
-    "gpt_neox": {"rotary_embedding"},
+    # vLLM has code of its own for it until 0.32; later it runs transformers' code, with its own LayerNorm.
+    "gpt_neox": set(),
 }
+EITHER = {"gpt_neox": {"rotary_embedding", "layer_norm"}}
 
 
 @pytest.mark.parametrize("name", models.CONFIGS)
@@ -25,6 +28,8 @@ def test_greedy_tokens_equal(name, engine, tmp_path):
 
     reference = models.build(name, tmp_path)
     prompts = models.prompts()
+    # First: vLLM's own use of transformers' classes, for models that it has no code for, leaves them changed.
+    expected = [models.generate(reference, prompt, NUM_TOKENS) for prompt in prompts]
     # Prompts are prefilled in chunks of 64 tokens, next to requests that decode.
     with engine(tmp_path, max_num_batched_tokens=64) as llm:
         outputs = llm.generate(
@@ -32,9 +37,9 @@ def test_greedy_tokens_equal(name, engine, tmp_path):
             SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False),
         )
         (report,) = llm.collective_rpc("opset_report")
-    for prompt, output in zip(prompts, outputs, strict=True):
-        expected, margin = models.generate(reference, prompt, NUM_TOKENS)
+    for prompt, output, (tokens, margin) in zip(prompts, outputs, expected, strict=True):
         assert margin > MARGIN, f"the model has a near-tie after {len(prompt)} tokens: choose another seed"
-        assert list(output.outputs[0].token_ids) == expected, f"prompt of {len(prompt)} tokens"
+        assert list(output.outputs[0].token_ids) == tokens, f"prompt of {len(prompt)} tokens"
     served = {row["op"] for row in report if row["calls"] > 0}
-    assert served >= OPS[name] | {"paged_attention", "reshape_and_cache"}
+    assert served >= OPS[name] | {"paged_attention", "reshape_and_cache", "top_k_top_p_sample"}
+    assert name not in EITHER or served & EITHER[name]

@@ -1,0 +1,75 @@
+"""When the plugin is used, and that it never fails to be used in silence."""
+
+import subprocess
+import sys
+
+import pytest
+
+from vllm_opset import platform
+
+PLATFORM = "vllm_opset.platform.OpsetCpuPlatform"
+
+
+@pytest.mark.parametrize(("choice", "answer"), [("off", None), ("cpu", PLATFORM), ("auto", PLATFORM), (None, PLATFORM)])
+def test_choice(choice, answer, monkeypatch):
+    monkeypatch.delenv("OPSET_PLATFORM", raising=False)
+    if choice is not None:
+        monkeypatch.setenv("OPSET_PLATFORM", choice)
+    # vLLM asks twice.
+    assert [platform.activate(), platform.activate()] == [answer, answer]
+
+
+def test_steps_aside_for_an_accelerator_unless_forced(monkeypatch):
+    monkeypatch.setattr(platform, "_accelerator", lambda: "cuda")
+    monkeypatch.setenv("OPSET_PLATFORM", "auto")
+    assert platform.activate() is None
+    monkeypatch.setenv("OPSET_PLATFORM", "cpu")
+    assert platform.activate() == PLATFORM
+
+
+def test_unknown_choice_is_raised_where_vllm_cannot_swallow_it(monkeypatch):
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    monkeypatch.setenv("OPSET_PLATFORM", "gpu")
+    with pytest.raises(platform.PluginError, match="OPSET_PLATFORM='gpu' is not a choice; did you mean 'cpu'"):
+        resolve_obj_by_qualname(platform.activate())
+
+
+def run(script: str, **environment) -> subprocess.CompletedProcess:
+    """The script in a process of its own, in which vLLM was not imported yet."""
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize("module", ["vllm_opset.platform.cpu", "vllm_opset.selection", "vllm_opset.platform.layers"])
+@pytest.mark.window
+def test_module_that_cannot_be_imported_is_named_with_the_cure(module):
+    """None in sys.modules makes Python refuse to import the module."""
+    process = run(f"import sys; sys.modules[{module!r}] = None; from vllm import EngineArgs; EngineArgs('model')")
+    assert process.returncode != 0
+    last = process.stderr.strip().splitlines()[-1]
+    assert "PluginError" in last and module in last and "OPSET_PLATFORM=off" in last
+
+
+@pytest.mark.window
+def test_off_leaves_stock_vllm():
+    process = run(
+        "from vllm.platforms import current_platform; from vllm.plugins import load_general_plugins\n"
+        "load_general_plugins(); import sys\n"
+        "from vllm.model_executor.custom_op import op_registry_oot\n"
+        "print(type(current_platform).__name__, len(op_registry_oot), 'vllm_opset.selection' in sys.modules)",
+        OPSET_PLATFORM="off",
+    )
+    assert process.stdout.splitlines()[-1] == "UnspecifiedPlatform 0 False", process.stderr
+
+
+@pytest.mark.window
+def test_another_platform_in_its_place_is_an_error():
+    script = "from vllm.platforms import current_platform; import vllm_opset.platform as p; p.register()"
+    process = run(script, VLLM_PLUGINS="none")
+    assert process.returncode != 0
+    last = process.stderr.strip().splitlines()[-1]
+    assert "vLLM chose UnspecifiedPlatform" in last and "OPSET_PLATFORM=off" in last

@@ -1,0 +1,172 @@
+"""What is not supported is refused in one line that names it and the cure."""
+
+import functools
+import json
+
+import pytest
+import torch
+
+from vllm_opset.platform import refusals
+
+pytestmark = pytest.mark.window
+
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SMALL}
+DEEPSEEK = {
+    "model_type": "deepseek_v2",
+    "architectures": ["DeepseekV2ForCausalLM"],
+    **SMALL,
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+}
+MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **SMALL, "num_local_experts": 4}
+MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], **SMALL, "state_size": 16}
+WHISPER = {
+    "model_type": "whisper",
+    "architectures": ["WhisperForConditionalGeneration"],
+    "vocab_size": 320,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "max_target_positions": 448,
+    "torch_dtype": "float32",
+}
+FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+
+
+@pytest.fixture
+def configure(tmp_path):
+    """`configure(model, **arguments)`: what `LLM(model, **arguments)` checks before it starts anything."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def configure(model: dict, **arguments):
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        return EngineArgs(str(tmp_path), skip_tokenizer_init=True, **arguments).create_engine_config()
+
+    return configure
+
+
+def test_what_is_supported_is_configured(configure):
+    config = configure(LLAMA)
+    assert config.parallel_config.worker_cls == "vllm_opset.platform.worker.OpsetCpuWorker"
+    assert config.scheduler_config.async_scheduling is False
+
+
+@pytest.mark.parametrize(
+    ("feature", "cure", "model", "arguments"),
+    [
+        ("latent attention", "choose another model", DEEPSEEK, {}),
+        ("MoE", "choose another model", MIXTRAL, {}),
+        ("state-space", "choose another model", MAMBA, {}),
+        ("multimodal", "choose another model", WHISPER, {}),
+        ("quantised weights", "float32, bfloat16 or float16", LLAMA | FP8, {}),
+        ("LoRA", "--enable-lora", LLAMA, {"enable_lora": True}),
+        (
+            "speculative decoding",
+            "--speculative-config",
+            LLAMA,
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+        ),
+        ("pipeline parallelism", "--tensor-parallel-size", LLAMA, {"pipeline_parallel_size": 2}),
+        ("data parallelism", "--tensor-parallel-size", LLAMA, {"data_parallel_size": 2}),
+        (
+            "decode context parallelism",
+            "--tensor-parallel-size",
+            LLAMA | {"num_key_value_heads": 1},
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        ),
+        ("KV connectors", "--kv-transfer-config", LLAMA, {"kv_transfer_config": "example connector"}),
+        ("quantised KV cache", "--kv-cache-dtype", LLAMA, {"kv_cache_dtype": "fp8"}),
+        ("fp64 sampling noise", "--use-fp64-gumbel", LLAMA, {"use_fp64_gumbel": True}),
+        ("prompt embeddings", "--enable-prompt-embeds", LLAMA, {"enable_prompt_embeds": True}),
+        ("fast prefill", "--kv-sharing-fast-prefill", LLAMA, {"kv_sharing_fast_prefill": True}),
+        ("weight offloading", "--cpu-offload-gb", LLAMA, {"cpu_offload_gb": 1}),
+        ("torch.compile", "--enforce-eager", LLAMA, {"compilation_config": {"mode": 3}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_refused_with_the_cure(feature, cure, model, arguments, configure):
+    if arguments.get("kv_transfer_config"):
+        from vllm.config import KVTransferConfig
+
+        arguments = {"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")}
+    # pydantic wraps what a configuration raises; the line is the same.
+    with pytest.raises(Exception, match=feature) as refusal:
+        configure(model, **arguments)
+    (line,) = [line for line in str(refusal.value).splitlines() if "vllm-opset" in line]
+    assert cure in line
+
+
+@pytest.mark.parametrize(
+    ("feature", "variable"),
+    [
+        ("batch invariance", "VLLM_BATCH_INVARIANT"),
+        ("second model runner", "VLLM_USE_V2_MODEL_RUNNER"),
+    ],
+)
+def test_environment_is_refused(feature, variable, configure, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(Exception, match=f"{feature}: unset {variable}"):
+        configure(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("feature", "attribute", "value"),
+    [
+        # vLLM refuses these itself, here or for such a model, as long as nobody sets them later.
+        ("sleep mode", "model_config.enable_sleep_mode", True),
+        ("encoder-decoder models", "model_config.is_encoder_decoder", True),
+        ("weight transfer", "weight_transfer_config", object()),
+        ("diffusion models", "diffusion_config", object()),
+        ("encoder cache connectors", "ec_transfer_config", object()),
+        ("KV cache offloading", "cache_config.kv_offloading_size", 1.0),
+        ("prefill context parallelism", "parallel_config.prefill_context_parallel_size", 2),
+        ("several machines", "parallel_config.nnodes", 2),
+        ("DBO", "parallel_config.enable_dbo", True),
+        ("Ray", "parallel_config.distributed_executor_backend", "ray"),
+    ],
+)
+def test_refused_where_vllm_lets_it_pass(feature, attribute, value, configure):
+    config = configure(LLAMA)
+    *path, name = attribute.split(".")
+    # Past the checks of pydantic, which knows what else would have to be set.
+    object.__setattr__(functools.reduce(getattr, path, config), name, value)
+    with pytest.raises(refusals.Refusal, match=feature):
+        refusals.check(config)
+
+
+def test_every_rule_is_tested():
+    tested = [
+        case[0]
+        for test in (test_refused_with_the_cure, test_environment_is_refused, test_refused_where_vllm_lets_it_pass)
+        for mark in test.pytestmark
+        if mark.name == "parametrize"
+        for case in mark.args[1]
+    ]
+    untested = [rule.feature for rule in refusals.RULES if not any(feature in rule.feature for feature in tested)]
+    assert not untested
+
+
+def test_other_attention_backends_are_refused(configure):
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend
+
+    config = configure(LLAMA, attention_backend="TRITON_ATTN")
+    with set_current_vllm_config(config), pytest.raises(NotImplementedError, match="leave out --attention-backend"):
+        get_attn_backend(32, torch.float32, "auto")

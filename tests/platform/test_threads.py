@@ -1,0 +1,59 @@
+"""A process that has used threads can be forked; threads are the user's word, or the cores."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FORK = """
+import os, signal, torch
+from vllm_opset.platform import threads
+{safe}
+def use(): return (torch.randn(600, 600) @ torch.randn(600, 600)).exp().sum()
+torch.set_num_threads(2)
+use()
+child = os.fork()
+if child == 0:
+    signal.alarm({patience})
+    torch.set_num_threads(2)
+    use()
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+use()
+print("hangs" if os.WIFSIGNALED(status) else "runs")
+"""
+
+
+def forked(safe: str, patience: int) -> str:
+    script = FORK.format(safe=safe, patience=patience)
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120).stdout.strip()
+
+
+def test_forked_process_computes():
+    assert forked("threads.make_forking_safe()", patience=60) == "runs"
+
+
+def test_forked_process_would_hang_otherwise():
+    """If this fails, PyTorch's threads survive a fork by themselves, and `make_forking_safe` can go."""
+    assert forked("", patience=5) == "hangs"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "4 2 1"),
+        ({"OMP_NUM_THREADS": "1"}, "1 1 1"),
+        ({"OMP_NUM_THREADS": "1", "VLLM_OMP_NUM_THREADS_SET_BY_VLLM": "1"}, "4 2 1"),
+    ],
+)
+def test_threads_of_a_worker(environment, expected):
+    script = (
+        "from vllm_opset.platform import machine, threads; machine.physical_cores = lambda: 4\n"
+        "print(*(threads.set_compute_threads(workers) for workers in (1, 2, 8)))"
+    )
+    clean = {name: value for name, value in os.environ.items() if "OMP_NUM_THREADS" not in name}
+    process = subprocess.run(
+        [sys.executable, "-c", script], env=clean | environment, capture_output=True, text=True, timeout=120
+    )
+    assert process.stdout.strip() == expected, process.stderr
