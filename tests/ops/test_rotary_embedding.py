@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops import samples
+from vllm_opset.ops.rotary_embedding import table
 
 RNG = samples.generator("test_rotary_embedding")
 ROPES = {
@@ -73,6 +74,40 @@ def test_multimodal_positions_are_a_table_with_a_row_for_each_token(name, dtype,
         agree(one, other, scale=4)
 
 
+@pytest.mark.parametrize("long", [True, False], ids=["long", "short"])
+def test_phi3s_two_tables_are_parts_of_one(long, agree):
+    from vllm.model_executor.layers.rotary_embedding import Phi3LongRoPEScaledRotaryEmbedding
+
+    # Its constructor wants a model; of what it sets up, its forward reads this.
+    layer = Phi3LongRoPEScaledRotaryEmbedding.__new__(Phi3LongRoPEScaledRotaryEmbedding)
+    torch.nn.Module.__init__(layer)
+    layer.head_size, layer.rotary_dim, layer.use_long_rope, layer.original_max_position_embeddings = 64, 48, long, 40
+    short, extended = table(40, 48, torch.float32, "cpu", 1.1), table(99, 48, torch.float32, "cpu", 1.3)
+    layer.long_short_cos_sin_cache = torch.cat((short, extended))
+    query, key = query_and_key(4, torch.float32)
+    positions = torch.tensor([0, 39, 7, 7])
+    theirs = layer(positions, query, key)
+    ours = ops.rotary_embedding(positions, query, key, 64, extended if long else short)
+    for one, other in zip(ours, theirs, strict=True):
+        agree(one, other, scale=4)
+
+
+@pytest.mark.parametrize("neox", [True, False], ids=["NeoX", "GPT-J"])
+@pytest.mark.parametrize("trailing", [True, False], ids=["trailing slice", "leading slice"])
+def test_deepseeks_slices(trailing, neox, dtype, agree, vllm_layers):
+    yarn = {"rope_type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_dim": 32}
+    layer = vllms_rope(yarn | {"is_deepseek_v4": trailing}, neox, dtype)
+    query, key = (x.unflatten(1, (-1, 64)) for x in query_and_key(4, dtype))
+    positions = torch.tensor([0, 255, 7, 7])
+    theirs = layer.forward_native(positions, query, key)
+    if trailing:
+        ops.rotary_embedding(positions, query[..., 32:], key[..., 32:], 32, layer.cos_sin_cache, neox)
+    else:
+        ops.rotary_embedding(positions, query, key, 64, layer.cos_sin_cache, neox)
+    agree(query, theirs[0], scale=8)
+    agree(key, theirs[1], scale=8)
+
+
 @pytest.mark.parametrize("neox", [True, False], ids=["NeoX", "GPT-J"])
 def test_is_a_multiplication_by_a_complex_number(neox):
     positions = torch.tensor([3, 0, 9])
@@ -93,10 +128,10 @@ def test_is_a_multiplication_by_a_complex_number(neox):
 
 def test_without_a_key_gives_none():
     query = torch.ones(2, 8)
-    table = torch.ones(4, 8)
+    rows = torch.ones(4, 8)
     positions = torch.tensor([1, 2])
-    assert ops.rotary_embedding(positions, query, None, 8, table)[1] is None
-    assert ops.rotary_embedding(positions, query, None, 8, table, inplace=False)[1] is None
+    assert ops.rotary_embedding(positions, query, None, 8, rows)[1] is None
+    assert ops.rotary_embedding(positions, query, None, 8, rows, inplace=False)[1] is None
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
@@ -141,10 +176,10 @@ def test_any_layout_gives_the_same(name, data):
     by_head = wide[1:, :, 1:-1].transpose(0, 1)
     flat = torch.cat([torch.zeros(tokens, 3), by_head.flatten(1)], dim=1)[:, 3:]
     dense = by_head.clone(memory_format=torch.contiguous_format)
-    table = torch.randn(5, 2 * pairs, generator=rng)
+    rows = torch.randn(5, 2 * pairs, generator=rng)
     positions = torch.randint(5, (tokens,), generator=rng)
-    expected, _ = ops.rotary_embedding(positions, dense, None, size, table, neox, inplace=False)
+    expected, _ = ops.rotary_embedding(positions, dense, None, size, rows, neox, inplace=False)
     for x in (by_head, flat, dense):
-        rotated, _ = run(positions, x, None, size, table, neox, inplace)
+        rotated, _ = run(positions, x, None, size, rows, neox, inplace)
         torch.testing.assert_close(rotated.reshape(expected.shape), expected)
         assert inplace is (rotated is x)
