@@ -93,6 +93,11 @@ def select(op: Op, problem: Problem) -> Choice:
     return _choices[key]
 
 
+def forget() -> None:
+    """Drops all choices: a new engine makes its own."""
+    _choices.clear()
+
+
 def choices() -> list[Choice]:
     """What has been chosen in this process, in the order of the ops."""
     order = [op.name for op in ops.ALL]

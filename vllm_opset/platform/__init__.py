@@ -50,6 +50,9 @@ def register() -> None:
             "or set OPSET_PLATFORM=off to do without vllm-opset."
         )
     _load("vllm_opset.platform.layers").register()
+    # Nothing needs these two yet; what is broken in them is said here, where it is seen, not by a dying engine.
+    _load("vllm_opset.attention.backend")
+    _load_kernels(current_platform.device_type)
     _load("vllm_opset.attention").register()
 
 
@@ -94,6 +97,14 @@ def _load(module: str):
         raise PluginError(
             f"vllm-opset: {module} cannot be imported: {type(failure).__name__}: {failure}. {CURE}"
         ) from failure
+
+
+def _load_kernels(device: str) -> None:
+    from vllm_opset import kernel, selection
+
+    for provider in selection.PREFERENCE[device]:
+        for module in kernel.modules(provider):
+            _load(module)
 
 
 @functools.cache

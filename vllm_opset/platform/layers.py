@@ -209,7 +209,7 @@ def _rotary_embeddings() -> Iterator[Replacement]:
             yield from family(child)
 
     for cls in family(RotaryEmbedding):
-        if cls.forward_native is RotaryEmbedding.forward_native:
+        if cls.forward_native is RotaryEmbedding.forward_native and not issubclass(cls, OpsetLayer):
             yield Replacement(cls.__module__, cls.__name__, RotaryEmbeddingLayer)
 
 

@@ -23,6 +23,7 @@ class OpsetCpuWorker(Worker):
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         selection.configure(vllm_config.additional_config)
+        selection.forget()
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")

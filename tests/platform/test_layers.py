@@ -1,0 +1,218 @@
+"""vLLM's layers with opset's kernels, against the code of vLLM that they replace."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+
+from vllm_opset import ops, selection
+from vllm_opset.platform import layers
+
+pytestmark = pytest.mark.window
+
+DTYPE = torch.float32
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@contextlib.contextmanager
+def configured(**compilation):
+    """vLLM's configuration while layers are built, without a model."""
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(**compilation))):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    selection.configure()
+    selection.forget()
+    with configured():
+        yield
+
+
+def randomise(layer: torch.nn.Module) -> torch.nn.Module:
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    return layer
+
+
+def chosen() -> set[str]:
+    return {choice.op for choice in selection.choices()}
+
+
+def test_every_replacement_is_registered():
+    """The names that this vLLM has; `_find` raises for one that it lacks and should have."""
+    for replacement in (*layers.REPLACEMENTS, *layers._rotary_embeddings()):
+        original = layers._find(replacement)
+        if original is not None:
+            # vLLM has two registries; each class knows the one of its own.
+            registry = original.register_oot.__func__.__globals__["op_registry_oot"]
+            registered = registry[replacement.cls]
+            assert issubclass(registered, replacement.layer) and issubclass(registered, original)
+
+
+def test_a_replacement_that_names_nothing_is_an_error():
+    wrong = layers.Replacement(f"{layers.VLLM}.layernorm", "RMSNormal", layers.RMSNormLayer)
+    with pytest.raises(LookupError, match="RMSNormal"):
+        layers._find(wrong)
+    # A class that exists, but that vLLM would never replace.
+    wrong = layers.Replacement("torch.nn", "LayerNorm", layers.LayerNormLayer)
+    with pytest.raises(LookupError, match="LayerNorm"):
+        layers._find(wrong)
+
+
+def test_every_rotary_embedding_that_shares_a_forward_is_found():
+    found = {replacement.cls for replacement in layers._rotary_embeddings()}
+    assert found >= {
+        "RotaryEmbedding",
+        "Llama3RotaryEmbedding",
+        "YaRNScalingRotaryEmbedding",
+        "LinearScalingRotaryEmbedding",
+        "DynamicNTKScalingRotaryEmbedding",
+    }
+    assert "FourierRotaryEmbedding" not in found
+
+
+def gemma_norm():
+    from vllm.model_executor.layers.layernorm import GemmaRMSNorm
+
+    return GemmaRMSNorm(48, eps=1e-5)
+
+
+def norm(**arguments):
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    return RMSNorm(48, eps=1e-5, **arguments)
+
+
+@pytest.mark.parametrize("make", [norm, gemma_norm, functools.partial(norm, has_weight=False)])
+def test_norms(make):
+    layer = randomise(make())
+    x, residual = torch.randn(5, 48), torch.randn(5, 48)
+    torch.testing.assert_close(layer(x.clone()), layer.forward_native(x.clone()), **TOLERANCE)
+    expected = layer.forward_native(x.clone(), residual.clone())
+    torch.testing.assert_close(layer(x.clone(), residual.clone()), expected, **TOLERANCE)
+    assert chosen() == {"rms_norm", "fused_add_rms_norm"}
+
+
+def test_norm_over_a_part_is_left_to_vllm():
+    layer = randomise(norm(var_hidden_size=16))
+    x = torch.randn(5, 48)
+    torch.testing.assert_close(layer(x), layer.forward_native(x))
+    assert chosen() == set()
+
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "partial": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64},
+    "mrope": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+    "mrope interleaved": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 6, 6],
+        "mrope_interleaved": True,
+    },
+}
+
+
+@pytest.mark.parametrize("is_neox_style", [True, False])
+@pytest.mark.parametrize("name", ROPES)
+def test_rotary_embeddings(name, is_neox_style):
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    layer = get_rope(32, 128, is_neox_style, ROPES[name], dtype=DTYPE)
+    layer.bind(DTYPE)
+    assert isinstance(layer, layers.RotaryEmbeddingLayer)
+    positions = torch.randint(0, 128, (3, 7) if "mrope" in name else (7,))
+    query, key = torch.randn(7, 4 * 32), torch.randn(7, 2 * 32)
+    expected = layer.forward_native(positions, query.clone(), key.clone())
+    torch.testing.assert_close(layer(positions, query.clone(), key.clone()), expected, **TOLERANCE)
+    if "mrope" in name:
+        expected = layer.forward_native(positions[0], query.clone(), key.clone())
+        torch.testing.assert_close(layer(positions[0], query.clone(), key.clone()), expected, **TOLERANCE)
+    else:
+        rotated, nothing = layer(positions, query.clone(), None)
+        torch.testing.assert_close(rotated, expected[0], **TOLERANCE)
+        assert nothing is None
+    assert chosen() == {"rotary_embedding"}
+
+
+ACTIVATIONS = {
+    "SiluAndMul": {},
+    "MulAndSilu": {},
+    "GeluAndMul": {"approximate": "tanh"},
+    "SwigluOAIAndMul": {"alpha": 1.5, "limit": 1.0},
+    "SiluAndMulWithClamp": {"swiglu_limit": 1.0, "alpha": 1.5, "beta": 0.5},
+    "NewGELU": {},
+    "FastGELU": {},
+    "QuickGELU": {},
+    "ReLUSquaredActivation": {},
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name):
+    from vllm.model_executor.layers import activation
+
+    layer = getattr(activation, name)(**ACTIVATIONS[name])
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(layer(x), layer.forward_native(x), **TOLERANCE)
+    assert len(chosen()) == 1
+
+
+def test_every_activation_is_tested():
+    replaced = {replacement.cls for replacement in layers.REPLACEMENTS if "activation" in replacement.module}
+    assert replaced == set(ACTIVATIONS)
+
+
+def test_layers_can_be_switched_off_by_their_own_names():
+    with configured(custom_ops=["all", "-rms_norm", "-silu_and_mul"]):
+        from vllm.model_executor.layers.activation import SiluAndMul
+
+        x = torch.randn(5, 48)
+        off, act = norm(), SiluAndMul()
+        assert chosen() == set()
+        torch.testing.assert_close(off(x), off.forward_native(x))
+        torch.testing.assert_close(act(x), act.forward_native(x))
+        gemma_norm()
+        assert chosen() == {"rms_norm", "fused_add_rms_norm"}
+
+
+def test_layers_older_than_an_engine_follow_its_choices():
+    model = torch.nn.Sequential(norm())
+    selection.configure({"opset": {"kernels": {"rms_norm": "reference"}}})
+    layers.bind(model, DTYPE)
+    (choice,) = [choice for choice in selection.choices() if choice.op == "rms_norm"]
+    assert model[0]._norm == choice.run == ops.rms_norm.reference
+
+
+def test_ir_ops_reach_the_same_kernels():
+    from vllm import ir
+    from vllm.platforms import current_platform
+
+    if not hasattr(ir.ops, "rms_norm"):
+        pytest.skip("vLLM's IR is gone: remove platform/ir.py")
+    current_platform.import_ir_kernels()
+    x, residual, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
+    for op, arguments in (
+        (ir.ops.rms_norm, (x, weight, 1e-5)),
+        (ir.ops.fused_add_rms_norm, (x, residual, weight, 1e-5)),
+    ):
+        expected = op.impls["native"].impl_fn(*(a.clone() if torch.is_tensor(a) else a for a in arguments))
+        actual = op.impls["opset"].impl_fn(*(a.clone() if torch.is_tensor(a) else a for a in arguments))
+        torch.testing.assert_close(actual, expected, **TOLERANCE)
+    assert chosen() == {"rms_norm", "fused_add_rms_norm"}
+    assert not ir.ops.rms_norm.impls["opset"].supports_args(x, weight, 1e-5, 16)
