@@ -7,8 +7,8 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 
 # What the prompts are made of, one token each: it halves them. Tasks' own letters and digits stay one token per byte.
 WORDS = """
-system user assistant add: subtract: largest: count: reverse: copy: upper: sort: repeat: letters:
-What Which largest Count from Write backwards again capitals Sort digits times many
+system user assistant add: subtract: largest: count: reverse: copy: upper: sort: repeat:
+What Which largest Count from Write backwards again capitals Sort digits times
 """
 
 CHAT_TEMPLATE = """\
