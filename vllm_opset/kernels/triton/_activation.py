@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._rows import num_rows, row_offset, rows, warps
+from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._rows import enough_warps, num_rows, row_offset, rows
 from vllm_opset.ops.gated import check_width
 
 
@@ -41,7 +42,8 @@ def _launch_over(
     held = values["tile"] // block
     elementwise[(triton.cdiv(total, held) * triton.cdiv(columns, block),)](
         x, rows(x), out, total, parameters,
-        COLUMNS=columns, ROWS=held, BLOCK=block, num_warps=warps(values["tile"], values["per_thread"]), **constants,
+        COLUMNS=columns, ROWS=held, BLOCK=block, num_warps=enough_warps(values["warps"], values["tile"]),
+        **constants, **_launch.overlap(x.device),
     )  # fmt: skip
 
 
@@ -58,7 +60,9 @@ def _tile(total, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr)
 def _unary(
     x, x_rows, out, total, parameters,
     FORMULA: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     row, column, mask = _tile(total, COLUMNS, ROWS, BLOCK)
     value = tl.load(x + row_offset(row, x_rows) + column * x_rows.column_stride, mask).to(tl.float32)
     tl.store(out + row.to(tl.int64) * COLUMNS + column, FORMULA(value, *parameters), mask)
@@ -69,7 +73,9 @@ def _gated(
     x, x_rows, out, total, parameters,
     FORMULA: tl.constexpr, INTERLEAVED: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     row, column, mask = _tile(total, COLUMNS, ROWS, BLOCK)
     start = x + row_offset(row, x_rows)
     if INTERLEAVED:

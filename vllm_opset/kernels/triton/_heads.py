@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_opset.kernels.triton._rows import warps
+from vllm_opset.kernels.triton._rows import enough_warps
 
 
 class Heads(NamedTuple):
@@ -50,9 +50,7 @@ def num_heads(x: torch.Tensor | None, head_size: int) -> int:
     return 0 if x is None else math.prod(x.shape[1:]) // head_size
 
 
-def grouped(
-    query: torch.Tensor, key: torch.Tensor | None, head_size: int, heads: int, per_thread: int
-) -> dict[str, int]:
+def grouped(query: torch.Tensor, key: torch.Tensor | None, head_size: int, heads: int, warps: int) -> dict[str, int]:
     """Launch arguments of a kernel whose programs take up to `heads` heads of a query, and a share of the key's."""
     of_query, of_key = num_heads(query, head_size), num_heads(key, head_size)
     held = min(heads, triton.next_power_of_2(of_query))
@@ -60,7 +58,7 @@ def grouped(
     held_of_key = triton.next_power_of_2(triton.cdiv(of_key, groups))
     return {
         "NUM_HEADS": of_query, "NUM_KV_HEADS": of_key, "GROUPS": groups, "HEADS": held, "KV_HEADS": held_of_key,
-        "num_warps": warps((held + held_of_key) * triton.next_power_of_2(head_size), per_thread),
+        "num_warps": enough_warps(warps, (held + held_of_key) * triton.next_power_of_2(head_size)),
     }  # fmt: skip
 
 

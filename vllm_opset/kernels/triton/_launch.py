@@ -2,7 +2,7 @@
 
 They are found offline, by measuring (`vllm-opset tune`); nothing is tuned while serving. A kernel asks once per call:
 
-    parameters("rms_norm", x.device, num_rows)   ->   {"tile": 1024, "per_thread": 8}
+    parameters("rms_norm", x.device, num_rows)   ->   {"tile": 1024, "warps": 8}
 
 A size is what the work of a call grows with, such as its number of rows. Sizes share an entry up to its `up_to`, and
 `sizes("rms_norm", device)` names one of each entry, so that a warm-up compiles every variant before the first request.
@@ -15,7 +15,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+import triton
+import triton.language as tl
 import yaml
+from triton.language.extra import cuda
+
+from vllm_opset.kernels.triton import INTERPRETED
 
 Parameters = Mapping[str, int]
 Entry = tuple[float, Parameters]  # the largest size that it serves, and what with
@@ -59,6 +64,27 @@ def family(device: torch.device) -> str:
         return "sm90"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm{major}{minor}"
+
+
+@functools.cache
+def overlap(device: torch.device) -> Mapping[str, bool]:
+    """Launch arguments of a kernel that calls `begin(OVERLAP)`: whether it may be launched before its predecessor ends.
+
+    GPUs can from Hopper on (programmatic dependent launch); it hides the time that a launch takes.
+    """
+    can = not INTERPRETED and _generation(family(device)) >= 90
+    return {"OVERLAP": can, "launch_pdl": can}
+
+
+@triton.jit
+def begin(OVERLAP: tl.constexpr):
+    """Waits until the kernel before has ended, whatever it wrote is there, and lets the next one be launched.
+
+    The first statement of a kernel: nothing may be read or written before it.
+    """
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
 
 
 def candidates(launch: str) -> list[Parameters]:

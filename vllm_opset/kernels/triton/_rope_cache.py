@@ -23,6 +23,7 @@ from vllm_opset.kernels.triton._heads import (
     store_pairs,
     store_rest,
 )
+from vllm_opset.kernels.triton._launch import begin
 
 
 class Norms(NamedTuple):
@@ -49,7 +50,9 @@ def launch(
 ) -> None:
     """The arguments of `ops.qk_norm_rope_cache`, checked."""
     tokens, head_size = len(query), query.shape[2]
-    constants = grouped(query, key, head_size, **_launch.parameters("rope_cache", query.device, tokens))
+    constants = _launch.overlap(query.device) | grouped(
+        query, key, head_size, **_launch.parameters("rope_cache", query.device, tokens)
+    )
     _rope_cache[(tokens * constants["GROUPS"],)](
         query, heads(query, head_size), key, heads(key, head_size), value, heads(value, head_size), norms,
         positions, positions.stride(0), cos_sin_cache, cos_sin_cache.stride(),
@@ -68,8 +71,9 @@ def _rope_cache(
     SHAPE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     slot = tl.load(slot_mapping + token * slot_stride, token < num_slots, -1)

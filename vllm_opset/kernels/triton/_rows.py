@@ -14,6 +14,7 @@ from vllm_opset.kernels.triton import _supports
 from vllm_opset.ops.contract import Problem
 
 MAX_WARPS = 32  # of a thread block, on every NVIDIA GPU
+MAX_PER_THREAD = 64  # elements, in registers
 MAX_COLUMNS = 65536  # of a row that a thread block holds in registers
 
 
@@ -33,12 +34,12 @@ def rows(x: torch.Tensor) -> Rows:
     """
     runs: list[tuple[int, int]] = []  # (number of rows, stride), outermost first
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if size == 1:
-            continue
         if runs and runs[-1][1] == size * stride:
             runs[-1] = (runs[-1][0] * size, stride)
-        else:
+        elif size != 1 or not runs:  # a single token counts as a run, so that it needs no variant of its own
             runs.append((size, stride))
+    if len(runs) > 2 and runs[0][0] == 1:
+        del runs[0]
     if len(runs) > 2:
         raise ValueError(f"strides {x.stride()} of shape {tuple(x.shape)} are not two runs of rows: call .contiguous()")
     outer_stride = runs[0][1] if runs else 0
@@ -58,20 +59,16 @@ def num_rows(x: torch.Tensor) -> int:
     return x.numel() // x.shape[-1] if x.shape[-1] else 0
 
 
-def warps(elements: int, per_thread: int) -> int:
-    """The warps, a power of two, that give each thread at least `per_thread` of a program's elements."""
-    wanted = max(1, elements // (32 * per_thread))
-    return min(MAX_WARPS, 1 << (wanted.bit_length() - 1))
+def enough_warps(warps: int, elements: int) -> int:
+    """At least so many, a power of two, that a program's elements fit the registers of its threads."""
+    return min(MAX_WARPS, max(warps, triton.next_power_of_2(elements) // (32 * MAX_PER_THREAD)))
 
 
-def whole_rows(columns: int, tile: int, per_thread: int) -> dict[str, int]:
+def whole_rows(columns: int, tile: int, warps: int) -> dict[str, int]:
     """Launch arguments of a kernel whose programs hold whole rows, as many as `tile` elements allow."""
     block = triton.next_power_of_2(columns)
-    return {
-        "ROWS": (held := max(1, tile // block)),
-        "BLOCK": block,
-        "num_warps": warps(held * block, per_thread),
-    }
+    held = max(1, tile // block)
+    return {"ROWS": held, "BLOCK": block, "num_warps": enough_warps(warps, held * block)}
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch
+from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.kernels.triton._rows import load_parameter, num_rows, row_offset, rows, supports, whole_rows
 from vllm_opset.ops.fused_add_rms_norm import check_arguments
 
@@ -21,7 +22,9 @@ def fused_add_rms_norm(
 ) -> None:
     check_arguments(x, residual, weight)
     total, columns = num_rows(x), x.shape[-1]
-    launch = whole_rows(columns, **_launch.parameters("fused_add_rms_norm", x.device, total))
+    launch = _launch.overlap(x.device) | whole_rows(
+        columns, **_launch.parameters("fused_add_rms_norm", x.device, total)
+    )
     _fused_add_rms_norm[(triton.cdiv(total, launch["ROWS"]),)](
         x, rows(x), residual, rows(residual), weight, total, epsilon, weight_offset, COLUMNS=columns, **launch
     )
@@ -30,8 +33,9 @@ def fused_add_rms_norm(
 @triton.jit(do_not_specialize=["total"])
 def _fused_add_rms_norm(
     x, x_rows, residual, residual_rows, weight, total, epsilon, weight_offset,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < total) & (column < COLUMNS)

@@ -17,6 +17,7 @@ from vllm_opset.kernels.triton._heads import (
     store_pairs,
     store_rest,
 )
+from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.ops.rotary_embedding import check_arguments
 
 
@@ -33,7 +34,9 @@ def rotary_embedding(
     rotary_dim = check_arguments(positions, query, key, head_size, cos_sin_cache)
     new_query, new_key = (query, key) if inplace else (_like(query), _like(key))
     tokens = len(positions)
-    launch = grouped(query, key, head_size, **_launch.parameters("rotary_embedding", query.device, tokens))
+    launch = _launch.overlap(query.device) | grouped(
+        query, key, head_size, **_launch.parameters("rotary_embedding", query.device, tokens)
+    )
     _rotary_embedding[(tokens * launch["GROUPS"],)](
         positions, positions.stride(0), cos_sin_cache, cos_sin_cache.stride(),
         query, heads(query, head_size), new_query, heads(new_query, head_size),
@@ -53,8 +56,9 @@ def _rotary_embedding(
     query, query_heads, new_query, new_query_heads, key, key_heads, new_key, new_key_heads,
     SHAPE: tl.constexpr, INPLACE: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     position = tl.load(positions + token * position_stride)
