@@ -91,21 +91,24 @@ def load(provider: str) -> str | None:
     package = _package(provider)
     reason = package.unavailable()
     if reason is None and provider not in _loaded:
-        for module in pkgutil.iter_modules(package.__path__):
-            if not module.name.startswith("_"):
-                _load_file(package, module.name)
+        for module in modules(provider):
+            importlib.import_module(module)
         _loaded.add(provider)
     return reason
 
 
+def modules(provider: str) -> list[str]:
+    """The kernel files of a provider, not imported. Raises ImportError for one that is named after no op."""
+    package = _package(provider)
+    names = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
+    for name in names:
+        if name not in _registry:
+            raise ImportError(f"{package.__name__}.{name} is named after no op: a kernel's file bears its op's name")
+    return [f"{package.__name__}.{name}" for name in names]
+
+
 def _package(provider: str) -> ModuleType:
     return importlib.import_module(f"{kernels.__name__}.{provider}")
-
-
-def _load_file(package: ModuleType, name: str) -> None:
-    if name not in _registry:
-        raise ImportError(f"{package.__name__}.{name} is named after no op: a kernel's file bears its op's name")
-    importlib.import_module(f"{package.__name__}.{name}")
 
 
 def _provider_of(run: Callable) -> str:
