@@ -26,7 +26,7 @@ class Ceilings:
 
 def measure(device: str, dtype: torch.dtype) -> Ceilings:
     """Measures both, on idle hardware, in about a second."""
-    buffer = torch.ones(READ_BYTES[device] // 4, dtype=torch.float32, device=device)
+    buffer = torch.randn(READ_BYTES[device] // 4, device=device)
     reading = time_call(torch.sum, ((buffer,), {}), device)
     size = MATMUL_SIZE[device]
     factors = tuple(torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))

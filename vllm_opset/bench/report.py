@@ -45,8 +45,8 @@ class Report:
     def described(self) -> str:
         """One line on the machine and its ceilings."""
         return (
-            f"{self.device}: reading {self.ceilings.bytes_per_second / 1e12:.3g} TB/s, "
-            f"{_plain(self.ceilings.dtype)} matmul {self.ceilings.flops_per_second / 1e12:.3g} TFLOP/s"
+            f"{self.device}: reading {_rate(self.ceilings.bytes_per_second)}B/s, "
+            f"{_plain(self.ceilings.dtype)} matmul {_rate(self.ceilings.flops_per_second)}FLOP/s"
         )
 
     def tables(self) -> Iterator[tuple[str, list[str], list[dict]]]:
@@ -164,6 +164,11 @@ def _cell(results: list[Result], case: str, implementation: str) -> str:
     result = found[0]
     time, spread = result.seconds / MICROSECOND, result.spread / MICROSECOND
     return f"{time:.2f} ± {spread:.2f}, {result.share:.0%}{' !' if result.check else ''}"
+
+
+def _rate(value: float) -> str:
+    """With the prefix that suits a GPU or a CPU."""
+    return f"{value / 1e12:.3g} T" if value >= 1e12 else f"{value / 1e9:.3g} G"
 
 
 def _plain(dtype: torch.dtype) -> str:

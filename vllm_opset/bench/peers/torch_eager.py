@@ -1,6 +1,5 @@
 """PyTorch as a user would write it: its own operator where there is one, in the dtype of the case."""
 
-import torch
 import torch.nn.functional as F
 
 
@@ -27,10 +26,19 @@ def silu_and_mul(x):
     return F.silu(gate) * up
 
 
+def mul_and_silu(x):
+    up, gate = x.chunk(2, dim=-1)
+    return up * F.silu(gate)
+
+
 def gelu_and_mul(x, approximate="none"):
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate=approximate) * up
 
 
-def relu2(x: torch.Tensor):
+def gelu_new(x):
+    return F.gelu(x, approximate="tanh")
+
+
+def relu2(x):
     return F.relu(x).square()

@@ -5,7 +5,7 @@ import importlib.util
 
 import torch
 
-LIBRARIES = ("vllm._C", "vllm._C_stable_libtorch")  # which of them exist depends on the release
+LIBRARIES = ("vllm._C", "vllm._C_stable_libtorch")  # which of them there are depends on the release
 
 
 def unavailable(device: str) -> str | None:
@@ -21,23 +21,107 @@ def unavailable(device: str) -> str | None:
 
 
 def rms_norm(x, weight, epsilon, weight_offset=0.0):
-    _refuse(weight_offset, "weight_offset")
+    _refuse("weight_offset", weight_offset)
     out = torch.empty_like(x)
     torch.ops._C.rms_norm(out, x, weight, epsilon)
     return out
 
 
 def fused_add_rms_norm(x, residual, weight, epsilon, weight_offset=0.0):
-    _refuse(weight_offset, "weight_offset")
+    _refuse("weight_offset", weight_offset)
     torch.ops._C.fused_add_rms_norm(x, residual, weight, epsilon)
 
 
 def silu_and_mul(x):
+    return _halved(torch.ops._C.silu_and_mul, x)
+
+
+def mul_and_silu(x):
+    return _halved(torch.ops._C.mul_and_silu, x)
+
+
+def gelu_and_mul(x, approximate="none"):
+    return _halved({"none": torch.ops._C.gelu_and_mul, "tanh": torch.ops._C.gelu_tanh_and_mul}[approximate], x)
+
+
+def swigluoai_and_mul(x, alpha=1.702, limit=7.0):
+    return _halved(torch.ops._C.swigluoai_and_mul, x, alpha, limit)
+
+
+def silu_and_mul_with_clamp(x, limit, alpha=1.0, beta=0.0):
+    return _halved(torch.ops._C.silu_and_mul_with_clamp, x, limit, alpha, beta)
+
+
+def gelu_new(x):
+    return _elementwise(torch.ops._C.gelu_new, x)
+
+
+def gelu_fast(x):
+    return _elementwise(torch.ops._C.gelu_fast, x)
+
+
+def quick_gelu(x):
+    return _elementwise(torch.ops._C.gelu_quick, x)
+
+
+def relu2(x):
+    return _elementwise(torch.ops._C.relu_squared, x)
+
+
+def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
+    _refuse("out of place", not inplace)
+    torch.ops._C.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style)
+    return query, key
+
+
+def reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None):
+    _refuse("scales without an fp8 cache", k_scale is not None)
+    key_cache, value_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    torch.ops._C_cache_ops.reshape_and_cache_flash(
+        key, value, key_cache, value_cache, slot_mapping, "auto", _one(key), _one(key)
+    )
+
+
+def rope_cache(
+    query, key, value, positions, cos_sin_cache, is_neox_style, kv_cache, slot_mapping, k_scale=None, v_scale=None
+):
+    """Two ops. The key is rotated where it lies, which the contract of ours forbids."""
+    rotary_embedding(positions, query, key, key.shape[2], cos_sin_cache, is_neox_style)
+    reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale, v_scale)
+
+
+def qk_norm_rope_cache(
+    query, key, value, q_weight, k_weight, epsilon, positions, cos_sin_cache, is_neox_style, kv_cache, slot_mapping,
+    k_scale=None, v_scale=None, weight_offset=0.0,
+):  # fmt: skip
+    """Two ops. The key is changed where it lies, which the contract of ours forbids."""
+    _refuse("weight_offset", weight_offset)
+    (tokens, heads, head_size), kv_heads = query.shape, key.shape[1]
+    qkv = query.as_strided(
+        (tokens, (heads + 2 * kv_heads) * head_size), (query.stride(0), 1)
+    )  # one projection's result
+    torch.ops._C.fused_qk_norm_rope(
+        qkv, heads, kv_heads, kv_heads, head_size, epsilon, q_weight, k_weight, cos_sin_cache, is_neox_style, positions
+    )
+    reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale, v_scale)
+
+
+def _halved(op, x, *parameters):
     out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
-    torch.ops._C.silu_and_mul(out, x)
+    op(out, x, *parameters)
     return out
 
 
-def _refuse(value, name: str) -> None:
-    if value:
-        raise NotImplementedError(f"it has no {name}")
+def _elementwise(op, x):
+    out = torch.empty_like(x)
+    op(out, x)
+    return out
+
+
+def _one(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.float32, device=like.device)  # a scale that the op does not read
+
+
+def _refuse(what: str, asked) -> None:
+    if asked:
+        raise NotImplementedError(f"vLLM's compiled op cannot do it: {what}")

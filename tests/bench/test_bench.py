@@ -1,0 +1,110 @@
+"""The benchmark command, on a CPU: what it writes, what it flags, what it leaves out with a reason."""
+
+import inspect
+import json
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from vllm_opset import ops
+from vllm_opset.bench import peers
+from vllm_opset.bench.ceilings import Ceilings
+from vllm_opset.bench.measure import Candidate, candidates, cases, measure
+from vllm_opset.bench.timing import time_call
+from vllm_opset.cli.bench import bench
+from vllm_opset.kernel import Kernel
+from vllm_opset.ops.contract import Cost
+
+CEILINGS = Ceilings(1e10, 1e12, torch.float32)
+SAMPLE = cases(ops.rms_norm, "cpu", torch.float32, "T1 H4096")[0]
+
+
+@pytest.fixture
+def run():
+    app = typer.Typer()
+    app.command()(bench)
+    return lambda *arguments: CliRunner().invoke(app, arguments)
+
+
+def candidate(function, name="mine"):
+    return Candidate(Kernel("rms_norm", name, name, (), lambda problem: None, function), peer=True)
+
+
+def test_command_writes_table_json_page_and_picture(run, tmp_path):
+    files = [tmp_path / name for name in ("results.json", "page.md", "roofline.png")]
+    arguments = ("rms_norm", "--case", "T1 *", "--device", "cpu", "--dtype", "float32", "--kernel", "reference")
+    outputs = [word for pair in zip(("--json", "--page", "--plot"), map(str, files), strict=True) for word in pair]
+    result = run(*arguments, *outputs, "--against", "torch_eager", "--against", "vllm_compiled")
+    assert result.exit_code == 0, result.output
+    assert "T1 H4096" in result.output
+    report = json.loads(files[0].read_text())
+    timed = {row["implementation"]: row for row in report["results"]}
+    assert timed["reference"]["seconds"] > 0 and timed["torch_eager"]["seconds"] > 0
+    assert timed["reference"]["reproduce"] in files[1].read_text()
+    assert "CUDA" in report["peers_not_used"]["vllm_compiled"]
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("rms_nrom",), "rms_norm"),
+        (("rms_norm", "--against", "torch_eagre"), "torch_eager"),
+        (("rms_norm", "--dtype", "bfloat"), "bfloat16"),
+        (("rms_norm", "--case", "T5"), "no case matches"),
+    ],
+)
+def test_wrong_words_are_errors_that_name_the_nearest_known(run, arguments, hint):
+    result = run(*arguments, "--device", "cpu")
+    assert result.exit_code == 2
+    assert hint in result.output
+
+
+def test_a_wrong_result_is_timed_and_flagged():
+    def wrong(*args, **kwargs):
+        return ops.rms_norm(*args, **kwargs) * 1.02
+
+    result = measure(ops.rms_norm, SAMPLE, candidate(wrong), "cpu", torch.float32, CEILINGS)
+    assert result.seconds > 0
+    assert "tolerance" in result.check
+
+
+def test_what_cannot_do_a_case_is_left_out_with_its_reason():
+    def refuse(*args, **kwargs):
+        raise NotImplementedError("only on Tuesdays")
+
+    result = measure(ops.rms_norm, SAMPLE, candidate(refuse), "cpu", torch.float32, CEILINGS)
+    assert result.seconds is None
+    assert "only on Tuesdays" in result.skipped
+
+
+def test_the_floor_is_the_longer_of_moving_and_computing():
+    assert CEILINGS.floor(Cost(bytes=10**10, flops=1)) == 1
+    assert CEILINGS.floor(Cost(bytes=1, flops=2 * 10**12)) == 2
+
+
+def test_calls_do_not_share_their_operands():
+    """A call that mutates its input sees a fresh one, or its own from a round before, but never another's."""
+    x, seen = torch.zeros(1 << 16), set()
+
+    def run(x):
+        seen.add(x.data_ptr())
+        return x.add_(1)
+
+    time_call(run, ((x,), {}), "cpu")
+    assert len(seen) > 2
+
+
+@pytest.mark.parametrize("name", peers.NAMES)
+def test_peers_have_the_signatures_of_the_ops(name):
+    for op in ops.ALL:
+        function = peers.implementation(name, op)
+        if inspect.isfunction(function) and not hasattr(peers.peer(name), "any_op"):
+            assert list(inspect.signature(function).parameters) == list(op.signature.parameters), op.name
+
+
+def test_on_a_cpu_the_reference_is_a_candidate():
+    assert "reference" in [c.kernel.name for c in candidates(ops.relu2, "cpu", None, [])]
+    assert "reference" not in [c.kernel.name for c in candidates(ops.relu2, "cuda", None, [])]

@@ -1,0 +1,62 @@
+"""Launch parameters: the data in launch.yaml, how an entry is found, and how tuning makes entries of measurements."""
+
+import torch
+
+from vllm_opset import ops
+from vllm_opset.bench.tune import Trial, entries
+from vllm_opset.kernels.triton import _launch
+
+CPU = torch.device("cpu")
+
+
+def test_the_table_is_sound():
+    for launch, data in _launch.table().items():
+        assert data["op"] in ops.BY_NAME
+        for rows in data["families"].values():
+            bounds = [row.get("up_to", float("inf")) for row in rows]
+            assert bounds == sorted(set(bounds)) and bounds[-1] == float("inf"), launch
+            assert all(set(row) - {"up_to"} == set(data["candidates"]) for row in rows), launch
+
+
+def test_each_size_names_an_entry_and_together_they_name_all():
+    for launch in _launch.table():
+        named = [_launch.parameters(launch, CPU, size) for size in _launch.sizes(launch, CPU)]
+        assert named == [values for _, values in _launch.entries(launch, CPU)]
+
+
+def test_a_bound_belongs_to_its_entry():
+    first, second = (values for _, values in _launch.entries("rms_norm", CPU))
+    bound = int(_launch.entries("rms_norm", CPU)[0][0])
+    assert _launch.parameters("rms_norm", CPU, bound) == first
+    assert _launch.parameters("rms_norm", CPU, bound + 1) == second
+
+
+def test_a_gpu_without_entries_is_served_with_the_nearest_older_ones(monkeypatch):
+    monkeypatch.setattr(_launch, "table", lambda: {"mine": {"families": {"sm80": [], "sm90": [], "sm120": []}}})
+    for family, used in (("sm90", "sm90"), ("sm100", "sm90"), ("sm89", "sm80"), ("sm75", "sm80"), ("sm121", "sm120")):
+        monkeypatch.setattr(_launch, "family", lambda device, family=family: family)
+        assert _launch.family_used("mine", CPU) == used
+
+
+def test_tuning_keeps_as_few_entries_as_serve_every_size_well():
+    microseconds = {  # size: {tile: time}
+        1: {512: 1.0, 1024: 1.3, 2048: 1.5},
+        64: {512: 2.0, 1024: 2.01, 2048: 3.0},
+        256: {512: 6.0, 1024: 5.0, 2048: 5.02},
+        4096: {512: 99.0, 1024: 71.0, 2048: 70.0},
+    }
+    trials = [
+        Trial(str(size), size, (("tile", tile),), time)
+        for size, times in microseconds.items()
+        for tile, time in times.items()
+    ]
+    assert entries(trials) == [{"up_to": 128, "tile": 512}, {"tile": 2048}]
+
+
+def test_an_entry_must_suit_every_case_of_its_size():
+    trials = [
+        Trial(case, 4096, (("tile", tile),), time)
+        for case, times in {"narrow": (1.0, 1.5), "wide": (3.0, 2.5)}.items()
+        for tile, time in zip((512, 1024), times, strict=True)
+    ]
+    assert entries(trials) == [{"tile": 512}]
