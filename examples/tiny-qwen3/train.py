@@ -210,7 +210,8 @@ def train() -> None:
         if step % 1000 == 999:
             print(report(exact_match(model, tokenizer, lines)), flush=True)
     model.to(torch.bfloat16).save_pretrained(HERE)
-    tokenizer.save_pretrained(HERE)
+    # A new one: `exact_match` leaves its padding in the tokenizer it was given, and it would be saved.
+    build_tokenizer(MAX_LENGTH).save_pretrained(HERE)
     generation = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "do_sample": False}
     GenerationConfig(**generation).save_pretrained(HERE)
 
