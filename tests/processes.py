@@ -1,0 +1,190 @@
+"""Real programs for the tests: commands, scripts and `vllm serve`, each in a clean environment, and gone afterwards."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from readme import ROOT, block
+
+import vllm_opset
+
+PROGRAMS = Path(sys.executable).parent
+# How long to wait for what takes seconds: only a hang may reach it, not a busy machine.
+PATIENCE = 300
+# What the tests' own process was told of vLLM and of the plugin is nothing to the programs that it starts.
+OURS = ("VLLM_", "OPSET_", "OMP_", "PYTHONPATH")
+
+# What a line of a traceback that runs through the plugin contains.
+OUR_FRAME = f'File "{Path(vllm_opset.__file__).parent}/'
+
+
+def environment(**variables: object) -> dict[str, str]:
+    """This process's environment without what configures vLLM or the plugin, and with `variables`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    ours = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PATH": f"{PROGRAMS}{os.pathsep}{kept['PATH']}"}
+    return kept | ours | {name: str(value) for name, value in variables.items()}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """output: standard output and standard error, as they came."""
+
+    code: int
+    output: str
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}\n{self.output}"
+
+
+def run(*command: object, **variables: object) -> Finished:
+    """Runs a program of this environment in the repository, to its end. A hang raises subprocess.TimeoutExpired."""
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=environment(**variables),
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        kill_group(process)
+    return Finished(process.returncode, output)
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """Ends a process that was started in a session of its own, and everything that it started."""
+    if group_is_alive(process):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def group_is_alive(process: subprocess.Popen) -> bool:
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(condition, what: str) -> None:
+    """Polls. Raises TimeoutError."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"still not: {what}")
+        time.sleep(0.05)
+
+
+SERVE = shlex.split(block("", "vllm serve examples/tiny-qwen3 ").splitlines()[0])
+
+
+class Server:
+    """A `vllm serve` that it starts with the README's command and further arguments. `log` is a file for its output."""
+
+    def __init__(self, log: Path, *arguments: str, **variables: object) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.log = log
+        command = [*SERVE, "--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log", *arguments]
+        # More threads than a tiny model can use would only take the cores from the other processes of the test.
+        variables = {"OMP_NUM_THREADS": 1, **variables}
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=environment(**variables),
+                start_new_session=True,
+            )
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE)
+
+    # Its life
+
+    def wait_until_ready(self) -> "Server":
+        def ready() -> bool:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.text()}")
+            try:
+                return self.http.get("/health").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_until(ready, "the server is ready")
+        return self
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, everyone: bool = False) -> int:
+        """Signals the server (or its whole process group, as Ctrl-C does), waits for its end, answers its exit code."""
+        (os.killpg if everyone else os.kill)(self.process.pid, number)
+        return self.wait()
+
+    def wait(self) -> int:
+        return self.process.wait(timeout=PATIENCE)
+
+    def kill(self) -> None:
+        """To be called at the end, whatever happened. Fails if the server had ended and left processes behind."""
+        self.http.close()
+        kill_group(self.process)
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    # What it says
+
+    def post(self, path: str, body: dict | str | bytes) -> httpx.Response:
+        content = body if isinstance(body, str | bytes) else json.dumps(body)
+        return self.http.post(path, content=content, headers={"Content-Type": "application/json"})
+
+    def complete(self, prompt: object, **options: object) -> dict:
+        """The answer of /v1/completions: greedy unless `options` say otherwise."""
+        return self._answer("/v1/completions", {"prompt": prompt, **options})
+
+    def chat(self, question: str, **options: object) -> dict:
+        return self._answer("/v1/chat/completions", {"messages": [{"role": "user", "content": question}], **options})
+
+    def _answer(self, path: str, body: dict) -> dict:
+        response = self.post(path, {"model": "tiny", "temperature": 0, **body})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stream(self, path: str, body: dict) -> Iterator[dict]:
+        """The frames of a streamed answer, without the [DONE] that must close it."""
+        body = {"model": "tiny", "temperature": 0, "stream": True, **body}
+        with self.http.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["Content-Type"].startswith("text/event-stream")
+            yield from frames(response.iter_lines())
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a Prometheus metric over all series with these labels."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        lines = [
+            line for line in self.http.get("/metrics").text.splitlines() if line.startswith((f"{name}{{", f"{name} "))
+        ]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in wanted))
+
+
+def frames(lines) -> Iterator[dict]:
+    """Parses server-sent events, each one `data:` line."""
+    done = False
+    for line in lines:
+        if line:
+            assert line.startswith("data: "), line
+            assert not done, f"after [DONE]: {line}"
+            done = line == "data: [DONE]"
+            if not done:
+                yield json.loads(line.removeprefix("data: "))
+    assert done, "the stream ended without [DONE]"

@@ -1,0 +1,13 @@
+"""The README's code blocks, so that the tests run what it says and not a copy of it."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def block(language: str, beginning: str) -> str:
+    """The one fenced block in this language that begins with these words."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (found,) = (text for name, text in blocks if name == language and text.startswith(beginning))
+    return found

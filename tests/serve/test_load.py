@@ -1,0 +1,56 @@
+"""Many clients, some of which leave."""
+
+import asyncio
+
+import pytest
+from processes import wait_until
+from questions import grade, long_ones
+from streams import Stream, all_at_once, client, complete
+
+pytestmark = [pytest.mark.serve, pytest.mark.window]
+
+CLIENTS = 64
+# Held by those who leave: they would go on for much longer than all others.
+ENDLESS = {"max_tokens": 480, "ignore_eos": True}
+# Far from what the model was trained on, where almost anything may come next.
+RANDOM = {"prompt": "zq", "temperature": 1.5, "ignore_eos": True, "max_tokens": 24}
+
+
+def test_streams_are_right_while_a_third_of_the_clients_leaves(server):
+    tasks = long_ones(CLIENTS)
+    cut = server.metric("vllm:request_success_total", finished_reason="length")
+
+    async def ask(http, i: int) -> Stream:
+        if i % 3 == 0:
+            return await Stream().read(http, leave_after=5, prompt=tasks[i]["completion"], **ENDLESS)
+        return await Stream().read(http, prompt=tasks[i]["completion"], max_tokens=64)
+
+    streams = all_at_once(server, ask, range(CLIENTS))
+    stayed = [(task, stream) for i, (task, stream) in enumerate(zip(tasks, streams, strict=True)) if i % 3]
+    assert all(stream.done for _, stream in stayed)
+    wrong = [(task["completion"], stream.text) for task, stream in stayed if not grade(task["answer"], stream.text)]
+    assert not wrong
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 0, "the requests of those who left have ended")
+    wait_until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0, "their part of the KV cache is free")
+    assert server.metric("vllm:request_success_total", finished_reason="length") == cut, "some went on to their end"
+
+
+def test_a_seeded_request_is_the_same_alone_and_in_a_crowd(server):
+    alone = server.complete(seed=11, **RANDOM)["choices"][0]["text"]
+    crowd = [{"seed": 1}, {"seed": 2, "top_k": 5}, {"seed": 3, "top_p": 0.5}, {"seed": 4, "presence_penalty": 1.0}]
+    crowd += [{}, {"top_k": 20}, {"min_p": 0.1}, {"temperature": 0}]
+
+    async def in_a_crowd() -> tuple[str, list[Stream]]:
+        async with client(server) as http:
+            streams = [Stream() for _ in crowd]
+            requests = zip(streams, crowd, strict=True)
+            readers = [asyncio.create_task(stream.read(http, **RANDOM | ENDLESS | other)) for stream, other in requests]
+            await asyncio.gather(*(stream.begun.wait() for stream in streams))
+            crowded = await complete(http, seed=11, **RANDOM)
+            assert not any(stream.done for stream in streams), "there was no crowd"
+            return crowded, await asyncio.gather(*readers)
+
+    crowded, streams = asyncio.run(in_a_crowd())
+    assert crowded == alone
+    begins = {stream.text[: len(alone)] for stream in streams} | {alone}
+    assert len(begins) == len(crowd) + 1, "the others are not random: this would not notice if they shared their seeds"

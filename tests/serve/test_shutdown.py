@@ -1,0 +1,85 @@
+"""How a server ends while it works. That an idle one ends well is seen at the end of the fixture `server`."""
+
+import asyncio
+import signal
+
+import pytest
+from processes import OUR_FRAME, Server, group_is_alive, wait_until
+from questions import grade, long_ones
+from streams import Stream, client
+
+pytestmark = pytest.mark.serve
+
+ENDLESS = {"max_tokens": 480, "ignore_eos": True, "prompt": "zq"}
+CLIENTS = 16
+# Servers that the tests below end, started together: most of the time of a start one core is idle.
+ARGUMENTS = {"at once": [], "graceful": ["--shutdown-timeout", "120"], "interrupted": []}
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")
+    servers = {name: Server(folder / name, *arguments) for name, arguments in ARGUMENTS.items()}
+    try:
+        yield servers
+    finally:
+        for server in servers.values():
+            server.kill()
+
+
+def assert_ended_well(server: Server, code: int) -> None:
+    assert code == 0, server.text()
+    assert OUR_FRAME not in server.text(), server.text()
+    wait_until(lambda: not group_is_alive(server.process), "no process is left behind")
+
+
+def test_a_sigterm_during_load(servers):
+    """Open streams are dropped by vLLM, some without a word: their clients hang up when the engine is gone."""
+    server = servers["at once"].wait_until_ready()
+
+    async def load() -> None:
+        async with client(server) as http:
+            streams = [Stream() for _ in range(CLIENTS)]
+            readers = [asyncio.create_task(stream.read(http, **ENDLESS)) for stream in streams]
+            await asyncio.gather(*(stream.begun.wait() for stream in streams))
+            assert not any(stream.done for stream in streams)
+            server.process.terminate()
+            await asyncio.to_thread(wait_until, lambda: "HTTP server" in server.text(), "the engine is stopped")
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    asyncio.run(load())
+    assert_ended_well(server, server.wait())
+
+
+def test_a_sigterm_with_time_to_finish(servers):
+    """With --shutdown-timeout, running requests are served to their end."""
+    server = servers["graceful"].wait_until_ready()
+    tasks = long_ones(CLIENTS)
+
+    async def load() -> list[Stream]:
+        async with client(server) as http:
+            streams = [Stream() for _ in tasks]
+            requests = [{"prompt": task["completion"], "max_tokens": 64} for task in tasks]
+            readers = [
+                asyncio.create_task(stream.read(http, **request))
+                for stream, request in zip(streams, requests, strict=True)
+            ]
+            await asyncio.gather(*(stream.begun.wait() for stream in streams))
+            assert not all(stream.done for stream in streams)
+            server.process.terminate()
+            return await asyncio.gather(*readers)
+
+    streams = asyncio.run(load())
+    assert all(stream.done for stream in streams)
+    assert all(grade(task["answer"], stream.text) for task, stream in zip(tasks, streams, strict=True))
+    assert_ended_well(server, server.wait())
+    assert "Traceback" not in server.text(), server.text()
+
+
+def test_ctrl_c(servers):
+    """The terminal interrupts every process of the group."""
+    server = servers["interrupted"].wait_until_ready()
+    assert server.complete("reverse: plugin =", max_tokens=64)["choices"][0]["text"] == " nigulp"
+    assert_ended_well(server, server.stop(signal.SIGINT, everyone=True))
