@@ -18,7 +18,7 @@ def test_agrees_with_torch(dtype, agree, weight, bias, mean):
     agree(ops.layer_norm(x, w, b, 1e-5), exact.to(dtype), scale=max(1, abs(mean)))
 
 
-def test_agrees_with_vllms_layer_with_fp32_parameters(agree):
+def test_agrees_with_vllms_layer_with_fp32_parameters(agree, vllm_layers):
     from vllm.model_executor.layers.layernorm import LayerNorm
 
     layer = LayerNorm(64)
