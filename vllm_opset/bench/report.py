@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import importlib.metadata
+import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -110,7 +111,12 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this runs from, marked when it was changed; None outside a checkout."""
+    """The commit of the checkout that this runs from, marked when it was changed; None where nobody knows.
+
+    OPSET_COMMIT says it for a copy without history, as on a machine that is only lent.
+    """
+    if "OPSET_COMMIT" in os.environ:
+        return os.environ["OPSET_COMMIT"]
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
