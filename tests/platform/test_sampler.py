@@ -75,7 +75,8 @@ def filters() -> dict:
 def penalties() -> dict:
     rng = samples.generator("penalties")
     prompts = torch.randint(0, VOCABULARY + 1, (ROWS, 12), generator=rng)
-    outputs = [torch.randint(0, VOCABULARY, (length,), generator=rng).tolist() for length in range(3, 3 + ROWS)]
+    # Few different tokens, so that some come up several times.
+    outputs = [torch.randint(0, 6, (length,), generator=rng).tolist() for length in range(3, 3 + ROWS)]
     outputs[2][1:] = [-1, -1]  # not known yet, as async scheduling leaves them
     return {
         "no_penalties": False,
@@ -191,6 +192,17 @@ def test_log_probabilities_of_given_tokens_are_vllms(mode):
         sampler(logits(), given).logprobs_tensors.logprobs[:, 1:] for sampler in (opset_sampler(mode), Sampler(mode))
     ]
     torch.testing.assert_close(*columns, rtol=1e-5, atol=1e-5)
+
+
+def test_penalised_logits_are_vllms():
+    from vllm.v1.sample.sampler import Sampler
+
+    ours, theirs = (
+        sampler.apply_penalties(logits(), metadata(**penalties()), penalties()["output_token_ids"])
+        for sampler in (opset_sampler(), Sampler())
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(ours, logits())
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])

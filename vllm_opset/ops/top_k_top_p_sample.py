@@ -183,6 +183,10 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     def quantised(num_rows: int, vocab_size: int):
         return lambda rng: torch.randint(-4, 5, (num_rows, vocab_size), generator=rng).to(dtype) / 2
 
+    def likely_ends(num_rows: int, vocab_size: int):
+        ends = torch.tensor([0, vocab_size - 1])
+        return lambda rng: normal(num_rows, vocab_size)(rng).index_fill(1, ends, 8.0)
+
     def sparse(num_rows: int, vocab_size: int, finite: int):
         def make(rng):
             logits = samples.normal((num_rows, vocab_size), dtype, "cpu", rng, 2.0)
@@ -219,8 +223,10 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("more tokens, unfiltered", normal(4, 5003, std=12.0), processed=None, temperature=[1.0, 0.0])
     yield sample("more tokens, ties", quantised(6, 4096), top_k=[50, 1, 4096], top_p=[0.9, 1.0, 0.1])
     yield sample("more tokens, most of them forbidden", sparse(6, 5003, 90), top_k=[100, 5003, 20], **every)
+    yield sample("more tokens, the first and the last likeliest", likely_ends(6, 5003), top_k=[50, 7], **every)
     yield sample("more tokens, zero rows", normal(0, 4096), top_k=[5])
     yield sample("one row, many tokens", normal(1, 20_011), top_k=[50], top_p=[0.9], temperature=[0.8])
+    yield sample("many tokens, top-p after a large k", normal(2, 20_011), top_k=[2000], top_p=[0.2], temperature=[0.8])
     yield sample("many tokens, unfiltered and top-p", normal(3, 20_011), top_p=[1.0, 0.9], temperature=[0.8])
 
 

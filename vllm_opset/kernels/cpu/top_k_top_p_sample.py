@@ -98,7 +98,7 @@ def _parts(rows: Rows) -> list[np.ndarray]:
 
 
 def _survivors(rows: Rows) -> Survivors:
-    x = rows.logits.copy() if rows.scale is None else rows.logits / rows.scale[:, None]
+    x = rows.logits if rows.scale is None else rows.logits / rows.scale[:, None]
     survivors = Survivors(x, None)
     if rows.top_k is not None or rows.min_p is not None:
         survivors = _pack(survivors, x >= _floor(rows, x)[:, None])
