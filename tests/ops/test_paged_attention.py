@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.cpu import _paged_plan
-from vllm_opset.kernels.cpu._paged_plan import geometry, make_plan
+from vllm_opset.kernels.cpu._paged_plan import Geometry, geometry, make_plan
 from vllm_opset.ops import samples
 from vllm_opset.ops.paged_attention import PagedAttentionProblem
 from vllm_opset.ops.paged_batch import PACKED_BLOCK_SIZE, PagedBatch, packed_batch, packed_cache, window_sides
@@ -53,9 +53,14 @@ def name(request) -> str:
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Cuts what the CPU kernel attends at a time so short that small batches take many chunks."""
-    monkeypatch.setattr(_paged_plan, "QUERY_BLOCK", 8)
-    monkeypatch.setattr(_paged_plan, "CHUNK_BYTES", 50_000)
+    """Cuts what the CPU kernel attends at a time so short that small batches take many chunks, some of one head."""
+    cut_short(monkeypatch, chunk_bytes=50_000)
+
+
+def cut_short(patch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    patch.setattr(_paged_plan, "QUERY_BLOCK", 8)
+    patch.setattr(_paged_plan, "CHUNK_BYTES", chunk_bytes)
+    patch.setattr("vllm_opset.kernels.cpu.paged_attention.SCORES_BYTES", 3_000)
 
 
 def sees(case: PagedCase, query_position: int, key_position: int) -> bool:
@@ -160,8 +165,7 @@ def cases(draw) -> PagedCase:
 @settings(deadline=None, max_examples=60, derandomize=True)
 def test_any_batch_equals_dense_attention(case):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_paged_plan, "QUERY_BLOCK", 8)
-        patch.setattr(_paged_plan, "CHUNK_BYTES", 8_000)
+        cut_short(patch, chunk_bytes=8_000)
         for name in RUNS:
             assert_equals_dense(name, case, "any batch")
 
@@ -231,6 +235,15 @@ def test_rows_of_a_cache(layout):
     assert torch.equal(cache.rows_of(kv_cache)[index], kv_cache)
 
 
+def test_rows_of_a_large_cache_are_counted_in_64_bits():
+    cache = Geometry(
+        num_rows=2**40, row_stride=8, num_kv_heads=1, block_size=4, block_step=2**30, head_step=2**20, slot_step=2**16
+    )
+    block_table, request = torch.tensor([[3, 7]], dtype=torch.int32), torch.tensor([0])
+    tokens = _paged_plan._tokens(block_table, request, torch.tensor([[2, 5]]), cache)
+    assert tokens.tolist() == [[[3 * 2**30 + 2 * 2**16, 7 * 2**30 + 2**16]]]
+
+
 def chunks_of(case: PagedCase, window=None) -> list:
     (_, kv_cache, batch, _), _ = case.make("plan", "cpu", torch.float32)
     cache = geometry(kv_cache.shape, kv_cache.stride())
@@ -251,6 +264,15 @@ def test_only_what_a_window_holds_is_gathered():
     (chunk,) = chunks_of(PagedCase(((1, 900), (1, 700))), window=32)
     assert chunk.num_keys == 32 and chunk.bias is None
     assert [chunk.num_keys for chunk in chunks_of(PagedCase(((600, 600),)), window=32)] == [88 + 31, 256 + 31, 256]
+
+
+def test_a_long_sequence_is_attended_by_heads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    first, second = chunks_of(PagedCase(((1, 5000),)))
+    assert [first.heads, second.heads] == [slice(0, 1), slice(1, 2)]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    (chunk,) = chunks_of(PagedCase(((1, 5000),)))
+    assert chunk.heads == slice(0, 2), "a thread has nothing to do"
 
 
 def test_what_is_gathered_at_a_time_is_bounded():

@@ -62,12 +62,13 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...]) -> Geometry:
 class Chunk:
     """Blocks of equal length, attended together.
 
-    rows: of query and out, num_blocks * length of them. index: cache rows of [num_blocks, num_kv_heads, num_keys].
-    bias: fp32, zero or −inf, broadcasts to [num_blocks, 1, length, num_keys]; None if every row sees every key.
-    ahead: keys after the last row of a block.
+    rows: of query and out, num_blocks * length of them. heads: KV heads, all or those that fit. index: cache rows of
+    [num_blocks, heads, num_keys]. bias: fp32, zero or −inf, broadcasts to [num_blocks, heads, query heads of a KV head,
+    length, num_keys]; None if every row sees every key. ahead: keys after the last row of a block.
     """
 
     rows: slice | torch.Tensor
+    heads: slice
     num_blocks: int
     length: int
     num_keys: int
@@ -170,21 +171,29 @@ def _chunks(
         members = group if part.stop - part.start == len(num_keys) else group.pick(part)
         most = max(num_keys[part])
         aligned = members.stop[:, None] + torch.arange(-most, 0)
-        bias = None if mask is None else mask[:, longest - most :]
+        bias = None if mask is None else mask[..., longest - most :]
         padded = min(num_keys[part]) < most
         if padded:
-            before = (aligned < members.start[:, None])[:, None, None]
+            before = (aligned < members.start[:, None])[:, None, None, None]
             bias = torch.where(before, -math.inf, _ZERO if bias is None else bias)
             aligned = torch.maximum(aligned, members.start[:, None])
-        yield Chunk(
-            rows=members.rows(),
-            num_blocks=len(members.row),
-            length=group.length,
-            num_keys=most,
-            index=_rows_of_tokens(block_table, members.request, aligned, cache),
-            bias=bias,
-            ahead=group.ahead,
-        )
+        rows, tokens = members.rows(), _tokens(block_table, members.request, aligned, cache)
+        step = cache.num_kv_heads
+        if most * token_bytes > CHUNK_BYTES:
+            # At least as many as there are threads to share them.
+            step = max(torch.get_num_threads(), CHUNK_BYTES * cache.num_kv_heads // (most * token_bytes))
+        for first in range(0, cache.num_kv_heads, step):
+            heads = range(cache.num_kv_heads)[first : first + step]
+            yield Chunk(
+                rows=rows,
+                heads=slice(heads.start, heads.stop),
+                num_blocks=len(members.row),
+                length=group.length,
+                num_keys=most,
+                index=(tokens + torch.tensor(heads)[:, None] * cache.head_step).flatten(),
+                bias=bias,
+                ahead=group.ahead,
+            )
 
 
 def _parts(num_keys: list[int], length: int, token_bytes: int) -> Iterator[slice]:
@@ -201,7 +210,7 @@ def _fitting(num_keys: int, length: int, token_bytes: int) -> int:
 
 
 def _mask(group: Group, num_keys: int, left: int | None, right: int | None) -> torch.Tensor | None:
-    """fp32 [length, num_keys], −inf where a key is not seen. None if all are."""
+    """fp32 [1, 1, 1, length, num_keys], −inf where a key is not seen. None if all are."""
     if group.length == 1:
         # A block has the keys that one of its rows sees.
         return None
@@ -211,18 +220,14 @@ def _mask(group: Group, num_keys: int, left: int | None, right: int | None) -> t
         hidden |= distance < -left
     if right is not None:
         hidden |= distance > right
-    return torch.where(hidden, -math.inf, _ZERO) if hidden.any() else None
+    return torch.where(hidden, -math.inf, _ZERO)[None, None, None] if hidden.any() else None
 
 
 def _distance(length: int, num_keys: int, ahead: int) -> torch.Tensor:
     return torch.arange(1 - num_keys, 1) + torch.arange(ahead + length - 1, ahead - 1, -1)[:, None]
 
 
-def _rows_of_tokens(
-    block_table: torch.Tensor, request: torch.Tensor, position: torch.Tensor, cache: Geometry
-) -> torch.Tensor:
-    """Of the cache: [num_blocks * num_kv_heads * num_keys]. position: [num_blocks, num_keys]."""
+def _tokens(block_table: torch.Tensor, request: torch.Tensor, position: torch.Tensor, cache: Geometry) -> torch.Tensor:
+    """Rows of the cache for the first head, int64 [num_blocks, 1, num_keys]. position: [num_blocks, num_keys]."""
     page = block_table[request[:, None], position // cache.block_size].long()
-    row = page * cache.block_step + position % cache.block_size * cache.slot_step
-    heads = torch.arange(0, cache.num_kv_heads * cache.head_step, cache.head_step)
-    return (row[:, None] + heads[:, None]).flatten()
+    return (page * cache.block_step + position % cache.block_size * cache.slot_step)[:, None]

@@ -43,67 +43,66 @@ def paged_attention(
     plan = batch.once(make_plan, left, right, cache, num_kv_heads * width * kv_cache.element_size())
     if k_scale is not None:
         scale *= float(k_scale)
+    # All that has query heads has them by KV head from here on: [..., num_kv_heads, query heads of a KV head, ...].
+    query, out = query.unflatten(1, (num_kv_heads, -1)), out.unflatten(1, (num_kv_heads, -1))
     rows = cache.rows_of(kv_cache)
     for chunk in plan.chunks:
         tokens = rows.index_select(0, chunk.index).to(query.dtype)
-        key, value = tokens.view(chunk.num_blocks, num_kv_heads, chunk.num_keys, 2, width // 2).unbind(3)
-        bias = chunk.bias if alibi_slopes is None else _with_alibi(chunk, alibi_slopes)
+        key, value = tokens.view(chunk.num_blocks, -1, chunk.num_keys, 2, width // 2).unbind(3)
+        bias = chunk.bias if alibi_slopes is None else _with_alibi(chunk, alibi_slopes.view(num_kv_heads, -1))
+        queries = query[chunk.rows, chunk.heads]
         if soft_cap or sinks is not None:
-            attended = _attend(query[chunk.rows], key, value, chunk, bias, scale, soft_cap, sinks)
+            sink = None if sinks is None else sinks.view(num_kv_heads, -1)[chunk.heads]
+            attended = _attend(queries, key, value, chunk, bias, scale, soft_cap, sink)
         else:
-            attended = _attend_fused(query[chunk.rows], key, value, chunk, bias, scale)
-        out[chunk.rows] = attended if v_scale is None else attended * float(v_scale)
+            attended = _attend_fused(queries, key, value, chunk, bias, scale)
+        out[chunk.rows, chunk.heads] = attended if v_scale is None else attended * float(v_scale)
     for blind in plan.blind_rows:
         out[blind] = 0
 
 
 def _with_alibi(chunk: Chunk, slopes: torch.Tensor) -> torch.Tensor:
-    """[num_blocks or 1, num_heads, length, num_keys]."""
-    bias = slopes[:, None, None] * chunk.distance()
+    bias = slopes[chunk.heads, :, None, None] * chunk.distance()
     return bias[None] if chunk.bias is None else bias + chunk.bias
 
 
 def _attend_fused(query, key, value, chunk: Chunk, bias, scale: float) -> torch.Tensor:
-    """query: [num_blocks * length, num_heads, head_size]; so is the result."""
-    num_heads, head_size = query.shape[1:]
+    """query: [num_blocks * length, heads, query heads of a KV head, head_size]; so is the result."""
     if chunk.length == 1 and query.dtype == torch.float32:
-        # The query heads of a KV head as if they were query rows: in fp32 this reads the keys once for all of them, and
-        # is faster; in half precision, packing the keys for it costs more than it gains.
-        query = query.view(chunk.num_blocks, key.shape[1], -1, head_size)
-        if bias is not None and bias.shape[-3] > 1:
-            bias = bias.view(bias.shape[0], *query.shape[1:3], -1)
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-        return attended.reshape(-1, num_heads, head_size)
-    query = query.view(chunk.num_blocks, chunk.length, num_heads, head_size).transpose(1, 2)
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale, enable_gqa=True)
-    return attended.transpose(1, 2).reshape(-1, num_heads, head_size)
+        # The query heads of a KV head as if they were query rows. In fp32 that is faster: the keys are read once for
+        # all of them. In half precision, packing the keys for it costs more than it gains.
+        mask = None if bias is None else bias.squeeze(3)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    by_head = query.unflatten(0, (chunk.num_blocks, -1)).flatten(2, 3).transpose(1, 2)
+    mask = None if bias is None else bias.flatten(1, 2)
+    attended = F.scaled_dot_product_attention(by_head, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+    return attended.transpose(1, 2).reshape(query.shape)
 
 
 def _attend(query, key, value, chunk: Chunk, bias, scale: float, soft_cap: float, sinks) -> torch.Tensor:
     """The same with a soft cap, sinks or both, in fp32, and some query rows at a time, to keep the scores close by."""
-    num_blocks, num_kv_heads, num_keys, head_size = key.shape
-    num_heads, dtype = query.shape[1], query.dtype
     key, value = key.float().transpose(2, 3), value.float()
-    query = query.float() * (scale / soft_cap if soft_cap else scale)
-    # [num_blocks, num_kv_heads, query heads of a KV head, length, head_size]
-    query = query.view(num_blocks, chunk.length, num_kv_heads, -1, head_size).permute(0, 2, 3, 1, 4)
-    attended = torch.empty(num_blocks, chunk.length, num_heads, head_size, dtype=dtype)
-    rows = max(1, SCORES_BYTES // (num_blocks * num_heads * num_keys * 4))
-    for start in range(0, chunk.length, rows):
-        part = slice(start, start + rows)
-        scores = torch.matmul(query[:, :, :, part].flatten(2, 3), key).view(num_blocks, num_heads, -1, num_keys)
+    # [num_blocks, heads, query heads of a KV head, length, head_size]
+    by_head = query.float().unflatten(0, (chunk.num_blocks, -1)).permute(0, 2, 3, 1, 4)
+    by_head = by_head * (scale / soft_cap if soft_cap else scale)
+    attended = torch.empty_like(by_head)
+    group, num_rows = by_head.shape[2:4]
+    step = max(1, SCORES_BYTES // (by_head[..., 0, 0].numel() * chunk.num_keys * 4))
+    for first in range(0, num_rows, step):
+        part = slice(first, first + step)
+        scores = torch.matmul(by_head[:, :, :, part].flatten(2, 3), key).unflatten(2, (group, -1))
         if soft_cap:
             scores.tanh_().mul_(soft_cap)
         if bias is not None:
             scores += bias[..., part, :]
-        weights = _softmax(scores, sinks).reshape(num_blocks, num_kv_heads, -1, num_keys)
-        attended[:, part] = torch.matmul(weights, value).view(num_blocks, num_heads, -1, head_size).transpose(1, 2)
-    return attended.view(-1, num_heads, head_size)
+        weights = _softmax(scores, sinks)
+        attended[:, :, :, part] = torch.matmul(weights.flatten(2, 3), value).unflatten(2, (group, -1))
+    return attended.permute(0, 3, 1, 2, 4).reshape(query.shape).to(query.dtype)
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """scores: [num_blocks, num_heads, rows, num_keys]."""
+    """scores: [num_blocks, heads, query heads of a KV head, rows, num_keys]. sinks: [heads, query heads of one]."""
     if sinks is None:
         return scores.softmax(dim=-1)
-    sink = sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+    sink = sinks.float()[:, :, None, None].expand(*scores.shape[:-1], 1)
     return torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
