@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import tokenizers
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers import models as architectures
 
 VOCABULARY = 320
@@ -75,3 +77,15 @@ def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tupl
     )
     best = torch.cat(result.logits).topk(2).values
     return result.sequences[0, len(prompt) :].tolist(), float((best[:, 0] - best[:, 1]).min())
+
+
+def add_tokenizer(folder: Path) -> None:
+    """A tokenizer with a token for every byte, beside a model."""
+    specials = ["<bos>", "<eos>", "<pad>"]
+    pieces = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pieces += [f"<unused {i}>" for i in range(VOCABULARY - len(pieces))]
+    tokenizer = Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = dict(zip(("bos_token", "eos_token", "pad_token"), specials, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)

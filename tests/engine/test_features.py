@@ -1,0 +1,191 @@
+"""What vLLM's engine offers, on opset's platform. Few engines, each with many features."""
+
+import math
+import re
+
+import models
+import pytest
+import torch
+
+NUM_TOKENS = 32
+
+pytestmark = [pytest.mark.engine, pytest.mark.window]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A folder with a random Qwen3 and a tokenizer, and transformers' model of it."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    model = models.build("qwen3", folder)
+    models.add_tokenizer(folder)
+    return folder, model
+
+
+@pytest.fixture(scope="module")
+def llm(qwen, engine):
+    """With a KV cache of 40 pages, which does not hold the prompts of these tests at a time."""
+    with engine(qwen[0], max_num_batched_tokens=64, num_gpu_blocks_override=40, max_logprobs=-1) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def greedy(qwen):
+    """transformers' answers to all prompts."""
+    return [models.generate(qwen[1], prompt, NUM_TOKENS)[0] for prompt in models.prompts()]
+
+
+def sampling(**arguments):
+    from vllm import SamplingParams
+
+    return SamplingParams(**{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True} | arguments)
+
+
+def generate(llm, prompts, **arguments):
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling(**arguments), use_tqdm=False)
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def counter(llm, name: str) -> int:
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
+
+
+def test_preempted_requests_go_on_as_if_nothing_had_been(llm, greedy):
+    before = counter(llm, "num_preemptions")
+    assert tokens(generate(llm, models.prompts() * 4)) == greedy * 4
+    assert counter(llm, "num_preemptions") > before
+
+
+def test_cached_prefixes_change_no_token(llm, qwen):
+    prompt = models.prompts([120])[0]
+    answers = [generate(llm, [prompt + suffix])[0] for suffix in ([], [], [5, 6, 7])]
+    assert [answer.num_cached_tokens for answer in answers] == [0, 112, 112]
+    expected = [models.generate(qwen[1], prompt + suffix, NUM_TOKENS)[0] for suffix in ([], [], [5, 6, 7])]
+    assert tokens(answers) == expected
+
+
+def test_log_probabilities_of_prompt_and_answer(llm, qwen):
+    """All of them, against transformers' logits."""
+    prompt = models.prompts([77])[0]
+    (output,) = generate(llm, [prompt], logprobs=-1, prompt_logprobs=-1, max_tokens=4)
+    ids = prompt + list(output.outputs[0].token_ids)
+    with torch.inference_mode():
+        expected = qwen[1](torch.tensor([ids])).logits[0].log_softmax(-1)
+    actual = output.prompt_logprobs[1:] + list(output.outputs[0].logprobs)
+    assert len(actual) == len(ids) - 1
+    for step, logprobs in enumerate(actual):
+        row = torch.tensor([logprobs[token].logprob for token in range(models.VOCABULARY)])
+        torch.testing.assert_close(row, expected[step], rtol=1e-4, atol=1e-4)
+
+
+def test_several_answers_to_one_prompt(llm):
+    arguments = {"n": 3, "temperature": 1.0, "top_k": 40, "top_p": 0.9, "seed": 7}
+    first, again = (generate(llm, models.prompts([40]), **arguments)[0].outputs for _ in range(2))
+    answers = [tuple(answer.token_ids) for answer in first]
+    assert len(set(answers)) == 3
+    assert answers == [tuple(answer.token_ids) for answer in again]
+
+
+def test_seeded_requests_draw_the_same_in_any_batch(llm):
+    arguments = {"temperature": 1.0, "seed": 11, "min_p": 0.01, "repetition_penalty": 1.1, "presence_penalty": 0.1}
+    prompts = models.prompts()
+    assert tokens(generate(llm, prompts, **arguments)) == [tokens(generate(llm, [p], **arguments))[0] for p in prompts]
+
+
+def test_structured_output(llm):
+    from vllm.sampling_params import StructuredOutputsParams
+
+    constraints = {
+        r"[a-f]{4}-\d{3}": StructuredOutputsParams(regex=r"[a-f]{4}-\d{3}"),
+        r"red|green|blue": StructuredOutputsParams(choice=["red", "green", "blue"]),
+        r"\([0-9]+\+[0-9]+\)": StructuredOutputsParams(grammar='root ::= "(" n "+" n ")"\nn ::= [0-9] | [0-9] [0-9]'),
+    }
+    for pattern, constraint in constraints.items():
+        arguments = {"structured_outputs": constraint, "ignore_eos": False, "temperature": 0.5, "seed": 3}
+        outputs = generate(llm, models.prompts([7, 40]), **arguments)
+        for answer in tokens(outputs):
+            # Not `text`: the random prompts may end within a character.
+            text = llm.get_tokenizer().decode(answer, skip_special_tokens=True)
+            assert re.fullmatch(pattern, text), text
+
+
+def test_bad_words_bias_and_allowed_tokens(llm, greedy):
+    prompt, (banned, *_) = models.prompts()[3], greedy[3]
+    (biased,) = generate(llm, [prompt], logit_bias={banned: -100.0})
+    assert banned not in biased.outputs[0].token_ids
+    (allowed,) = generate(llm, [prompt], allowed_token_ids=[10, 20, 30])
+    assert set(allowed.outputs[0].token_ids) <= {10, 20, 30}
+
+
+def test_the_report_counts(llm):
+    (rows,) = llm.collective_rpc("opset_report")
+    attention = next(row for row in rows if row["op"] == "paged_attention")
+    assert attention["kernel"] == "cpu" and attention["calls"] > 0
+    assert "head_size=32" in attention["problem"] and attention["reason"]
+
+
+@pytest.mark.parametrize("arguments", [{"enforce_eager": True}, {"enable_prefix_caching": False}, {"block_size": 32}])
+def test_settings_that_change_no_token(arguments, qwen, engine, greedy):
+    with engine(qwen[0], **arguments) as llm:
+        assert tokens(generate(llm, models.prompts())) == greedy
+
+
+def test_half_precision_agrees_with_full(qwen, engine):
+    """In bf16 most greedy tokens of a random model differ sooner or later; its log-probabilities must not, by much."""
+    prompt = models.prompts([77])[0]
+    with torch.inference_mode():
+        expected = qwen[1](torch.tensor([prompt])).logits[0].log_softmax(-1)
+    with engine(qwen[0], dtype="bfloat16", max_logprobs=-1) as llm:
+        (output,) = generate(llm, [prompt], prompt_logprobs=-1, max_tokens=1)
+    errors = []
+    for step, logprobs in enumerate(output.prompt_logprobs[1:]):
+        row = torch.tensor([logprobs[token].logprob for token in range(models.VOCABULARY)])
+        errors.append((row - expected[step]).abs().mean())
+    # Three layers of roundings to 8 bits, of logits of the order of 10.
+    assert torch.stack(errors).mean() < 0.2
+    assert math.isfinite(torch.stack(errors).max())
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+def test_overrides_reach_the_kernels(kernel, qwen, engine, greedy):
+    names = (
+        "rms_norm",
+        "fused_add_rms_norm",
+        "rotary_embedding",
+        "silu_and_mul",
+        "paged_attention",
+        "reshape_and_cache",
+    )
+    with engine(qwen[0], additional_config={"opset": {"kernels": dict.fromkeys(names, kernel)}}) as llm:
+        assert tokens(generate(llm, models.prompts())) == greedy
+        (rows,) = llm.collective_rpc("opset_report")
+    assert {row["kernel"] for row in rows if row["op"] in names} == {kernel}
+    assert {row["reason"] for row in rows if row["op"] in names} == {"asked for by --additional-config"}
+
+
+def test_a_wrong_override_is_an_error(qwen, engine):
+    with (
+        pytest.raises(Exception, match="unknown op 'rms_nom'; did you mean 'rms_norm'"),
+        engine(qwen[0], additional_config={"opset": {"kernels": {"rms_nom": "cpu"}}}),
+    ):
+        pass
+
+
+def test_encoder_only_models_embed_as_transformers_does(engine, tmp_path):
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = {name: value for name, value in models.SMALL.items() if name not in ("bos_token_id", "eos_token_id")}
+    model = BertModel(BertConfig(**config), add_pooling_layer=False).eval()
+    model.save_pretrained(tmp_path)
+    models.add_tokenizer(tmp_path)
+    prompts = models.prompts([1, 7, 40, 150])
+    with torch.inference_mode():
+        expected = [model(torch.tensor([prompt])).last_hidden_state[0, 0] for prompt in prompts]
+    with engine(tmp_path, runner="pooling", pooler_config={"pooling_type": "CLS"}) as llm:
+        outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
+    for output, vector in zip(outputs, expected, strict=True):
+        embedding = torch.tensor(output.outputs.embedding)
+        torch.testing.assert_close(embedding, torch.nn.functional.normalize(vector, dim=-1), rtol=1e-4, atol=1e-4)
