@@ -52,21 +52,17 @@ def test_cache_beyond_32_bit_offsets(op):
     assert torch.equal(*caches)
 
 
-def test_kernels_wait_for_the_kernel_before():
-    """Each reads what the one before it wrote, a hundred times over, on a stream of its own while another is busy."""
-    x = torch.randn(4096, 4096, device="cuda").bfloat16()
-    weight = torch.ones(4096, device="cuda").bfloat16()
-    noise = torch.randn(8192, 8192, device="cuda").bfloat16()
+def test_a_kernel_waits_for_the_one_before():
+    """Back and forth between two caches in reversed order: what a call reads first, the one before it wrote last."""
+    tokens, heads, size = 1 << 16, 8, 128
+    start = torch.randn(tokens, heads, 2 * size, device="cuda").bfloat16()
+    reversed_slots = torch.arange(tokens - 1, -1, -1, device="cuda")
+    here, there = start.clone(), torch.zeros_like(start)
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(20):
-            noise @ noise
-    for _ in range(3):
-        results = []
-        for run, between in ((triton(ops.rms_norm), None), (triton(ops.rms_norm), torch.cuda.synchronize)):
-            y = x.clone()
-            for step in range(100):
-                y = run(y + step, weight, 1e-6)
-                if between:
-                    between()
-            results.append(y)
-        assert torch.equal(*results)
+        for _ in range(100):
+            kv_cache = there.view(-1, 16, heads, 2 * size).transpose(1, 2)
+            triton(ops.reshape_and_cache)(here[..., :size], here[..., size:], kv_cache, reversed_slots)
+            here, there = there, here
+    torch.cuda.synchronize()
+    assert torch.equal(here, start)
