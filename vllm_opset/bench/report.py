@@ -79,15 +79,21 @@ class Report:
             lines += ["| " + " | ".join(row[column] for column in columns) + " |" for row in rows]
         if notes := self.notes():
             lines += ["", "## Notes", "", *(f"- {note}" for note in notes)]
-        lines += ["", "## One case again", "", "```", *(r.reproduce for r in self.results if not r.peer), "```"]
+        again = [result.reproduce for result in self.results if not result.peer]
+        lines += ["", "<details><summary>One case again</summary>", "", "```", *again, "```", "", "</details>"]
         return "\n".join(lines) + "\n"
 
     def notes(self) -> list[str]:
         """What is off the reference, what was not timed, and which peers were not used."""
-        of = [(f"{result.op} {result.case}, {result.implementation}", result) for result in self.results]
+        cases: dict[str, list[str]] = {}
+        for result in self.results:
+            if result.check:
+                cases.setdefault(f"{result.op}, {result.implementation}: {result.check}", []).append(result.case)
+            if result.skipped:
+                note = f"{result.op}, {result.implementation} was not timed: {result.skipped}"
+                cases.setdefault(note, []).append(result.case)
         return [
-            *(f"{which}: {result.check}" for which, result in of if result.check),
-            *(f"{which} was not timed: {result.skipped}" for which, result in of if result.skipped),
+            *(f"{note} ({'; '.join(of_note)})" for note, of_note in cases.items()),
             *(f"{name} was not used: {reason}" for name, reason in self.skipped.items()),
         ]
 

@@ -52,11 +52,16 @@ def bench(
     if plot:
         draw(report, plot)
     if page:
-        command = shlex.join(["vllm-opset", *sys.argv[1:]])
-        page.write_text(report.as_markdown(command, os.path.relpath(plot, page.parent) if plot else None))
+        page.write_text(report.as_markdown(_command(), os.path.relpath(plot, page.parent) if plot else None))
     if json_file:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     _print(report)
+
+
+def _command() -> str:
+    """What was asked for, without where the results went."""
+    words, outputs = iter(sys.argv[1:]), ("--json", "--plot", "--page")
+    return shlex.join(["vllm-opset", *(word for word in words if word not in outputs or next(words) is None)])
 
 
 def _work(

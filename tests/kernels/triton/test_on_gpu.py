@@ -53,16 +53,25 @@ def test_cache_beyond_32_bit_offsets(op):
 
 
 def test_a_kernel_waits_for_the_one_before():
-    """Back and forth between two caches in reversed order: what a call reads first, the one before it wrote last."""
-    tokens, heads, size = 1 << 16, 8, 128
+    """Back and forth between two caches in reversed order: what a call reads first, the one before it wrote last.
+
+    Replayed from a graph, where the next kernel is launched as soon as the one before it allows, and small enough that
+    both fit the GPU at once.
+    """
+    tokens, heads, size = 2048, 8, 128
     start = torch.randn(tokens, heads, 2 * size, device="cuda").bfloat16()
     reversed_slots = torch.arange(tokens - 1, -1, -1, device="cuda")
     here, there = start.clone(), torch.zeros_like(start)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(100):
-            kv_cache = there.view(-1, 16, heads, 2 * size).transpose(1, 2)
-            triton(ops.reshape_and_cache)(here[..., :size], here[..., size:], kv_cache, reversed_slots)
-            here, there = there, here
+
+    def back_and_forth(times: int) -> None:
+        for source, target in [(here, there), (there, here)] * times:
+            kv_cache = target.view(-1, 16, heads, 2 * size).transpose(1, 2)
+            triton(ops.reshape_and_cache)(source[..., :size], source[..., size:], kv_cache, reversed_slots)
+
+    back_and_forth(1)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        back_and_forth(100)
+    graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(here, start)
