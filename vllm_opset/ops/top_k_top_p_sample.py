@@ -217,16 +217,18 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("very sharp", normal(6, 200, std=40.0), top_k=[200, 20], top_p=[0.9, 1.0], temperature=[1.0, 0.5])
     yield sample("strided rows", normal(5, 129), layout=samples.row_view, top_k=[20, 129], **every)
     yield sample("column-major", normal(5, 129), layout=samples.column_major, top_k=[20, 129], **every)
-    many = {"top_k": [40, 5003, 5003, 7], "layout": samples.row_view}
-    yield sample("more tokens", normal(20, 5003, std=4.0), **many, **every)
-    yield sample("more tokens, tokens only", normal(20, 5003, std=4.0), processed=None, **many, **every)
+    odd, even = {"top_k": [40, 5003, 5003, 7]}, {"top_k": [20, 8192, 31, 8192, 1]}
+    yield sample("more tokens", normal(20, 5003, std=4.0), layout=samples.row_view, **odd, **every)
+    yield sample("more tokens, tokens only", normal(20, 5003, std=4.0), processed=None, **odd, **every)
     yield sample("more tokens, unfiltered", normal(4, 5003, std=12.0), processed=None, temperature=[1.0, 0.0])
-    yield sample("more tokens, ties", quantised(6, 4096), top_k=[50, 1, 4096], top_p=[0.9, 1.0, 0.1])
+    yield sample("a multiple of 64", normal(20, 8192, std=3.0), layout=samples.row_view, **even, **every)
+    yield sample("a multiple of 64, tokens only", normal(20, 8192, std=3.0), processed=None, **even, **every)
+    yield sample("a multiple of 64, ties", quantised(6, 8192), top_k=[30, 1, 8192], top_p=[0.9, 1.0, 0.1])
     yield sample("more tokens, most of them forbidden", sparse(6, 5003, 90), top_k=[100, 5003, 20], **every)
-    yield sample("more tokens, the first and the last likeliest", likely_ends(6, 5003), top_k=[50, 7], **every)
+    yield sample("more tokens, the first and the last likeliest", likely_ends(6, 8192), top_k=[31, 7], **every)
     yield sample("more tokens, zero rows", normal(0, 4096), top_k=[5])
     yield sample("one row, many tokens", normal(1, 20_011), top_k=[50], top_p=[0.9], temperature=[0.8])
-    yield sample("many tokens, top-p after a large k", normal(2, 20_011), top_k=[2000], top_p=[0.2], temperature=[0.8])
+    yield sample("many tokens, top-p after a large k", normal(4, 20_011), top_k=[2000], top_p=[0.2], temperature=[0.8])
     yield sample("many tokens, unfiltered and top-p", normal(3, 20_011), top_p=[1.0, 0.9], temperature=[0.8])
 
 

@@ -14,6 +14,7 @@ class OpsetCpuRunner(CPUModelRunner):
         sampler.install(self)
 
     def _update_states(self, scheduler_output):
+        """Seeded requests that come in need generators whose draws can be taken back."""
         deferred = super()._update_states(scheduler_output)
         sampler.count_draws(self)
         return deferred

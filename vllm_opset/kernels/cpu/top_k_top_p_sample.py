@@ -1,10 +1,14 @@
 """top_k_top_p_sample on a CPU: cut by value, pack what is left, and race that.
 
 The contract's filters sort token ids along with the logits. Here the cuts are found in the values alone, the k-th
-largest by selection, top-p's by a sort, and noise is computed for the survivors only. The work is done with NumPy,
-whose selection and sort are vectorised and whose operators cost a fraction of PyTorch's on small arrays.
+largest by selection, top-p's by a sort, and noise is computed for the survivors only. Of a large vocabulary, top-k
+reads each logit once: it looks only into those groups of neighbours that have one of the largest maxima.
+
+Most of the work is done with NumPy, whose selection and sort are vectorised and whose operators cost a fraction of
+PyTorch's on small arrays.
 """
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +19,12 @@ from vllm_opset.kernel import kernel
 from vllm_opset.ops import philox
 from vllm_opset.ops.top_k_top_p_sample import GREEDY_BELOW, check_processed
 
-# Survivors are packed if they are no more than one in so many.
-WORTH_PACKING = 8
-# From this many tokens on, rows without a filter are drawn apart from those that have few survivors.
+# Survivors are packed if that saves so many random words, one of a scattered token counting as the block it lies in.
+WORTH_PACKING = 4096
+# From this many tokens on, rows that have few survivors are drawn apart from those that have many.
 LARGE_VOCABULARY = 4096
+# Neighbours of which top-k looks at the largest first. A large vocabulary is nearly always a multiple of it.
+GROUP = 64
 # Sizes of temporaries that stay in the cache: logits of some rows, and blocks of random words.
 LOGITS_AT_A_TIME, BLOCKS_AT_A_TIME = 2**18, 2**13
 
@@ -72,9 +78,9 @@ def top_k_top_p_sample(
             return torch.from_numpy(rows.logits.argmax(axis=1)), None
         rows = rows._replace(scale=np.where(greedy, np.float32(1), temperature), greedy=greedy)
     tokens, x = np.empty_like(rows.keys), None if processed is None else np.empty(rows.logits.shape, np.float32)
-    for part in _parts(rows):
+    for part, find in _parts(rows):
         some = rows.at(part)
-        survivors = _survivors(some)
+        survivors = _filtered(some, find(some))
         tokens[part] = _race(some, survivors)
         if x is not None:
             x[part] = _unpacked(survivors, x.shape[1])
@@ -83,25 +89,52 @@ def top_k_top_p_sample(
     return torch.from_numpy(tokens), x.log_softmax(dim=1) if processed == "logprobs" else x
 
 
-def _parts(rows: Rows) -> list[np.ndarray]:
-    """Which rows to draw together: a part has the width of its row with the most survivors."""
+def _parts(rows: Rows) -> Iterator[tuple[np.ndarray, Callable[[Rows], Survivors]]]:
+    """Which rows to draw together, and how to find their candidates.
+
+    A part has the width of its row with the most survivors. What reads all logits several times takes a few rows at a
+    time.
+    """
     num_rows, vocab_size = rows.logits.shape
     kinds = [np.arange(num_rows)]
     if vocab_size >= LARGE_VOCABULARY:
-        filtered = np.zeros(num_rows, bool)
+        limited, filtered = np.zeros((2, num_rows), bool)
+        if rows.top_k is not None and vocab_size % GROUP == 0:
+            limited = rows.top_k <= vocab_size // GROUP // 4
         for values, off in ((rows.top_k, vocab_size), (rows.top_p, 1), (rows.min_p, 0)):
             if values is not None:
                 filtered |= values != off
-        kinds = [np.flatnonzero(filtered), np.flatnonzero(~filtered)]
+        if limited.any():
+            yield np.flatnonzero(limited), _of_large_groups
+        kinds = [np.flatnonzero(filtered & ~limited), np.flatnonzero(~filtered)]
     at_a_time = max(1, LOGITS_AT_A_TIME // vocab_size)
-    return [kind[first : first + at_a_time] for kind in kinds for first in range(0, len(kind), at_a_time)]
+    for kind in kinds:
+        for first in range(0, len(kind), at_a_time):
+            yield kind[first : first + at_a_time], _all
 
 
-def _survivors(rows: Rows) -> Survivors:
-    x = rows.logits if rows.scale is None else rows.logits / rows.scale[:, None]
-    survivors = Survivors(x, None)
+def _all(rows: Rows) -> Survivors:
+    return Survivors(rows.logits if rows.scale is None else rows.logits / rows.scale[:, None], None)
+
+
+def _of_large_groups(rows: Rows) -> Survivors:
+    """All that top-k can keep, and more: what reaches the k-th largest maximum of a group is in k groups at most."""
+    num_rows, vocab_size = rows.logits.shape
+    grouped = rows.logits.reshape(num_rows, vocab_size // GROUP, GROUP)
+    largest = torch.from_numpy(grouped).amax(dim=2).numpy()
+    # Lowered a little, for logits that the temperature's rounding makes equal.
+    floor = _kth_largest(largest, rows.top_k)
+    floor = (floor - 1e-6 * np.abs(floor))[:, None]
+    row, group = np.divmod(np.flatnonzero(largest >= floor), largest.shape[1])
+    values = grouped[row, group]
+    place, offset = np.divmod(np.flatnonzero(values >= floor[row]), GROUP)
+    row, values, ids = row[place], values[place, offset], group[place] * GROUP + offset
+    return _side_by_side(num_rows, row, values if rows.scale is None else values / rows.scale[row], ids)
+
+
+def _filtered(rows: Rows, survivors: Survivors) -> Survivors:
     if rows.top_k is not None or rows.min_p is not None:
-        survivors = _pack(survivors, x >= _floor(rows, x)[:, None])
+        survivors = _pack(survivors, survivors.x >= _floor(rows, survivors.x)[:, None])
     if rows.top_p is not None:
         survivors = _pack(survivors, _nucleus(survivors.x, rows.top_p))
     return survivors
@@ -113,14 +146,17 @@ def _floor(rows: Rows, x: np.ndarray) -> np.ndarray:
     if rows.min_p is not None:
         floor = x.max(axis=1) + np.log(rows.min_p)
     if rows.top_k is not None:
-        vocab_size = x.shape[1]
-        limited = rows.top_k < vocab_size
-        top_k = np.where(limited, rows.top_k, 1)
-        most = int(top_k.max())
-        largest = np.sort(np.partition(x, vocab_size - most, axis=1)[:, vocab_size - most :], axis=1)
-        kth = largest[np.arange(len(x)), most - top_k]
+        limited = rows.top_k < x.shape[1]
+        kth = _kth_largest(x, np.where(limited, rows.top_k, 1))
         floor = np.where(limited, np.maximum(floor, kth), floor)
     return floor
+
+
+def _kth_largest(x: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """Of each row of x [B, n] the k-th largest value, of k [B] <= n."""
+    most, width = int(k.max()), x.shape[1]
+    largest = np.sort(np.partition(x, width - most, axis=1)[:, width - most :], axis=1)
+    return largest[np.arange(len(x)), most - k]
 
 
 def _nucleus(x: np.ndarray, top_p: np.ndarray) -> np.ndarray:
@@ -141,18 +177,25 @@ def _nucleus(x: np.ndarray, top_p: np.ndarray) -> np.ndarray:
 
 def _pack(survivors: Survivors, keep: np.ndarray) -> Survivors:
     """The survivors that `keep` [B, C] says, side by side if they are few."""
-    counts = np.count_nonzero(keep, axis=1)
     num_rows, width = keep.shape
-    most = max(1, counts.max())
-    if most * WORTH_PACKING > width:
+    most = np.count_nonzero(keep, axis=1).max()
+    if num_rows * (width - philox.WORDS * most) < WORTH_PACKING:
         return survivors._replace(x=np.where(keep, survivors.x, np.float32(-np.inf)))
     flat = np.flatnonzero(keep)
-    row = np.repeat(np.arange(num_rows), counts)
-    place = np.arange(len(flat)) - np.repeat(counts.cumsum() - counts, counts)
-    x, ids = np.full((num_rows, most), -np.inf, np.float32), np.zeros((num_rows, most), np.int64)
-    x[row, place] = survivors.x.ravel()[flat]
-    ids[row, place] = flat % width if survivors.ids is None else survivors.ids.ravel()[flat]
-    return Survivors(x, ids)
+    row, place = np.divmod(flat, width)
+    return _side_by_side(
+        num_rows, row, survivors.x[row, place], place if survivors.ids is None else survivors.ids[row, place]
+    )
+
+
+def _side_by_side(num_rows: int, row: np.ndarray, x: np.ndarray, ids: np.ndarray) -> Survivors:
+    """Survivors from a list of them, in order of their rows and ids. None at all, in a broken row, become token 0."""
+    counts = np.bincount(row, minlength=num_rows)
+    place = np.arange(len(row)) - (counts.cumsum() - counts)[row]
+    width = max(1, counts.max())
+    survivors = Survivors(np.full((num_rows, width), -np.inf, np.float32), np.zeros((num_rows, width), np.int64))
+    survivors.x[row, place], survivors.ids[row, place] = x, ids
+    return survivors
 
 
 def _race(rows: Rows, survivors: Survivors) -> np.ndarray:
