@@ -53,25 +53,21 @@ def test_cache_beyond_32_bit_offsets(op):
 
 
 def test_a_kernel_waits_for_the_one_before():
-    """Back and forth between two caches in reversed order: what a call reads first, the one before it wrote last.
+    """A chain of calls, each on what the one before it wrote, gives when replayed what it gives call by call.
 
-    Replayed from a graph, where the next kernel is launched as soon as the one before it allows, and small enough that
-    both fit the GPU at once.
+    In a graph the next kernel is launched as soon as the one before it allows. The rows are long and few, so that a
+    kernel takes longer than a launch, and both fit the GPU at once.
     """
-    tokens, heads, size = 2048, 8, 128
-    start = torch.randn(tokens, heads, 2 * size, device="cuda").bfloat16()
-    reversed_slots = torch.arange(tokens - 1, -1, -1, device="cuda")
-    here, there = start.clone(), torch.zeros_like(start)
-
-    def back_and_forth(times: int) -> None:
-        for source, target in [(here, there), (there, here)] * times:
-            kv_cache = target.view(-1, 16, heads, 2 * size).transpose(1, 2)
-            triton(ops.reshape_and_cache)(source[..., :size], source[..., size:], kv_cache, reversed_slots)
-
-    back_and_forth(1)  # compiles
+    start = torch.randn(2, 128, 16384, device="cuda").bfloat16()
+    chained, one_by_one = start.clone(), start.clone()
+    step = triton(ops.fused_add_rms_norm)
+    for _ in range(100):
+        step(*one_by_one, None, 1e-6)
+        torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        back_and_forth(100)
+        for _ in range(100):
+            step(*chained, None, 1e-6)
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(here, start)
+    assert torch.equal(chained, one_by_one)
