@@ -36,10 +36,15 @@ def environment(**variables: object) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Finished:
-    """output: standard output and standard error, as they came."""
+    """A program's exit code, standard output and standard error."""
 
     code: int
-    output: str
+    out: str
+    err: str
+
+    @property
+    def output(self) -> str:
+        return self.out + self.err
 
     def __str__(self) -> str:
         return f"exit code {self.code}\n{self.output}"
@@ -50,17 +55,17 @@ def run(*command: object, **variables: object) -> Finished:
     process = subprocess.Popen(
         [str(word) for word in command],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
         env=environment(**variables),
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=PATIENCE)
+        out, err = process.communicate(timeout=PATIENCE)
     finally:
         kill_group(process)
-    return Finished(process.returncode, output)
+    return Finished(process.returncode, out, err)
 
 
 def kill_group(process: subprocess.Popen) -> None:

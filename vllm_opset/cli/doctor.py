@@ -45,7 +45,8 @@ def examine(as_json: AsJson = False) -> None:
 def _print(found: dict, faults: list[Fault]) -> None:
     print_table("This machine", ("what", "found"), ({"what": k, "found": v} for k, v in found["machine"].items()))
     print(f"Platform: {found['platform'] or 'none of this plugin'}\n")
-    print_table(f"Kernels on {found['device']!r}", ("op", "kernel", "why", "others"), found["kernels"])
+    rows = map(_on_one_line, found["kernels"])
+    print_table(f"Kernels on {found['device']!r}", ("op", "kernel", "why", "others"), rows)
     print_missing(unavailable())
     for fault in faults:
         print(f"NOT USED: {fault.what}. Cure: {fault.cure}")
@@ -135,5 +136,14 @@ def _kernels(device: str) -> list[dict]:
 
 def _kernel_row(op: str, kernel: str, choices: list[selection.Choice], problems: int) -> dict:
     share = "" if len(choices) == problems else f" ({len(choices)} of {problems} sample problems)"
-    others = sorted({f"{name}: {reason}" for choice in choices for name, reason in choice.rejected})
-    return {"op": op, "kernel": kernel, "why": choices[0].reason + share, "others": "; ".join(others)}
+    others = sorted({other for choice in choices for other in choice.rejected})
+    return {
+        "op": op,
+        "kernel": kernel,
+        "why": choices[0].reason + share,
+        "others": [{"kernel": name, "reason": reason} for name, reason in others],
+    }
+
+
+def _on_one_line(row: dict) -> dict:
+    return {**row, "others": "; ".join(f"{other['kernel']}: {other['reason']}" for other in row["others"])}

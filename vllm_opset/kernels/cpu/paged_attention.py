@@ -16,6 +16,7 @@ SCORES_BYTES = 1 << 20
 
 
 def supports(problem: PagedAttentionProblem) -> str | None:
+    """float32, bfloat16 and float16."""
     if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"no fused attention in {problem.dtype}"
     return None

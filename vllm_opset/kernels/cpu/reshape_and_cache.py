@@ -7,7 +7,7 @@ from vllm_opset.kernel import kernel
 from vllm_opset.ops.reshape_and_cache import check_shapes, to_cache_dtype
 
 
-@kernel(ops.reshape_and_cache, name="cpu", supports=lambda problem: None)
+@kernel(ops.reshape_and_cache, name="cpu")
 def reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None) -> None:
     check_shapes(key, value, kv_cache, slot_mapping)
     num_tokens = len(slot_mapping)

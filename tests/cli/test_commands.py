@@ -1,0 +1,169 @@
+"""`vllm-opset ops`, `doctor`, `parity` and `demo`, as a user runs them."""
+
+import json
+
+import pytest
+from click.testing import Result
+from processes import Finished, run
+from typer.testing import CliRunner
+
+from vllm_opset import ops, selection
+from vllm_opset.cli import app
+from vllm_opset.kernel import kernels_of
+
+# A kernel that parity must find out, and one that says what it cannot do.
+USERS_KERNELS = """
+import torch
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+
+def supports(problem):
+    '''Only float32.'''
+    return None if problem.dtype is torch.float32 else "only float32"
+
+@kernel(ops.silu_and_mul, name="wrong", supports=supports)
+def silu_and_mul(x):
+    return 1.001 * ops.silu_and_mul(x)
+"""
+# By a model of its kind, with questions of which some are sampled and penalised.
+USED_BY_QWEN3 = {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul"}
+USED_BY_QWEN3 |= {"reshape_and_cache", "paged_attention", "apply_penalties", "top_k_top_p_sample"}
+
+
+def command(*words: str, **variables: object) -> Finished:
+    """In a process of its own."""
+    return run("vllm-opset", *words, COLUMNS=200, OMP_NUM_THREADS=1, **variables)
+
+
+@pytest.fixture
+def command_here(monkeypatch):
+    """In this process, which is quicker: `command_here("ops", OPSET_KERNELS="…")`. For what needs no vLLM."""
+    monkeypatch.setattr(selection, "_overrides", None)
+    monkeypatch.setattr(selection, "_choices", {})
+    for name in ("OPSET_PLATFORM", "OPSET_KERNELS", "OPSET_CONFIG", "OPSET_IMPORT", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+    def command_here(*words: str, **variables: str) -> Result:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return CliRunner().invoke(app, words)
+
+    return command_here
+
+
+@pytest.fixture
+def users_kernels(tmp_path) -> dict:
+    (tmp_path / "users_kernels.py").write_text(USERS_KERNELS)
+    return {"PYTHONPATH": tmp_path, "OPSET_IMPORT": "users_kernels"}
+
+
+# ops
+
+
+def test_ops_lists_every_kernel_of_every_op():
+    rows = json.loads(command("ops", "--json").out)["kernels"]
+    listed = {(row["op"], row["kernel"]) for row in rows}
+    assert listed == {(op.name, name) for op in ops.ALL for name in kernels_of(op.name)}
+    assert all(row["supports"] not in ("", "not documented") for row in rows)
+
+
+def test_ops_shows_a_users_kernel_with_what_it_supports(users_kernels):
+    (line,) = [line for line in command("ops", **users_kernels).output.splitlines() if "wrong" in line]
+    assert "silu_and_mul" in line
+    assert "Only float32." in line
+
+
+# doctor
+
+
+def test_doctor_accounts_for_every_kernel_of_every_op():
+    finished = command("doctor", "--json")
+    assert finished.code == 0, finished
+    found = json.loads(finished.out)
+    assert found["platform"] == "vllm_opset.platform.cpu.OpsetCpuPlatform"
+    assert found["faults"] == []
+    for op in ops.ALL:
+        rows = [row for row in found["kernels"] if row["op"] == op.name]
+        named = {row["kernel"] for row in rows} | {other["kernel"] for row in rows for other in row["others"]}
+        assert named == set(kernels_of(op.name))
+        assert all(row["why"] and all(other["reason"] for other in row["others"]) for row in rows)
+
+
+def test_doctor_says_why_an_override_counts():
+    output = command("doctor", OPSET_KERNELS="silu_and_mul=reference").output
+    (line,) = [line for line in output.splitlines() if "│ silu_and_mul " in line]
+    assert "asked for by OPSET_KERNELS" in line
+    assert "cpu: OPSET_KERNELS asks for reference" in line
+
+
+@pytest.mark.parametrize(
+    ("variables", "what", "cure"),
+    [
+        ({"OPSET_PLATFORM": "off"}, "OPSET_PLATFORM=off", "unset OPSET_PLATFORM"),
+        ({"VLLM_PLUGINS": "other"}, "VLLM_PLUGINS='other' leaves it out", "add opset to it"),
+        ({"VLLM_TARGET_DEVICE": "cpu"}, "VLLM_TARGET_DEVICE=cpu", "unset VLLM_TARGET_DEVICE"),
+    ],
+)
+def test_doctor_says_why_vllm_would_not_use_the_plugin(command_here, variables, what, cure):
+    finished = command_here("doctor", **variables)
+    assert finished.exit_code == 1, finished.output
+    (line,) = [line for line in finished.output.splitlines() if line.startswith("NOT USED: ")]
+    assert what in line
+    assert cure in line
+
+
+def test_doctor_says_why_the_platform_cannot_be_had():
+    finished = command("doctor", "--json", OPSET_PLATFORM="of")
+    assert finished.code == 1, finished
+    (fault,) = json.loads(finished.out)["faults"]
+    assert "OPSET_PLATFORM='of' is not a choice; did you mean 'off'?" in fault["what"]
+
+
+# parity
+
+
+def test_parity_agrees_with_a_right_kernel():
+    finished = command("parity", "silu_and_mul", "rms_norm", "--json")
+    assert finished.code == 0, finished
+    checks = json.loads(finished.out)["checks"]
+    assert {(check["op"], check["kernel"]) for check in checks} >= {("silu_and_mul", "cpu"), ("rms_norm", "reference")}
+    assert all(check["passed"] for check in checks)
+
+
+def test_parity_finds_a_wrong_kernel_out(users_kernels):
+    finished = command("parity", "silu_and_mul", "--kernel", "wrong", **users_kernels)
+    assert finished.code == 1, finished
+    assert "FAILED silu_and_mul=wrong" in finished.output
+    assert "times the tolerance" in finished.output
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "message"),
+    [
+        (["parity", "silu_and_mull"], {}, "unknown op 'silu_and_mull'; did you mean 'silu_and_mul'?"),
+        (["parity", "--kernel", "mine"], {}, "no kernel named 'mine' runs on cpu"),
+        (["ops"], {"OPSET_KERNELS": "rms_norm=cpuu"}, "rms_norm has no kernel 'cpuu' here; did you mean 'cpu'?"),
+        (["ops"], {"OPSET_CONFIG": "nowhere.yaml"}, "cannot read nowhere.yaml"),
+        (["doctor"], {"OPSET_IMPORT": "nowhere"}, "importing 'nowhere' raised ModuleNotFoundError"),
+    ],
+)
+def test_a_wrong_word_is_an_error_that_says_what_is_known(command_here, words, variables, message):
+    finished = command_here(*words, **variables)
+    assert finished.exit_code == 2, finished.output
+    assert message in " ".join(finished.output.replace("│", " ").split())
+
+
+# demo
+
+
+@pytest.mark.engine
+def test_demo_answers_and_counts_the_calls_of_every_op():
+    finished = command("demo", "--questions", "8")
+    assert finished.code == 0, finished
+    assert "8 of 8 right" in finished.output
+    assert "tokens/s" in finished.output
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in finished.output.splitlines() if "│" in line]
+    calls = {op: int(count) for op, _, count, _ in (row for row in rows if len(row) == 4)}
+    assert set(calls) >= USED_BY_QWEN3
+    assert all(calls.values())

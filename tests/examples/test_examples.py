@@ -1,0 +1,32 @@
+"""The examples, as their own text and the README say to run them."""
+
+import re
+
+import pytest
+from processes import run
+from readme import ROOT, block
+
+ANSWERS = ["reverse: plugin = nigulp", "add: 12 + 34 = 46", "upper: kernel = KERNEL", "sort: 90210 = 00129"]
+
+
+@pytest.mark.engine
+def test_my_kernel_is_checked_and_serves_the_offline_example():
+    finished = run("bash", "-ec", block("", "export PYTHONPATH=examples"))
+    assert finished.code == 0, finished
+    assert re.search(r"\d+ passed, 0 failed", finished.output), finished
+    for answer in ANSWERS:
+        assert answer in finished.output, finished
+    assert "silu_and_mul is served by mine: asked for by OPSET_KERNELS" in finished.output
+    assert "rms_norm is served by cpu" in finished.output
+
+
+def test_the_examples_own_text_says_the_same():
+    text = (ROOT / "examples" / "my_kernel.py").read_text()
+    for line in block("", "export PYTHONPATH=examples").splitlines():
+        assert line.partition("#")[0].rstrip() in text
+
+
+@pytest.mark.serve
+def test_ask(server):
+    finished = run("python", "examples/ask.py", "Write plugin backwards.", "--url", f"{server.http.base_url}/v1")
+    assert finished.out.splitlines()[-1] == "nigulp", finished
