@@ -80,7 +80,7 @@ def paged_attention(
     (key position − query position). sinks: [num_heads], a further logit of the softmax whose value is zero.
     k_scale, v_scale: fp32, one element, what a cached key or value is multiplied by; for fp8 caches.
 
-    A query that sees no key gives zeros, as vLLM's kernel and PyTorch's do: a NaN would spread through the batch.
+    A query of a request without keys gives zeros, as in vLLM's kernel and PyTorch's: a NaN would spread.
     What no query of a request sees may hold NaN: pages beyond the sequence or before the window, slots after the end
     of its last page, whole unused pages. Raises ValueError where the shapes do not fit each other.
     """
@@ -126,9 +126,7 @@ def _attend(query, key, value, positions, sides, scale, soft_cap, alibi_slopes, 
     if sinks is not None:
         sink = sinks.to(scores.dtype)[:, None, None].expand(-1, num_rows, 1)
         scores = torch.cat((scores, sink), dim=-1)
-    # Zero also where a query sees no key at all, and the softmax is NaN.
-    weights = torch.where(visible, scores.softmax(dim=-1)[..., :num_keys], 0)
-    weights = weights.unflatten(0, (num_kv_heads, -1))
+    weights = scores.softmax(dim=-1)[..., :num_keys].unflatten(0, (num_kv_heads, -1))
     return torch.einsum("hgqk,khd->qhgd", weights, value).reshape(query.shape).to(query.dtype)
 
 

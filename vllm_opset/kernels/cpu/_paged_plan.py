@@ -24,9 +24,9 @@ from vllm_opset.ops.paged_batch import PagedBatch
 # Query rows that are attended at a time. With more, more time goes to keys that only some of them see; with fewer, the
 # same keys are gathered more often.
 QUERY_BLOCK = 256
-# Bytes of keys and values that are gathered at a time. Less to stay in a core's own cache would be up to a tenth faster
-# for a layer, but costs as much in calls; much more is memory that the allocator maps anew every time.
-CHUNK_BYTES = 4 << 20
+# Bytes of keys and values that are gathered at a time. Less stays closer to the core, but takes more calls; beyond
+# 32 MiB the C library would map the memory anew for every layer.
+CHUNK_BYTES = 2 << 20
 
 _ZERO = torch.zeros((), dtype=torch.float32)
 
@@ -122,7 +122,8 @@ def make_plan(batch: PagedBatch, left: int | None, right: int | None, cache: Geo
         if min(num_keys) <= 0:
             plan.blind_rows.append(group.pick(group.stop <= group.start).rows())
             group, num_keys = group.pick(group.stop > group.start), [number for number in num_keys if number > 0]
-        plan.chunks.extend(_chunks(group, num_keys, batch.block_table, left, right, cache, token_bytes))
+        if num_keys:
+            plan.chunks.extend(_chunks(group, num_keys, batch.block_table, left, right, cache, token_bytes))
     return plan
 
 
@@ -161,7 +162,7 @@ def _chunks(
     cache: Geometry,
     token_bytes: int,
 ) -> Iterator[Chunk]:
-    longest = max(num_keys, default=0)
+    longest = max(num_keys)
     if len(num_keys) > _fitting(longest, group.length, token_bytes):
         # The blocks with the most keys first, so that little is padded.
         order = torch.argsort(group.start - group.stop, stable=True)
@@ -178,22 +179,10 @@ def _chunks(
             bias = torch.where(before, -math.inf, _ZERO if bias is None else bias)
             aligned = torch.maximum(aligned, members.start[:, None])
         rows, tokens = members.rows(), _tokens(block_table, members.request, aligned, cache)
-        step = cache.num_kv_heads
-        if most * token_bytes > CHUNK_BYTES:
-            # At least as many as there are threads to share them.
-            step = max(torch.get_num_threads(), CHUNK_BYTES * cache.num_kv_heads // (most * token_bytes))
-        for first in range(0, cache.num_kv_heads, step):
-            heads = range(cache.num_kv_heads)[first : first + step]
-            yield Chunk(
-                rows=rows,
-                heads=slice(heads.start, heads.stop),
-                num_blocks=len(members.row),
-                length=group.length,
-                num_keys=most,
-                index=(tokens + torch.tensor(heads)[:, None] * cache.head_step).flatten(),
-                bias=bias,
-                ahead=group.ahead,
-            )
+        for heads in _heads(cache.num_kv_heads, most * token_bytes):
+            steps = torch.arange(heads.start, heads.stop)[:, None] * cache.head_step
+            index = (tokens + steps).flatten()
+            yield Chunk(rows, heads, len(members.row), group.length, most, index, bias, group.ahead)
 
 
 def _parts(num_keys: list[int], length: int, token_bytes: int) -> Iterator[slice]:
@@ -207,6 +196,15 @@ def _parts(num_keys: list[int], length: int, token_bytes: int) -> Iterator[slice
 def _fitting(num_keys: int, length: int, token_bytes: int) -> int:
     """How many blocks make a chunk: one, or as many as stay within QUERY_BLOCK and CHUNK_BYTES."""
     return max(1, min(QUERY_BLOCK // length, CHUNK_BYTES // (num_keys * token_bytes)))
+
+
+def _heads(num_kv_heads: int, block_bytes: int) -> Iterator[slice]:
+    """Slices of the heads: all, unless one block alone is more than CHUNK_BYTES; but one head for each thread."""
+    step = num_kv_heads
+    if block_bytes > CHUNK_BYTES:
+        step = max(torch.get_num_threads(), CHUNK_BYTES * num_kv_heads // block_bytes)
+    for first in range(0, num_kv_heads, step):
+        yield slice(first, min(first + step, num_kv_heads))
 
 
 def _mask(group: Group, num_keys: int, left: int | None, right: int | None) -> torch.Tensor | None:
