@@ -26,7 +26,7 @@ class Trial:
 
 
 def trials(launch: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Iterator[Trial]:
-    """Times every candidate of a launch on every case."""
+    """Times every candidate of a launch on every case that it is asked for in."""
     op = ops.BY_NAME[_launch.table()[launch]["op"]]
     kernel = kernels_of(op.name)["triton"]
     for sample in op.bench_samples(device, dtype):
@@ -34,6 +34,8 @@ def trials(launch: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat1
         for values in _launch.candidates(launch):
             with _launch.trial(launch, values) as asked:
                 seconds = time_call(kernel.run, call, device).median
+            if not asked:
+                break
             yield Trial(sample.name, asked[0], tuple(sorted(values.items())), seconds)
 
 

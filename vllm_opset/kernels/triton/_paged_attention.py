@@ -34,17 +34,17 @@ def paged_attention(
     program = tl.program_id(0)
     head, split = program % NUM_KV_HEADS, program // NUM_KV_HEADS % num_splits
     tile = (tl.num_programs(0) - 1 - program) // (NUM_KV_HEADS * num_splits)
-    if ONE_TILE:
-        request, first_query = tile, 0
-    else:
-        request, first_query = _locate(tile, query_start_loc, num_reqs, BLOCK_M // GROUP)
-    first_token = tl.load(query_start_loc + request)
+    request, first_query = tile, 0
+    if not ONE_TILE:
+        request = _request_of(tile, query_start_loc, num_reqs, BLOCK_M // GROUP)
+    first_token, seq_len = tl.load(query_start_loc + request), tl.load(seq_lens + request)
     query_len = tl.load(query_start_loc + request + 1) - first_token
+    if not ONE_TILE:
+        first_query = (tile - first_token // (BLOCK_M // GROUP) - request) * (BLOCK_M // GROUP)
     num_queries = min(BLOCK_M // GROUP, query_len - first_query)
     if num_queries <= 0:
         return
     first_token += first_query
-    seq_len = tl.load(seq_lens + request)
     first_position = seq_len - query_len + first_query
     last_position = first_position + num_queries - 1
 
@@ -83,25 +83,24 @@ def paged_attention(
 
     full_first, full_last = first, first  # the keys, in whole blocks, that every query of the tile sees
     if not ONE_PASS:
-        all_see = high
-        if RIGHT is not None:
-            all_see = min(high, first_position + RIGHT + 1)
         if LEFT is not None:
             full_first = origin + tl.cdiv(max(0, last_position - LEFT - origin), BLOCK_N) * BLOCK_N
             full_first = min(max(first, full_first), last)
-            acc, top, total = _attend(
-                acc, top, total, q, position, slope, scale, soft_cap, keys, cache_strides, pages, table_strides[1],
-                first, full_first, low, last, True, LEFT, RIGHT, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-        full_last = origin + max(0, all_see - origin) // BLOCK_N * BLOCK_N
+        full_last = high
+        if RIGHT is not None:
+            full_last = min(high, first_position + RIGHT + 1)
+        full_last = origin + max(0, full_last - origin) // BLOCK_N * BLOCK_N
         full_last = max(full_first, min(full_last, last))
         acc, top, total = _attend(
             acc, top, total, q, position, slope, scale, soft_cap, keys, cache_strides, pages, table_strides[1],
-            full_first, full_last, low, last, False, LEFT, RIGHT, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+            full_first, full_last, full_last, 0, low, last,
+            False, LEFT, RIGHT, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
+    full = full_last - full_first
     acc, top, total = _attend(
         acc, top, total, q, position, slope, scale, soft_cap, keys, cache_strides, pages, table_strides[1],
-        full_last, last, low, last, True, LEFT, RIGHT, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+        first, last - full, full_first, full, low, last,
+        True, LEFT, RIGHT, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
     if SPLIT:
@@ -126,8 +125,8 @@ def paged_attention(
 
 
 @triton.jit
-def _locate(tile, query_start_loc, num_reqs, QUERIES: tl.constexpr):
-    """The request of a tile, and the tile's first query in it.
+def _request_of(tile, query_start_loc, num_reqs, QUERIES: tl.constexpr):
+    """The request of a tile.
 
     The tiles of request r start at query_start_loc[r] // QUERIES + r: that leaves room for all, and a few stay empty.
     """
@@ -137,27 +136,34 @@ def _locate(tile, query_start_loc, num_reqs, QUERIES: tl.constexpr):
         start = tl.load(query_start_loc + candidate, candidate < num_reqs, 0)
         started = (start // QUERIES + candidate <= tile) & (candidate < num_reqs)
         request += tl.sum(started.to(tl.int32))
-    return request, (tile - tl.load(query_start_loc + request) // QUERIES - request) * QUERIES
+    return request
 
 
 @triton.jit
 def _attend(
     acc, top, total, q, position, slope, scale, soft_cap, keys, cache_strides, pages, page_stride,
-    first, last, low, high,
+    first, last, gap, gap_length, low, high,
     MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the keys first … last - 1. MASKED: whether some are below low, at high or beyond, or
-    unseen by some query. acc: the values' weighted sum; top: the highest score; total: the sum of the weights.
+    """The online softmax over the keys first … last - 1, where those from `gap` on are gap_length further on. MASKED:
+    whether some are below low, at high or beyond, or unseen by some query. acc: the values' weighted sum; top: the
+    highest score; total: the sum of the weights.
     """
     column = tl.arange(0, BLOCK_D)
-    for start in range(first, last, BLOCK_N):
+    for counted in range(first, last, BLOCK_N):
+        start = counted
+        if MASKED:
+            start += tl.where(counted >= gap, gap_length, 0)
         key_position = start + tl.arange(0, BLOCK_N)
+        inside = None
         if MASKED:
             inside = (key_position >= low) & (key_position < high)
+        if BLOCK_SIZE % BLOCK_N == 0:  # the keys are all in one page
+            page = tl.load(pages + start // BLOCK_SIZE * page_stride)
+        elif MASKED:
             page = tl.load(pages + key_position // BLOCK_SIZE * page_stride, inside, 0)
         else:
-            inside = None
             page = tl.load(pages + key_position // BLOCK_SIZE * page_stride)
         slot = page.to(tl.int64) * cache_strides[0] + key_position % BLOCK_SIZE * cache_strides[2]
         place = keys + slot[:, None] + column[None, :] * cache_strides[3]
