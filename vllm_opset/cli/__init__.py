@@ -1,9 +1,11 @@
 """The command `vllm-opset`: what there is, what would run here and why, whether it is right, and how fast."""
 
+import importlib.util
+
 import typer
 
 from vllm_opset import selection
-from vllm_opset.cli import demo, doctor, ops, parity
+from vllm_opset.cli import bench, demo, doctor, ops, parity
 
 app = typer.Typer(
     help="vllm-opset: which kernel runs each of vLLM's ops on this machine, and why.",
@@ -25,7 +27,12 @@ def read_overrides() -> None:
 app.command("ops")(ops.list_ops)
 app.command("doctor")(doctor.examine)
 app.command("parity")(parity.check)
+app.command("bench")(bench.bench)
 app.command("demo")(demo.answer)
+if importlib.util.find_spec("triton"):
+    from vllm_opset.cli import tune
+
+    app.command("tune")(tune.find)
 
 
 def main() -> None:
