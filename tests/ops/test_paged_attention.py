@@ -1,6 +1,10 @@
 """Against attention as others write it, on dense keys and values with masks that spell out who sees whom."""
 
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -168,6 +172,15 @@ def test_any_batch_equals_dense_attention(case):
         cut_short(patch, chunk_bytes=8_000)
         for name in RUNS:
             assert_equals_dense(name, case, "any batch")
+
+
+def test_agrees_with_vllms_kernel():
+    program = Path(__file__).with_name("attend_with_vllm.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    differences = json.loads(done.stdout.splitlines()[-1])
+    assert len(differences) == 9
+    assert max(differences.values()) < 2e-6, differences
 
 
 def test_a_query_of_a_request_without_keys_gives_zeros(name):

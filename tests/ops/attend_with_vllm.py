@@ -1,0 +1,62 @@
+"""Runs vLLM's own Triton attention in the interpreter, next to the reference. Prints the largest differences as JSON.
+
+A program of its own, because the interpreter is chosen when Triton is imported.
+"""
+
+import json
+import os
+
+os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OPSET_PLATFORM": "off"}
+
+import torch
+from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+
+from vllm_opset import ops
+from vllm_opset.ops.paged_inputs import PagedCase
+
+REQUESTS = ((1, 77), (1, 3), (6, 19), (3, 50), (1, 34))
+# Not a window without causality: with several query rows in a tile, vLLM 0.26 to 0.33 drop values that later rows see.
+CASES = {
+    "plain": PagedCase(REQUESTS),
+    "window": PagedCase(REQUESTS, window=20),
+    "soft cap": PagedCase(REQUESTS, soft_cap=1.5),
+    "ALiBi": PagedCase(REQUESTS, alibi=True),
+    "ALiBi, soft cap": PagedCase(REQUESTS, alibi=True, soft_cap=1.5),
+    "sinks": PagedCase(REQUESTS, sinks=True),
+    "sinks, window": PagedCase(REQUESTS, sinks=True, window=20),
+    "non-causal": PagedCase(REQUESTS, causal=False),
+    "non-causal, ALiBi": PagedCase(REQUESTS, causal=False, alibi=True),
+}
+
+
+def difference(name: str, case: PagedCase) -> float:
+    (query, kv_cache, batch, ours), options = case.make(name, "cpu", torch.float32)
+    theirs = ours.clone()
+    ops.paged_attention(query, kv_cache, batch, ours, **options)
+    key, value = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    unified_attention(
+        query.contiguous(),
+        key,
+        value,
+        theirs,
+        batch.query_start_loc,
+        batch.max_query_len,
+        batch.seq_lens,
+        batch.max_seq_len,
+        options["scale"],
+        batch.causal,
+        (-1, -1) if case.window is None else (case.window - 1, 0),
+        # vLLM reads pages past the end of a sequence and masks what is in them: they must exist.
+        batch.block_table.clamp(max=len(kv_cache) - 1),
+        case.soft_cap,
+        None,
+        None,
+        None,
+        alibi_slopes=options.get("alibi_slopes"),
+        sinks=options.get("sinks"),
+    )
+    return (ours - theirs).abs().max().item()
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: difference(name, case) for name, case in CASES.items()}))
