@@ -10,7 +10,7 @@ import pytest
 
 NUM_TOKENS = 16
 
-pytestmark = [pytest.mark.engine, pytest.mark.window]
+pytestmark = pytest.mark.engine
 
 # No `if __name__ == "__main__"`: it must do without.
 PLAIN = f"""
@@ -27,7 +27,10 @@ print(json.dumps([[list(output.outputs[0].token_ids) for output in outputs], rep
 GUARDED = "def main():" + PLAIN.replace("\n", "\n    ") + '\nif __name__ == "__main__":\n    main()\n'
 
 
-@pytest.mark.parametrize(("script", "method"), [(PLAIN, "fork"), (GUARDED, "spawn")], ids=["forked", "spawned"])
+@pytest.mark.parametrize(
+    ("script", "method"),
+    [pytest.param(PLAIN, "fork", id="forked", marks=pytest.mark.window), pytest.param(GUARDED, "spawn", id="spawned")],
+)
 def test_two_workers(script, method, tmp_path):
     reference = models.build("qwen3", tmp_path)
     prompts = models.prompts()
@@ -40,7 +43,7 @@ def test_two_workers(script, method, tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert process.returncode == 0, process.stderr[-4000:]
     answers, reports = json.loads(next(line for line in process.stdout.splitlines() if line.startswith("[[")))
