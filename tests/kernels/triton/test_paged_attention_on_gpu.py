@@ -21,7 +21,7 @@ def attention_agrees(query, kv_cache, batch, options) -> None:
     torch.testing.assert_close(got, want, rtol=tolerance.rtol, atol=tolerance.atol)
 
 
-@pytest.mark.parametrize("query_len", [1, 5, 300])
+@pytest.mark.parametrize("query_len", [1, 5, 300, 9000])
 def test_attention_over_131072_tokens(query_len):
     case = PagedCase(((query_len, 131072),), num_heads=8, head_size=128)
     (query, kv_cache, batch, _), options = case.make("long", "cuda", torch.bfloat16)

@@ -16,7 +16,7 @@ MAX_GROUP = 128  # query heads of a KV head: rows of the largest tile
 MIN_ROWS = 16  # that a matrix instruction takes
 FEW_ROWS = 64  # of a request, at most, for what the launch parameters call few
 MAX_ROWS_FP32 = 32  # without tensor cores, a program's products are unrolled: more rows compile for minutes
-TILE_COLUMN_BYTES = 256  # of a key, for which the launch parameters say how many a tile holds
+ROW_BYTES = 256  # of a query or key, up to which a tile holds as many as the launch parameters say
 
 
 def supports(problem: PagedAttentionProblem) -> str | None:
@@ -55,9 +55,14 @@ def paged_attention(
     if num_tokens == 0 or num_reqs == 0:
         return
     few = batch.max_query_len * group <= FEW_ROWS
-    launch = "paged_attention_few" if few else "paged_attention_many"
-    values = _launch.parameters(launch, query.device, num_reqs * num_kv_heads)
-    rows = _rows(batch.max_query_len * group if few else values["rows"], group, query.dtype)
+    if few:
+        values = _launch.parameters("paged_attention_few", query.device, num_reqs * num_kv_heads)
+    else:
+        values = _launch.parameters("paged_attention_many", query.device, num_tokens * num_heads)
+    block_d = triton.next_power_of_2(head_size)
+    row_bytes = block_d * query.element_size()
+    rows = values["rows"] * ROW_BYTES // max(ROW_BYTES, row_bytes)
+    rows = _rows(max(rows, batch.max_query_len * group if few else 0), group, query.dtype)
     queries = rows // group
     one_tile = batch.max_query_len <= queries
     num_items = (num_reqs if one_tile else num_tokens // queries + num_reqs) * num_kv_heads
@@ -65,9 +70,7 @@ def paged_attention(
     span = batch.max_seq_len
     if left is not None and right is not None:
         span = min(span, left + queries + right)
-    block_d = triton.next_power_of_2(head_size)
-    fitting = values["keys"] * TILE_COLUMN_BYTES // (block_d * query.element_size())
-    block_n = max(MIN_ROWS, min(values["keys"], fitting))
+    block_n = max(MIN_ROWS, values["keys"] * ROW_BYTES // max(ROW_BYTES, row_bytes))
     wanted = values["programs"] * _multiprocessors(query.device) // num_items
     num_splits = max(1, min(wanted, triton.cdiv(span, max(block_n, values["share"]))))
     workspace = batch.once(_workspace, num_items, num_splits, rows, block_d) if num_splits > 1 else (None,) * 3
