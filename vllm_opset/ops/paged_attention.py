@@ -21,7 +21,7 @@ from vllm_opset.ops.paged_inputs import LAYOUTS, UNTOUCHED, PagedCase, bench_sam
 # rounding of the output itself, as rtol.
 TOLERANCES = {
     torch.float64: Tolerance(1e-11, 1e-11, "fp64 throughout"),
-    torch.float32: Tolerance(1e-5, 1e-5, "exp and sums over the keys in fp32, in another order"),
+    torch.float32: Tolerance(2e-5, 2e-5, "scores of up to 100, their exp and all sums in fp32, in another order"),
     torch.bfloat16: Tolerance(2**-7, 2**-6, "weights and output rounded to 8 bits of mantissa"),
     torch.float16: Tolerance(2**-10, 2**-9, "weights and output rounded to 11 bits of mantissa"),
 }
