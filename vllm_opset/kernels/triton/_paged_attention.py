@@ -59,7 +59,7 @@ def paged_attention(
     origin = low // BLOCK_N * BLOCK_N
     share = tl.cdiv(max(min_share, tl.cdiv(high - origin, num_splits)), BLOCK_N) * BLOCK_N
     if SPLIT:
-        quickest = tl.sqrt(MERGE_KEYS * max(0, high - origin).to(tl.float32))
+        quickest = tl.sqrt(max(0, high - origin).to(tl.float32) * MERGE_KEYS)
         share = max(share, (quickest / BLOCK_N + 0.5).to(tl.int32) * BLOCK_N)
     num_shares = max(1, tl.cdiv(high - origin, share))  # the one of a tile that sees nothing writes zeros
     if split >= num_shares:
