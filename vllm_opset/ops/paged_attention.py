@@ -72,8 +72,8 @@ def paged_attention(
     """out = softmax(mask(cap(scale * query · key) + bias)) · value over a request's keys, in fp32 and rounded once.
 
     query, out: [T, num_heads, head_size], any strides; rows from batch.query_start_loc[-1] on are neither read nor
-    written. kv_cache and batch: see `paged_batch`. num_heads is a multiple of num_kv_heads; the heads
-    g * h … g * h + g - 1 share KV head h.
+    written. kv_cache and batch: see `paged_batch`. num_heads is a multiple g of num_kv_heads: query head i reads KV
+    head i // g.
     Query i of a request is at position seq_len − query_len + i, key j at position j. It sees a key within `window`
     (see `window_sides`) and, if batch.causal, not after itself. Only without all of these may query_len exceed seq_len.
     soft_cap: cap(s) = soft_cap * tanh(s / soft_cap), 0 for none. alibi_slopes: fp32 [num_heads], adds slope *
