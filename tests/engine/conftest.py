@@ -1,17 +1,13 @@
 """Engines in this process, and the random models that they are compared with transformers on."""
 
 import gc
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
-# Before vLLM reads them. An engine in the test's own process starts in a few seconds.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("OPSET_COUNT_CALLS", "1")
+# An engine in the test's own process starts in a few seconds.
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "OPSET_COUNT_CALLS": "1"}
 
 
 @contextmanager
@@ -23,13 +19,16 @@ def running(path, **arguments) -> Iterator:
     defaults = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, "seed": 0, "disable_log_stats": False}
     if not (path / "tokenizer.json").exists():
         defaults["skip_tokenizer_init"] = True
-    llm = LLM(str(path), **defaults | arguments)
-    try:
-        yield llm
-    finally:
-        del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        llm = LLM(str(path), **defaults | arguments)
+        try:
+            yield llm
+        finally:
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 import math
 import re
+import sys
+import types
 
 import models
 import pytest
@@ -132,18 +134,19 @@ def test_settings_that_change_no_token(arguments, qwen, engine, greedy):
         assert tokens(generate(llm, models.prompts())) == greedy
 
 
-def test_half_precision_agrees_with_full(qwen, engine):
-    """In bf16 most greedy tokens of a random model differ sooner or later; its log-probabilities must not, by much."""
+@pytest.mark.parametrize("arguments", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"kv_cache_dtype": "bfloat16"}])
+def test_half_precision_agrees_with_full(arguments, qwen, engine):
+    """The greedy tokens of a random model differ sooner or later; its log-probabilities must not, by much."""
     prompt = models.prompts([77])[0]
     with torch.inference_mode():
         expected = qwen[1](torch.tensor([prompt])).logits[0].log_softmax(-1)
-    with engine(qwen[0], dtype="bfloat16", max_logprobs=-1) as llm:
+    with engine(qwen[0], max_logprobs=-1, **arguments) as llm:
         (output,) = generate(llm, [prompt], prompt_logprobs=-1, max_tokens=1)
     errors = []
     for step, logprobs in enumerate(output.prompt_logprobs[1:]):
         row = torch.tensor([logprobs[token].logprob for token in range(models.VOCABULARY)])
         errors.append((row - expected[step]).abs().mean())
-    # Three layers of roundings to 8 bits, of logits of the order of 10.
+    # Three layers of roundings to 8 bits at worst, of logits of the order of 10.
     assert torch.stack(errors).mean() < 0.2
     assert math.isfinite(torch.stack(errors).max())
 
@@ -189,3 +192,25 @@ def test_encoder_only_models_embed_as_transformers_does(engine, tmp_path):
     for output, vector in zip(outputs, expected, strict=True):
         embedding = torch.tensor(output.outputs.embedding)
         torch.testing.assert_close(embedding, torch.nn.functional.normalize(vector, dim=-1), rtol=1e-4, atol=1e-4)
+
+
+def test_an_engine_replaces_no_function_of_vllm(qwen, engine):
+    """What loading the plugin changes is another test's. An engine has objects of its own, and leaves vLLM's alone."""
+    with engine(qwen[0]) as llm:
+        generate(llm, models.prompts())
+    before = functions_and_classes()
+    with engine(qwen[0]) as llm:
+        generate(llm, models.prompts(), temperature=1.0, seed=1)
+        after = functions_and_classes()
+    assert {name for name in before if after[name] is not before[name]} == set()
+
+
+def functions_and_classes() -> dict:
+    """Of all vLLM's modules, and the methods of their classes."""
+    plain = types.FunctionType | type
+    # vLLM itself turns the caching of its environment on and off.
+    modules = {name: module for name, module in sys.modules.items() if name.startswith("vllm.") and name != "vllm.envs"}
+    found = {(m, n): v for m, module in modules.items() for n, v in vars(module).items() if isinstance(v, plain)}
+    classes = {key: v for key, v in found.items() if isinstance(v, type) and v.__module__ == key[0]}
+    methods = {(*key, n): v for key, cls in classes.items() for n, v in vars(cls).items() if isinstance(v, plain)}
+    return found | methods

@@ -1,11 +1,6 @@
 """vLLM with the plugin, in this process."""
 
-import os
-
 import pytest
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 
-from vllm_opset import ops, selection
+from vllm_opset import selection
 from vllm_opset.platform import layers
 
 pytestmark = pytest.mark.window
@@ -87,7 +87,14 @@ def norm(**arguments):
     return RMSNorm(48, eps=1e-5, **arguments)
 
 
-@pytest.mark.parametrize("make", [norm, gemma_norm, functools.partial(norm, has_weight=False)])
+def hardware_agnostic_norm():
+    pytest.importorskip("vllm.model_executor.hw_agnostic", reason="it came with 0.30")
+    from vllm.model_executor.hw_agnostic.layers.layernorm import RMSNorm
+
+    return RMSNorm(48, eps=1e-5)
+
+
+@pytest.mark.parametrize("make", [norm, gemma_norm, functools.partial(norm, has_weight=False), hardware_agnostic_norm])
 def test_norms(make):
     layer = randomise(make())
     x, residual = torch.randn(5, 48), torch.randn(5, 48)
@@ -173,8 +180,29 @@ def test_activations(name):
     assert len(chosen()) == 1
 
 
+def test_hardware_agnostic_activation():
+    pytest.importorskip("vllm.model_executor.hw_agnostic", reason="it came with 0.30")
+    from vllm.model_executor.hw_agnostic.layers.activation import SiluAndMul
+
+    layer, x = SiluAndMul(), torch.randn(5, 64)
+    torch.testing.assert_close(layer(x), layer.forward_native(x), **TOLERANCE)
+    assert chosen() == {"silu_and_mul"}
+
+
+def test_layer_norm():
+    from vllm.model_executor.layers import layernorm
+
+    if not hasattr(layernorm.LayerNorm, "register_oot"):
+        pytest.skip("until 0.32 models use torch.nn.LayerNorm")
+    layer, x = randomise(layernorm.LayerNorm(48)), torch.randn(5, 48)
+    torch.testing.assert_close(layer(x), layer.forward_native(x), **TOLERANCE)
+    assert chosen() == {"layer_norm"}
+    bare = layernorm.LayerNorm(48, elementwise_affine=False)
+    torch.testing.assert_close(bare(x), bare.forward_native(x), **TOLERANCE)
+
+
 def test_every_activation_is_tested():
-    replaced = {replacement.cls for replacement in layers.REPLACEMENTS if "activation" in replacement.module}
+    replaced = {replacement.cls for replacement in layers.REPLACEMENTS if replacement.module.endswith(".activation")}
     assert replaced == set(ACTIVATIONS)
 
 
@@ -196,7 +224,7 @@ def test_layers_older_than_an_engine_follow_its_choices():
     selection.configure({"opset": {"kernels": {"rms_norm": "reference"}}})
     layers.bind(model, DTYPE)
     (choice,) = [choice for choice in selection.choices() if choice.op == "rms_norm"]
-    assert model[0]._norm == choice.run == ops.rms_norm.reference
+    assert choice.kernel.name == "reference" and model[0]._norm is choice.run
 
 
 def test_ir_ops_reach_the_same_kernels():

@@ -1,0 +1,211 @@
+"""The attention backend as vLLM uses it: what it says of itself, and a layer's cache written and attended."""
+
+import pytest
+import torch
+
+from vllm_opset import selection
+
+pytestmark = pytest.mark.window
+
+NUM_BLOCKS, BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 20, 4, 4, 2, 16
+SCALE = HEAD_SIZE**-0.5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin(inspect_models_here):
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    selection.configure()
+    selection.forget()
+
+
+def impl(**arguments):
+    from vllm_opset.attention.impl import OpsetAttentionImpl
+
+    layer = OpsetAttentionImpl(NUM_HEADS, HEAD_SIZE, SCALE, NUM_KV_HEADS, **arguments)
+    layer.choose_kernels(torch.float32, BLOCK_SIZE)
+    return layer
+
+
+def empty_cache() -> torch.Tensor:
+    return torch.full((NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE), torch.nan)
+
+
+def metadata(seq_lens: list[int]):
+    """A step in which all tokens of these requests are new, on pages in a random order."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    pages = torch.randperm(NUM_BLOCKS - 1).int() + 1
+    width = -(-max(seq_lens) // BLOCK_SIZE)
+    block_table = torch.zeros(len(seq_lens), width, dtype=torch.int32)
+    slots, used = [], 0
+    for row, seq_len in enumerate(seq_lens):
+        needed = -(-seq_len // BLOCK_SIZE)
+        block_table[row, :needed] = pages[used : used + needed]
+        used += needed
+        position = torch.arange(seq_len)
+        slots.append(block_table[row, position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE)
+    starts = torch.tensor([0, *seq_lens]).cumsum(0).int()
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        num_reqs=len(seq_lens),
+        num_actual_tokens=sum(seq_lens),
+        max_query_len=max(seq_lens),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=block_table,
+        slot_mapping=torch.cat(slots),
+        causal=True,
+    )
+
+
+def builder(spec, *layers):
+    """A metadata builder for these layers, as the model runner makes it."""
+    from types import SimpleNamespace
+
+    from vllm_opset.attention.metadata import OpsetMetadataBuilder
+
+    context = {f"layer {i}": SimpleNamespace(impl=layer) for i, layer in enumerate(layers)}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    return OpsetMetadataBuilder(spec, list(context), config, torch.device("cpu"))
+
+
+def specs():
+    from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec, FullAttentionSpec
+
+    known = {
+        "block_size": BLOCK_SIZE,
+        "num_kv_heads": NUM_KV_HEADS,
+        "head_size": HEAD_SIZE,
+        "dtype": torch.float32,
+    }
+    return FullAttentionSpec(**known), EncoderOnlyAttentionSpec(**known)
+
+
+def tensors(num_tokens: int) -> tuple[torch.Tensor, ...]:
+    """query, key, value, output"""
+    heads = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS)
+    return tuple(torch.randn(num_tokens, n, HEAD_SIZE) for n in heads)
+
+
+def dense(query, key, value, seq_lens, *, window=None, causal=True, soft_cap=0.0, slopes=None, sinks=None):
+    """Attention of each request without a cache."""
+    outputs = []
+    repeat = NUM_HEADS // NUM_KV_HEADS
+    for q, k, v in zip(*(x.split(seq_lens) for x in (query, key, value)), strict=True):
+        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * SCALE
+        scores = soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
+        distance = torch.arange(len(k))[None] - torch.arange(len(q))[:, None]
+        if slopes is not None:
+            scores = scores + torch.tensor(slopes)[:, None, None] * distance
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if causal:
+            hidden |= distance > 0
+        if window is not None:
+            hidden |= distance.abs() >= window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=-1)
+        weights = scores.softmax(-1)[..., : len(k)]
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v.double()))
+    return torch.cat(outputs).float()
+
+
+CASES = {
+    "plain": ({}, {}),
+    "window": ({"sliding_window": 3}, {"window": 3}),
+    "soft cap": ({"logits_soft_cap": 0.5}, {"soft_cap": 0.5}),
+    "ALiBi": ({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, {"slopes": [0.5, 0.25, 0.125, 0.0625]}),
+    "sinks": ({"sinks": torch.tensor([0.5, -0.5, 1.0, 0.0])}, {"sinks": torch.tensor([0.5, -0.5, 1.0, 0.0])}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_writes_its_cache_and_attends(name):
+    arguments, expected = CASES[name]
+    layer, seq_lens = impl(**arguments), [1, 6, 9]
+    query, key, value, output = tensors(sum(seq_lens))
+    step = builder(specs()[0], layer).build(0, metadata(seq_lens))
+    layer.forward(None, query, key, value, empty_cache(), step, output)
+    torch.testing.assert_close(output, dense(query, key, value, seq_lens, **expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_an_encoder_attends_without_a_cache(window):
+    layer, seq_lens = impl(attn_type="encoder_only", sliding_window=window), [1, 6, 40]
+    query, key, value, output = tensors(sum(seq_lens))
+    step = builder(specs()[1], layer).build(0, metadata(seq_lens))
+    layer.forward(None, query, key, value, torch.tensor([]), step, output)
+    expected = dense(query, key, value, seq_lens, causal=False, window=window)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_share_a_cache_do_not_write_it():
+    owner, sharer = impl(), impl(kv_sharing_target_layer_name="layer 0")
+    query, key, value, output = tensors(6)
+    step, cache = builder(specs()[0], owner, sharer).build(0, metadata([6])), empty_cache()
+    owner.forward(None, query, key, value, cache, step, output)
+    expected, before = output.clone(), cache.clone()
+    for own in ((torch.randn_like(key), torch.randn_like(value)), (None, None)):
+        sharer.forward(None, query, *own, cache, step, output.zero_())
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(cache, before, equal_nan=True)
+
+
+def test_nothing_is_attended_while_vllm_measures():
+    query, key, value, output = tensors(6)
+    assert not impl().forward(None, query, key, value, torch.tensor([]), None, output).any()
+
+
+def test_the_kernel_is_the_chosen_one():
+    selection.configure({"opset": {"kernels": {"paged_attention": "reference"}}})
+    layer = impl()
+    (choice,) = [choice for choice in selection.choices() if choice.op == "paged_attention"]
+    assert choice.kernel.name == "reference" and layer._attend.func is choice.run
+
+
+def test_the_layout_of_both_interfaces():
+    """Until 0.28 the backend gives the shape; since 0.29 vLLM does, and it is the same."""
+    from vllm_opset.attention.backend import OpsetAttentionBackend as Backend
+
+    assert Backend.get_kv_cache_shape(NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE) == empty_cache().shape
+    assert sorted(Backend.get_kv_cache_stride_order()) == [0, 1, 2, 3]
+    assert sorted(Backend.get_kv_cache_stride_order(include_num_layers_dimension=True)) == [0, 1, 2, 3, 4]
+    if hasattr(Backend, "supported_kv_cache_layouts"):
+        assert Backend.supported_kv_cache_layouts() is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        ({"attn_type": "encoder_decoder"}, "encoder_decoder"),
+        ({"use_mla": True}, "MLA"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"use_non_causal": True}, "non-causal"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_with_the_reason(wanted, reason):
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from vllm_opset.platform import refusals
+
+    plain = {"head_size": HEAD_SIZE, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": None}
+    refusals.check_attention(None, AttentionSelectorConfig(**plain, has_sink=True, has_sliding_window=True))
+    with pytest.raises(refusals.Refusal, match=reason):
+        refusals.check_attention(None, AttentionSelectorConfig(**plain | wanted))
+
+
+def test_vllm_finds_it_by_name():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_opset.attention.backend import OpsetAttentionBackend
+
+    assert AttentionBackendEnum.CUSTOM.get_class() is OpsetAttentionBackend
+    assert OpsetAttentionBackend.get_name() == "CUSTOM"
