@@ -1,6 +1,7 @@
 """paged_attention: one launch for any batch. Few queries split their keys over programs; the last one merges."""
 
 import functools
+import math
 
 import torch
 import triton
@@ -72,7 +73,8 @@ def paged_attention(
         span = min(span, left + queries + right)
     block_n = max(MIN_ROWS, values["keys"] * ROW_BYTES // max(ROW_BYTES, row_bytes))
     wanted = values["programs"] * _multiprocessors(query.device) // num_items
-    num_splits = max(1, min(wanted, triton.cdiv(span, max(block_n, values["share"]))))
+    quickest = round(math.sqrt(_paged_attention.MERGE_KEYS.value * span) / block_n) * block_n
+    num_splits = max(1, min(wanted, triton.cdiv(span, max(block_n, quickest, values["share"]))))
     workspace = batch.once(_workspace, num_items, num_splits, rows, block_d) if num_splits > 1 else (None,) * 3
 
     _paged_attention.paged_attention[(num_items * num_splits,)](
