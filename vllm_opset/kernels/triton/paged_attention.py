@@ -70,7 +70,7 @@ def paged_attention(
 
     span = batch.max_seq_len
     if left is not None and right is not None:
-        span = min(span, left + queries + right)
+        span = min(span, left + right + min(queries, batch.max_query_len))
     block_n = max(MIN_ROWS, values["keys"] * ROW_BYTES // max(ROW_BYTES, row_bytes))
     wanted = values["programs"] * _multiprocessors(query.device) // num_items
     quickest = round(math.sqrt(_paged_attention.MERGE_KEYS.value * span) / block_n) * block_n
