@@ -1,6 +1,7 @@
 """The examples, as their own text and the README say to run them."""
 
 import re
+import shlex
 
 import pytest
 from processes import run
@@ -30,3 +31,13 @@ def test_the_examples_own_text_says_the_same():
 def test_ask(server):
     finished = run("python", "examples/ask.py", "Write plugin backwards.", "--url", f"{server.http.base_url}/v1")
     assert finished.out.splitlines()[-1] == "nigulp", finished
+
+
+@pytest.mark.serve
+def test_the_readmes_request(server):
+    """Sent to the server that its line before started; see `processes.SERVE`."""
+    _, _, curl = block("", "vllm serve examples/tiny-qwen3 ").partition("\n")
+    program, url, *options = shlex.split(curl)
+    assert (program, url.partition("/")[0]) == ("curl", "localhost:8000")
+    answer = server.post(f"/{url.partition('/')[2]}", options[options.index("-d") + 1])
+    assert answer.json()["choices"][0]["text"] == " nigulp"

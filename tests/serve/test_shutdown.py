@@ -5,13 +5,14 @@ import signal
 
 import pytest
 from processes import OUR_FRAME, Server, group_is_alive, wait_until
-from questions import grade, long_ones
+from questions import long_ones
 from streams import Stream, client
 
 pytestmark = pytest.mark.serve
 
-ENDLESS = {"max_tokens": 480, "ignore_eos": True, "prompt": "zq"}
-CLIENTS = 16
+# Long enough to be there when the signal comes.
+ENDLESS = {"max_tokens": 400, "ignore_eos": True, "prompt": "zq"}
+CLIENTS = 8
 # Servers that the tests below end, started together: most of the time of a start one core is idle.
 ARGUMENTS = {"at once": [], "graceful": ["--shutdown-timeout", "120"], "interrupted": []}
 
@@ -62,19 +63,18 @@ def test_a_sigterm_with_time_to_finish(servers):
     async def load() -> list[Stream]:
         async with client(server) as http:
             streams = [Stream() for _ in tasks]
-            requests = [{"prompt": task["completion"], "max_tokens": 64} for task in tasks]
             readers = [
-                asyncio.create_task(stream.read(http, **request))
-                for stream, request in zip(streams, requests, strict=True)
+                asyncio.create_task(stream.read(http, **ENDLESS | {"prompt": task["completion"]}))
+                for stream, task in zip(streams, tasks, strict=True)
             ]
             await asyncio.gather(*(stream.begun.wait() for stream in streams))
-            assert not all(stream.done for stream in streams)
+            assert not any(stream.done for stream in streams)
             server.process.terminate()
             return await asyncio.gather(*readers)
 
-    streams = asyncio.run(load())
-    assert all(stream.done for stream in streams)
-    assert all(grade(task["answer"], stream.text) for task, stream in zip(tasks, streams, strict=True))
+    for task, stream in zip(tasks, asyncio.run(load()), strict=True):
+        assert stream.done
+        assert stream.text.startswith(f" {task['answer']}")
     assert_ended_well(server, server.wait())
 
 
