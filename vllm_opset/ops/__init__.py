@@ -7,6 +7,7 @@ from vllm_opset.ops.gelu_and_mul import gelu_and_mul
 from vllm_opset.ops.gelu_fast import gelu_fast
 from vllm_opset.ops.gelu_new import gelu_new
 from vllm_opset.ops.layer_norm import layer_norm
+from vllm_opset.ops.linear import linear
 from vllm_opset.ops.mul_and_silu import mul_and_silu
 from vllm_opset.ops.paged_attention import paged_attention
 from vllm_opset.ops.qk_norm_rope_cache import qk_norm_rope_cache
@@ -22,6 +23,7 @@ from vllm_opset.ops.swigluoai_and_mul import swigluoai_and_mul
 from vllm_opset.ops.top_k_top_p_sample import top_k_top_p_sample
 
 ALL: tuple[Op, ...] = (
+    linear,
     rms_norm,
     fused_add_rms_norm,
     layer_norm,

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
-from vllm_opset.platform import kv_memory, layers, report, threads
+from vllm_opset.platform import kv_memory, layers, linear, report, threads
 from vllm_opset.platform.runner import OpsetCpuRunner
 
 logger = init_logger(f"vllm.{__name__}")
@@ -40,6 +40,7 @@ class OpsetCpuWorker(Worker):
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
         layers.bind(self.model_runner.get_model(), self.model_config.dtype)
+        linear.bind(self.model_runner.get_model())
 
     def determine_available_memory(self) -> int:
         return kv_memory.budget(self.vllm_config, self.get_kv_cache_spec().values())

@@ -1,0 +1,79 @@
+"""vLLM's layers with weights, multiplying by ops.linear, against vLLM's own."""
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from vllm_opset import selection
+from vllm_opset.platform import linear
+
+pytestmark = pytest.mark.window
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """A process that is all of a tensor-parallel group."""
+    from vllm.distributed import parallel_state
+
+    selection.configure()
+    selection.forget()
+    with set_current_vllm_config(VllmConfig()):
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
+            parallel_state.initialize_model_parallel()
+        yield
+
+
+def layers() -> torch.nn.ModuleDict:
+    return torch.nn.ModuleDict(
+        {
+            "replicated": ReplicatedLinear(48, 64),
+            "column": ColumnParallelLinear(48, 64),
+            "row": RowParallelLinear(48, 64, bias=False),
+            "head": ParallelLMHead(128, 48),
+            "embedding": VocabParallelEmbedding(128, 48),
+        }
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_multiply_as_before(num_tokens, dtype):
+    model = layers().to(dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=48**-0.5)
+    x = torch.randn(num_tokens, 48, dtype=dtype)
+    before = {name: layer.quant_method.apply(layer, x, None) for name, layer in model.items()}
+    linear.bind(model)
+    for name, layer in model.items():
+        torch.testing.assert_close(layer.quant_method.apply(layer, x, None), before[name], rtol=2**-7, atol=1e-5)
+    assert {choice.op for choice in selection.choices()} == {"linear"}
+
+
+def test_an_embedding_still_looks_up():
+    layer = VocabParallelEmbedding(128, 48)
+    torch.nn.init.normal_(layer.weight)
+    ids = torch.tensor([3, 0, 127])
+    linear.bind(layer)
+    assert torch.equal(layer(ids), layer.weight[ids])
+
+
+def test_weights_that_are_loaded_again_are_used():
+    model = layers()
+    linear.bind(model)
+    layer, x = model["row"], torch.randn(2, 48)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(64, 48))
+    assert torch.equal(layer(x)[0][:, :48], x)
+    layer.weight.data = torch.zeros(64, 48)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert not layer(x)[0].any()
+
+
+def test_a_model_that_was_loaded_uses_a_kernel_of_the_users_choice():
+    selection.configure({"opset": {"kernels": {"linear": "reference"}}})
+    linear.bind(layers())
+    (choice,) = selection.choices()
+    assert choice.kernel.name == "reference"
