@@ -92,7 +92,7 @@ def test_what_is_supported_is_configured(configure):
             {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
         ),
         ("KV connectors", "--kv-transfer-config", LLAMA, {"kv_transfer_config": "example connector"}),
-        ("quantised KV cache", "--kv-cache-dtype", LLAMA, {"kv_cache_dtype": "fp8"}),
+        ("KV cache in another dtype", "--kv-cache-dtype", LLAMA, {"kv_cache_dtype": "fp8"}),
         ("fp64 sampling noise", "--use-fp64-gumbel", LLAMA, {"use_fp64_gumbel": True}),
         ("prompt embeddings", "--enable-prompt-embeds", LLAMA, {"enable_prompt_embeds": True}),
         ("fast prefill", "--kv-sharing-fast-prefill", LLAMA, {"kv_sharing_fast_prefill": True}),

@@ -80,7 +80,7 @@ class LayerNormLayer(OpsetLayer):
         return self.forward_oot
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
-        return self._norm(x, self._parameters["weight"], self._parameters["bias"], self.eps)
+        return self._norm(x, self._parameters.get("weight"), self._parameters.get("bias"), self.eps)
 
 
 class RotaryEmbeddingLayer(OpsetLayer):

@@ -62,6 +62,11 @@ def _given(name: str) -> Callable[["VllmConfig"], bool]:
     return lambda config: getattr(config, name, None) is not None
 
 
+def _caches_in_another_dtype(config: "VllmConfig") -> bool:
+    same = () if config.model_config is None else (str(config.model_config.dtype).removeprefix("torch."),)
+    return config.cache_config.cache_dtype not in ("auto", *same)
+
+
 def _compiles(config: "VllmConfig") -> bool:
     from vllm.config import CompilationMode
 
@@ -124,11 +129,7 @@ RULES: tuple[Rule, ...] = (
         _compiles,
     ),
     # The KV cache
-    Rule(
-        "a quantised KV cache",
-        "leave out --kv-cache-dtype, or give bfloat16 or float16",
-        lambda config: config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16"),
-    ),
+    Rule("a KV cache in another dtype than the model's", "leave out --kv-cache-dtype", _caches_in_another_dtype),
     Rule("KV connectors", "leave out --kv-transfer-config", _given("kv_transfer_config")),
     Rule("encoder cache connectors", "leave out --ec-transfer-config", _given("ec_transfer_config")),
     Rule(
