@@ -15,6 +15,7 @@ from vllm_opset.ops.paged_batch import PagedBatch, window_sides
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 128  # query heads of a KV head: rows of the largest tile
 MIN_ROWS = 16  # that a matrix instruction takes
+WARPGROUP = 4  # warps: with fewer, the results of larger tiles do not fit the registers
 FEW_ROWS = 64  # of a request, at most, for what the launch parameters call few
 MAX_ROWS_FP32 = 32  # without tensor cores, a program's products are unrolled: more rows compile for minutes
 ROW_BYTES = 256  # of a query or key, up to which a tile holds as many as the launch parameters say
@@ -64,6 +65,7 @@ def paged_attention(
     row_bytes = block_d * query.element_size()
     rows = values["rows"] * ROW_BYTES // max(ROW_BYTES, row_bytes)
     rows = _rows(max(rows, batch.max_query_len * group if few else 0), group, query.dtype)
+    warps = values["warps"] if rows == MIN_ROWS else max(values["warps"], WARPGROUP)
     queries = rows // group
     one_tile = batch.max_query_len <= queries
     num_items = (num_reqs if one_tile else num_tokens // queries + num_reqs) * num_kv_heads
@@ -85,7 +87,7 @@ def paged_attention(
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
         LEFT=left, RIGHT=right, ONE_TILE=one_tile, ONE_PASS=few, SPLIT=num_splits > 1,
         BLOCK_M=rows, BLOCK_N=block_n, BLOCK_D=block_d,
-        num_warps=values["warps"], num_stages=values["stages"], **_launch.overlap(query.device),
+        num_warps=warps, num_stages=values["stages"], **_launch.overlap(query.device),
     )  # fmt: skip
 
 
