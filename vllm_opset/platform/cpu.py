@@ -51,10 +51,17 @@ class OpsetCpuPlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
-        from vllm.config import CompilationMode
+        from vllm.config import CompilationMode, CUDAGraphMode
 
-        if vllm_config.compilation_config.mode is None:
-            vllm_config.compilation_config.mode = CompilationMode.NONE
+        compilation = vllm_config.compilation_config
+        if compilation.mode is None:
+            compilation.mode = CompilationMode.NONE
+        if compilation.cudagraph_mode is None:
+            compilation.cudagraph_mode = CUDAGraphMode.NONE
+        # Passes of the compiler, which vLLM would announce as enabled.
+        for fusion in ("fuse_norm_quant", "fuse_act_quant"):
+            if getattr(compilation.pass_config, fusion) is None:
+                setattr(compilation.pass_config, fusion, False)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
