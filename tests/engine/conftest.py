@@ -7,7 +7,12 @@ from contextlib import contextmanager
 import pytest
 
 # An engine in the test's own process starts in a few seconds.
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "OPSET_COUNT_CALLS": "1"}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OPSET_COUNT_CALLS": "1",
+    "OPSET_NUM_THREADS": "1",
+}
 
 
 @contextmanager

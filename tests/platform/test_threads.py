@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from vllm_opset.platform import threads
+
 FORK = """
 import os, signal, torch
 from vllm_opset.platform import threads
@@ -44,16 +46,28 @@ def test_forked_process_would_hang_otherwise():
     [
         ({}, "4 2 1"),
         ({"OMP_NUM_THREADS": "1"}, "1 1 1"),
-        ({"OMP_NUM_THREADS": "1", "VLLM_OMP_NUM_THREADS_SET_BY_VLLM": "1"}, "4 2 1"),
+        ({"OMP_NUM_THREADS": "2", "OPSET_NUM_THREADS": "1"}, "1 1 1"),
+        ({"OMP_NUM_THREADS": "1", "OPSET_NUM_THREADS": "auto"}, "4 2 1"),
     ],
 )
 def test_threads_of_a_worker(environment, expected):
+    """Of one, of two and of eight workers on four cores, where vLLM says 3."""
     script = (
-        "from vllm_opset.platform import machine, threads; machine.physical_cores = lambda: 4\n"
+        "import os; from vllm_opset.platform import machine, threads; machine.physical_cores = lambda: 4\n"
+        "threads.remember_users_choice(); os.environ['OMP_NUM_THREADS'] = '3'; threads.remember_users_choice()\n"
         "print(*(threads.set_compute_threads(workers) for workers in (1, 2, 8)))"
     )
-    clean = {name: value for name, value in os.environ.items() if "OMP_NUM_THREADS" not in name}
-    process = subprocess.run(
+    process = run(script, environment)
+    assert process.stdout.strip() == expected, process.stderr
+
+
+def test_a_number_of_threads_that_is_none_is_an_error():
+    process = run("from vllm_opset.platform import threads; threads.set_compute_threads(1)", {threads.VARIABLE: "all"})
+    assert "OPSET_NUM_THREADS='all' is neither a number nor 'auto'" in process.stderr
+
+
+def run(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    clean = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    return subprocess.run(
         [sys.executable, "-c", script], env=clean | environment, capture_output=True, text=True, timeout=120
     )
-    assert process.stdout.strip() == expected, process.stderr

@@ -48,6 +48,7 @@ class OpsetCpuPlatform(Platform):
     def pre_register_and_update(cls, parser=None) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        threads.remember_users_choice()
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:

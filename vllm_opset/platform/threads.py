@@ -13,6 +13,9 @@ import torch
 
 from vllm_opset.platform import machine
 
+VARIABLE = "OPSET_NUM_THREADS"
+AUTO = "auto"
+
 OMP_PAUSE_HARD = 2  # omp_pause_resource_t in OpenMP 5.0: give back everything
 
 
@@ -24,17 +27,19 @@ def make_forking_safe() -> None:
         os.register_at_fork(before=functools.partial(pause, OMP_PAUSE_HARD))
 
 
+def remember_users_choice() -> None:
+    """Keeps OMP_NUM_THREADS as the user set it, for workers. vLLM sets it itself for several of them (0.26: to 1)."""
+    os.environ.setdefault(VARIABLE, os.environ.get("OMP_NUM_THREADS", AUTO))
+
+
 def set_compute_threads(num_workers: int) -> int:
     """Sets, and answers, how many threads this worker computes with, of `num_workers` on this machine.
 
-    Its share of the physical cores: a second thread on a core only gets in the way of the first one's vector units.
-    OMP_NUM_THREADS of the user's is obeyed.
+    OPSET_NUM_THREADS, or OMP_NUM_THREADS as it was when the engine was configured, or else its share of the physical
+    cores: a second thread on a core only gets in the way of the first one's vector units.
     """
-    if not _set_by_user():
-        torch.set_num_threads(max(1, machine.physical_cores() // num_workers))
+    choice = os.environ.get(VARIABLE, AUTO)
+    if choice != AUTO and not choice.isdecimal():
+        raise ValueError(f"{VARIABLE}={choice!r} is neither a number nor {AUTO!r}")
+    torch.set_num_threads(max(1, machine.physical_cores() // num_workers if choice == AUTO else int(choice)))
     return torch.get_num_threads()
-
-
-def _set_by_user() -> bool:
-    # vLLM sets OMP_NUM_THREADS itself for the start of several workers, and says so.
-    return "OMP_NUM_THREADS" in os.environ and os.environ.get("VLLM_OMP_NUM_THREADS_SET_BY_VLLM") != "1"

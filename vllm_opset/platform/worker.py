@@ -28,7 +28,7 @@ class OpsetCpuWorker(Worker):
     def init_device(self) -> None:
         self.device = torch.device("cpu")
         num_threads = threads.set_compute_threads(self.parallel_config.local_world_size)
-        logger.info("Computing with %d thread(s); set OMP_NUM_THREADS to choose", num_threads)
+        logger.info("Computing with %d thread(s); set OPSET_NUM_THREADS to choose", num_threads)
         init_worker_distributed_environment(
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, "gloo"
         )
