@@ -1,7 +1,16 @@
 """Every difference between the vLLM releases that are served (0.26 to 0.33), and everything that is changed in place.
 
-Each is one function that says why it is there, which releases need it and when it can go. Differences are found by
-looking at what vLLM offers, never by its version. Loading the plugin changes nothing else: a test compares.
+What is changed in place is one function here, which says why, for which releases, and when it can go. Differences are
+found by looking at what vLLM offers, never by its version. Most need no code of their own, since a method that a
+release does not know is never called:
+
+- `OpsetAttentionBackend.get_kv_cache_shape` and `get_kv_cache_stride_order` are asked until 0.28; later vLLM itself
+  decides on the same shape. `get_supported_kernel_block_sizes` takes an argument from 0.33 on.
+- `OpsetCpuRunner._postprocess_triton` is called until 0.30; `may_reinitialize_input_batch` lost an argument in 0.33.
+- `layers.REPLACEMENTS` says which classes came late. The family of rotary embeddings is found by what it shares.
+- `refusals` asks for parts of the configuration that came or went by `getattr`.
+- `threads` keeps OMP_NUM_THREADS from 0.26, which sets it to 1 for several workers and does not say so.
+- `ir` serves vLLM's IR, which goes after 0.33.
 """
 
 import torch

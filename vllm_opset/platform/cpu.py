@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 import torch
-from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_opset import selection
@@ -15,16 +14,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
 
-logger = init_logger(f"vllm.{__name__}")
-
 ATTENTION_BACKEND = "vllm_opset.attention.backend.OpsetAttentionBackend"
 WORKER = "vllm_opset.platform.worker.OpsetCpuWorker"
-
-# Decided before vLLM reads them; what the user set stands.
-ENVIRONMENT = {
-    # vLLM's second model runner consists of Triton kernels.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-}
 
 
 class OpsetCpuPlatform(Platform):
@@ -46,8 +37,8 @@ class OpsetCpuPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser=None) -> None:
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        # vLLM's second model runner consists of Triton kernels.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         threads.remember_users_choice()
 
     @classmethod
