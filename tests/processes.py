@@ -92,7 +92,8 @@ def wait_until(condition, what: str) -> None:
         time.sleep(0.05)
 
 
-SERVE = shlex.split(block("", "vllm serve examples/tiny-qwen3 ").splitlines()[0])
+def serve_command() -> list[str]:
+    return shlex.split(block("", "vllm serve examples/tiny-qwen3 ").splitlines()[0])
 
 
 class Server:
@@ -103,12 +104,20 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.log = log
-        command = [*SERVE, "--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log", *arguments]
+        command = [
+            *serve_command(),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--disable-uvicorn-access-log",
+            *arguments,
+        ]
         # More threads than a tiny model can use would only take the cores from the other processes of the test.
         variables = {"OMP_NUM_THREADS": 1, **variables}
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                command,
+                [*serve_command(), *address, "--disable-uvicorn-access-log", *arguments],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,

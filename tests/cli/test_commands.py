@@ -5,6 +5,7 @@ import json
 import pytest
 from click.testing import Result
 from processes import Finished, run
+from readme import block
 from typer.testing import CliRunner
 
 from vllm_opset import ops, selection
@@ -152,6 +153,13 @@ def test_a_wrong_word_is_an_error_that_says_what_is_known(command_here, words, v
     finished = command_here(*words, **variables)
     assert finished.exit_code == 2, finished.output
     assert message in " ".join(finished.output.replace("│", " ").split())
+
+
+def test_the_readmes_commands_exist(command_here):
+    for line in block("", "vllm-opset doctor").splitlines():
+        program, name, comment, *_ = line.split()
+        assert (program, comment) == ("vllm-opset", "#")
+        assert command_here(name, "--help").exit_code == 0
 
 
 # demo

@@ -35,7 +35,7 @@ def test_ask(server):
 
 @pytest.mark.serve
 def test_the_readmes_request(server):
-    """Sent to the server that its line before started; see `processes.SERVE`."""
+    """Sent to the server that its line before started; see `processes.serve_command`."""
     _, _, curl = block("", "vllm serve examples/tiny-qwen3 ").partition("\n")
     program, url, *options = shlex.split(curl)
     assert (program, url.partition("/")[0]) == ("curl", "localhost:8000")

@@ -4,12 +4,10 @@ import json
 
 import pytest
 from processes import Server
-from questions import HELD_OUT, grade
+from questions import HELD_OUT, REQUIRED, grade
 from streams import all_at_once, chat, complete
 
 pytestmark = pytest.mark.serve
-
-REQUIRED = 0.99
 
 # A kernel that takes the wrong half for the gate. (The model is sturdy: 1.5 times the right values do not mislead it.)
 WRONG = """

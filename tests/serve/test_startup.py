@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from processes import OUR_FRAME, SERVE, Finished, run
+from processes import OUR_FRAME, Finished, run, serve_command
 
 import vllm_opset
 
@@ -25,12 +25,12 @@ def without_module(folder: Path, module: str) -> Finished:
     shutil.copytree(Path(vllm_opset.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     broken = copy / f"{module.replace('.', '/')}.py"
     broken.write_text(f"import a_module_that_is_missing\n{broken.read_text()}")
-    return run(*SERVE, PYTHONPATH=copy.parent)
+    return run(*serve_command(), PYTHONPATH=copy.parent)
 
 
 def with_users_kernels(folder: Path, text: str) -> Finished:
     (folder / "users_kernels.py").write_text(text)
-    return run(*SERVE, PYTHONPATH=folder, OPSET_IMPORT="users_kernels")
+    return run(*serve_command(), PYTHONPATH=folder, OPSET_IMPORT="users_kernels")
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +40,9 @@ def starts(tmp_path_factory):
     with ThreadPoolExecutor(2) as pool:
         starts = {module: pool.submit(without_module, folder, module) for module in BROKEN_MODULES}
         starts["import"] = pool.submit(with_users_kernels, folder, "import a_module_that_is_missing")
-        starts["op"] = pool.submit(run, *SERVE, "--additional-config", json.dumps(MISSPELT))
-        starts["choice"] = pool.submit(run, *SERVE, OPSET_PLATFORM="of")
-        starts["off"] = pool.submit(run, *SERVE, OPSET_PLATFORM="off")
+        starts["op"] = pool.submit(run, *serve_command(), "--additional-config", json.dumps(MISSPELT))
+        starts["choice"] = pool.submit(run, *serve_command(), OPSET_PLATFORM="of")
+        starts["off"] = pool.submit(run, *serve_command(), OPSET_PLATFORM="off")
         yield starts
 
 

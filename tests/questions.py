@@ -2,13 +2,14 @@
 
 import json
 import runpy
-from pathlib import Path
 
 from readme import ROOT
 
-FOLDER: Path = ROOT / "examples" / "tiny-qwen3"
-HELD_OUT = [json.loads(line) for line in (FOLDER / "heldout.jsonl").read_text().splitlines()]
-grade = runpy.run_path(str(FOLDER / "tasks.py"))["grade"]
+MODEL = ROOT / "examples" / "tiny-qwen3"
+HELD_OUT = [json.loads(line) for line in (MODEL / "heldout.jsonl").read_text().splitlines()]
+# The share that must be answered exactly.
+REQUIRED = 0.99
+grade = runpy.run_path(str(MODEL / "tasks.py"))["grade"]
 
 
 def long_ones(count: int) -> list[dict]:
