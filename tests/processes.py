@@ -104,15 +104,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.log = log
-        command = [
-            *serve_command(),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--disable-uvicorn-access-log",
-            *arguments,
-        ]
+        address = ["--host", "127.0.0.1", "--port", str(port)]
         # More threads than a tiny model can use would only take the cores from the other processes of the test.
         variables = {"OMP_NUM_THREADS": 1, **variables}
         with log.open("w") as file:
