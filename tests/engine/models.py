@@ -53,6 +53,10 @@ def build(name: str, folder: Path) -> PreTrainedModel:
     """The model by that name, saved to the folder. The same weights every time."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").float().eval()
+    for parameter in model.parameters():
+        # The weights of norms, and biases: transformers leaves them at 1 and 0, where no mistake with them would show.
+        if parameter.ndim == 1:
+            parameter.data += SPREAD * torch.randn_like(parameter)
     model.save_pretrained(folder)
     return model
 
