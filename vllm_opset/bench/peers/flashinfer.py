@@ -1,0 +1,81 @@
+"""FlashInfer, which compiles its kernels when they are first used.
+
+What a step prepares once for all layers, its plan, is not part of the time.
+"""
+
+import functools
+import importlib
+import importlib.util
+import shutil
+
+import torch
+
+from vllm_opset.ops.paged_batch import PagedBatch, window_sides
+
+WORKSPACE_BYTES = 512 << 20  # for partial results; FlashInfer asks for 128 MiB or more
+
+
+def unavailable(device: str) -> str | None:
+    """It needs a GPU, and nvcc."""
+    if device != "cuda":
+        return "FlashInfer is for NVIDIA GPUs"
+    if not importlib.util.find_spec("flashinfer"):
+        return "FlashInfer is not installed"
+    return None if shutil.which("nvcc") else "FlashInfer needs nvcc to compile its kernels"
+
+
+def paged_attention(
+    query, kv_cache, batch, out, *, scale, window=None, soft_cap=0.0, alibi_slopes=None, sinks=None, k_scale=None,
+    v_scale=None,
+):  # fmt: skip
+    """Keys and values are taken as they lie."""
+    if alibi_slopes is not None or sinks is not None or k_scale is not None:
+        raise NotImplementedError("FlashInfer is not set up here for ALiBi, sinks or fp8")
+    left, right = window_sides(window, batch.causal)
+    if right not in (None, 0):
+        raise NotImplementedError("FlashInfer has no window on the right")
+    sizes = (*query.shape[1:], *kv_cache.shape[1:3])
+    planned = batch.once(_plan, sizes, query.dtype, scale, -1 if left is None else left, soft_cap)
+    planned.wrapper.run(query, kv_cache.chunk(2, dim=-1), out=out)
+
+
+class _Planned:
+    """A wrapper with its plan. Copies of a batch share it: it has its own copy of the block table."""
+
+    def __init__(self, wrapper) -> None:
+        self.wrapper = wrapper
+
+    def __deepcopy__(self, memo: dict) -> "_Planned":
+        return self
+
+
+def _plan(
+    batch: PagedBatch, sizes: tuple[int, int, int, int], dtype: torch.dtype, scale: float, left: int, soft_cap: float
+) -> _Planned:
+    """Reads lengths back from the device. sizes: query heads, their size, KV heads, tokens of a page."""
+    flashinfer = importlib.import_module("flashinfer")
+    num_heads, head_size, num_kv_heads, block_size = sizes
+    num_pages = (batch.seq_lens + block_size - 1) // block_size
+    page_start_loc = torch.nn.functional.pad(num_pages.cumsum(0, dtype=torch.int32), (1, 0))
+    columns = torch.arange(batch.block_table.shape[1], device=num_pages.device)
+    pages = batch.block_table[columns < num_pages[:, None]]
+    last_page_len = batch.seq_lens - (num_pages - 1) * block_size
+    common = {
+        "sm_scale": scale, "window_left": left, "logits_soft_cap": soft_cap, "q_data_type": dtype,
+        "kv_data_type": dtype,
+    }  # fmt: skip
+    shape = (num_heads, num_kv_heads, head_size, block_size)
+    if batch.max_query_len == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(), "HND", use_tensor_cores=True)
+        wrapper.plan(page_start_loc, pages, last_page_len, *shape, **common)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspace(), "HND")
+        starts = batch.query_start_loc
+        wrapper.plan(starts, page_start_loc, pages, last_page_len, *shape, causal=batch.causal, **common)
+    return _Planned(wrapper)
+
+
+@functools.cache
+def _workspace() -> torch.Tensor:
+    """One for all: calls follow each other."""
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
