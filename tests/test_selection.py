@@ -9,17 +9,17 @@ from vllm_opset import kernel as registry
 from vllm_opset import ops, selection
 from vllm_opset.kernel import PROVIDERS, Kernel, kernels_of
 from vllm_opset.ops.contract import Problem
-from vllm_opset.ops.rms_norm import RMSNormProblem
+from vllm_opset.ops.layer_norm import LayerNormProblem
 from vllm_opset.selection import OverrideError, choices, configure, fingerprint, select
 
-NORM = RMSNormProblem("cpu", torch.float32, 64, torch.float32)
+NORM = LayerNormProblem("cpu", torch.float32, 64, torch.float32)
 ACTIVATION = Problem("cpu", torch.float32)
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
     """No overrides, nothing chosen, and a registry that forgets what a test adds."""
-    kernels_of("rms_norm")
+    kernels_of("layer_norm")
     monkeypatch.setattr(registry, "_registry", {op: dict(known) for op, known in registry._registry.items()})
     monkeypatch.setattr(selection, "_overrides", None)
     monkeypatch.setattr(selection, "_choices", {})
@@ -29,7 +29,7 @@ def clean(monkeypatch):
 
 @pytest.fixture
 def override(monkeypatch, tmp_path):
-    """Says something through one of the three sources: `override(source, {"rms_norm": "reference"})`."""
+    """Says something through one of the three sources: `override(source, {"layer_norm": "reference"})`."""
 
     def override(source: str, kernels: dict[str, str], key: str = "kernels") -> dict:
         if source == "OPSET_KERNELS":
@@ -47,7 +47,7 @@ SOURCES = pytest.mark.parametrize("source", ["OPSET_KERNELS", "OPSET_CONFIG", "-
 
 
 def add_kernel(
-    op: str = "rms_norm", name: str = "mine", provider="tests", devices=(), refuses=None, run=None
+    op: str = "layer_norm", name: str = "mine", provider="tests", devices=(), refuses=None, run=None
 ) -> Kernel:
     new = Kernel(op, name, provider, devices, lambda problem: refuses, run or ops.BY_NAME[op].reference)
     registry._registry[op][name] = new
@@ -58,7 +58,7 @@ def add_kernel(
 
 
 def test_the_devices_own_kernel_is_preferred():
-    choice = select(ops.rms_norm, NORM)
+    choice = select(ops.layer_norm, NORM)
     assert (choice.kernel.name, choice.reason) == ("cpu", "first kernel for cpu that supports it")
     assert choice.run is choice.kernel.run
 
@@ -69,7 +69,7 @@ def test_an_op_without_a_kernel_for_the_device_has_its_reference():
 
 
 def test_on_an_unknown_device_the_reference_runs():
-    assert select(ops.rms_norm, RMSNormProblem("xpu", torch.float32, 64, None)).kernel.name == "reference"
+    assert select(ops.layer_norm, LayerNormProblem("xpu", torch.float32, 64, None)).kernel.name == "reference"
 
 
 def test_a_kernel_that_cannot_is_passed_over_with_its_reason():
@@ -81,7 +81,7 @@ def test_a_kernel_that_cannot_is_passed_over_with_its_reason():
 
 def test_a_users_kernel_waits_to_be_named():
     add_kernel()
-    assert select(ops.rms_norm, NORM).kernel.name == "cpu"
+    assert select(ops.layer_norm, NORM).kernel.name == "cpu"
 
 
 def test_every_other_kernel_has_its_reason():
@@ -107,9 +107,9 @@ def test_with_an_override_every_other_kernel_has_its_reason():
 
 
 def test_a_choice_is_made_once():
-    choice = select(ops.rms_norm, NORM)
-    assert select(ops.rms_norm, RMSNormProblem("cpu", torch.float32, 64, torch.float32)) is choice
-    assert select(ops.rms_norm, RMSNormProblem("cpu", torch.float32, 65, torch.float32)) is not choice
+    choice = select(ops.layer_norm, NORM)
+    assert select(ops.layer_norm, LayerNormProblem("cpu", torch.float32, 64, torch.float32)) is choice
+    assert select(ops.layer_norm, LayerNormProblem("cpu", torch.float32, 65, torch.float32)) is not choice
 
 
 def test_a_chosen_kernel_that_fails_raises():
@@ -126,31 +126,31 @@ def test_a_chosen_kernel_that_fails_raises():
 
 @SOURCES
 def test_an_override_is_obeyed_and_named_as_the_reason(source, override):
-    configure(override(source, {"rms_norm": "reference"}))
-    choice = select(ops.rms_norm, NORM)
+    configure(override(source, {"layer_norm": "reference"}))
+    choice = select(ops.layer_norm, NORM)
     assert choice.kernel.name == "reference"
     assert choice.reason.startswith(f"asked for by {source}")
-    assert select(ops.silu_and_mul, ACTIVATION).kernel.name == "cpu"
+    assert select(ops.gelu_new, ACTIVATION).kernel.name == "cpu"
 
 
 def test_the_most_specific_source_counts(override):
     for name in ("one", "two", "three"):
         add_kernel(name=name)
-    override("OPSET_KERNELS", {"rms_norm": "one", "silu_and_mul": "reference"})
-    assert select(ops.rms_norm, NORM).kernel.name == "one"
-    override("OPSET_CONFIG", {"rms_norm": "two"})
+    override("OPSET_KERNELS", {"layer_norm": "one", "gelu_new": "reference"})
+    assert select(ops.layer_norm, NORM).kernel.name == "one"
+    override("OPSET_CONFIG", {"layer_norm": "two"})
     configure()
-    assert select(ops.rms_norm, NORM).kernel.name == "two"
-    configure(override("--additional-config", {"rms_norm": "three"}))
-    assert select(ops.rms_norm, NORM).kernel.name == "three"
-    assert select(ops.silu_and_mul, ACTIVATION).kernel.name == "reference", "a source overrides ops, not whole sources"
+    assert select(ops.layer_norm, NORM).kernel.name == "two"
+    configure(override("--additional-config", {"layer_norm": "three"}))
+    assert select(ops.layer_norm, NORM).kernel.name == "three"
+    assert select(ops.gelu_new, ACTIVATION).kernel.name == "reference", "a source overrides ops, not whole sources"
 
 
 def test_spaces_and_empty_words_do_not_matter(monkeypatch):
-    monkeypatch.setenv("OPSET_KERNELS", " rms_norm = reference ,, silu_and_mul=reference,")
+    monkeypatch.setenv("OPSET_KERNELS", " layer_norm = reference ,, gelu_new=reference,")
     assert {op: override.kernel for op, override in configure().items()} == {
-        "rms_norm": "reference",
-        "silu_and_mul": "reference",
+        "layer_norm": "reference",
+        "gelu_new": "reference",
     }
 
 
@@ -161,7 +161,7 @@ def test_an_empty_file_says_nothing(monkeypatch, tmp_path):
 
 
 def test_other_users_of_additional_config_are_left_alone():
-    assert configure({"somebody else": {"rms_norm": "theirs"}}) == {}
+    assert configure({"somebody else": {"layer_norm": "theirs"}}) == {}
 
 
 # What users are told.
@@ -176,30 +176,30 @@ def test_an_unknown_op_is_an_error_that_names_the_nearest(source, override):
 @SOURCES
 def test_an_unknown_kernel_is_an_error_that_names_the_nearest(source, override):
     with pytest.raises(
-        OverrideError, match=f"{source}.*rms_norm has no kernel 'refrence' here; did you mean 'reference'?"
+        OverrideError, match=f"{source}.*layer_norm has no kernel 'refrence' here; did you mean 'reference'?"
     ):
-        configure(override(source, {"rms_norm": "refrence"}))
+        configure(override(source, {"layer_norm": "refrence"}))
 
 
 @pytest.mark.parametrize("source", ["OPSET_CONFIG", "--additional-config"])
 def test_an_unknown_key_is_an_error_that_names_the_nearest(source, override):
     with pytest.raises(OverrideError, match=f"{source}.*unknown key 'kernel'; did you mean 'kernels'?"):
-        configure(override(source, {"rms_norm": "reference"}, key="kernel"))
+        configure(override(source, {"layer_norm": "reference"}, key="kernel"))
 
 
 def test_a_name_like_no_other_is_answered_with_all():
     with pytest.raises(OverrideError, match="has no kernel 'xyzzy' here; known: cpu, reference"):
-        configure({"opset": {"kernels": {"silu_and_mul": "xyzzy"}}} | {})
+        configure({"opset": {"kernels": {"gelu_new": "xyzzy"}}} | {})
 
 
 def test_a_word_that_is_no_pair_is_an_error(monkeypatch):
-    monkeypatch.setenv("OPSET_KERNELS", "rms_norm")
-    with pytest.raises(OverrideError, match="OPSET_KERNELS: 'rms_norm' is not of the form op=kernel"):
+    monkeypatch.setenv("OPSET_KERNELS", "layer_norm")
+    with pytest.raises(OverrideError, match="OPSET_KERNELS: 'layer_norm' is not of the form op=kernel"):
         configure()
 
 
 @pytest.mark.parametrize(
-    "config", ["reference", ["rms_norm"], {"kernels": "reference"}, {"kernels": ["rms_norm"]}], ids=str
+    "config", ["reference", ["layer_norm"], {"kernels": "reference"}, {"kernels": ["layer_norm"]}], ids=str
 )
 def test_a_config_of_another_shape_is_an_error(config):
     with pytest.raises(OverrideError, match=r"--additional-config.*expected keys with values, not"):
@@ -208,8 +208,8 @@ def test_a_config_of_another_shape_is_an_error(config):
 
 @pytest.mark.parametrize("value", [True, 3, None, ["reference"]], ids=str)
 def test_a_kernel_that_is_no_name_is_an_error(value):
-    with pytest.raises(OverrideError, match="rms_norm has no kernel"):
-        configure({"opset": {"kernels": {"rms_norm": value}}})
+    with pytest.raises(OverrideError, match="layer_norm has no kernel"):
+        configure({"opset": {"kernels": {"layer_norm": value}}})
 
 
 def test_a_file_that_is_not_there_is_an_error(monkeypatch):
@@ -219,7 +219,7 @@ def test_a_file_that_is_not_there_is_an_error(monkeypatch):
 
 
 def test_a_file_that_is_no_yaml_is_an_error(monkeypatch, tmp_path):
-    (tmp_path / "opset.yaml").write_text("kernels: {rms_norm: [")
+    (tmp_path / "opset.yaml").write_text("kernels: {layer_norm: [")
     monkeypatch.setenv("OPSET_CONFIG", str(tmp_path / "opset.yaml"))
     with pytest.raises(OverrideError, match=r"(?s)OPSET_CONFIG: cannot read .*opset\.yaml: .*line 1"):
         configure()
@@ -227,11 +227,11 @@ def test_a_file_that_is_no_yaml_is_an_error(monkeypatch, tmp_path):
 
 def test_a_kernel_that_cannot_do_it_is_refused_with_its_reason_and_those_that_can():
     add_kernel(refuses="only 128 columns")
-    configure({"opset": {"kernels": {"rms_norm": "mine"}}})
+    configure({"opset": {"kernels": {"layer_norm": "mine"}}})
     with pytest.raises(OverrideError) as error:
-        select(ops.rms_norm, NORM)
+        select(ops.layer_norm, NORM)
     assert str(error.value) == (
-        "--additional-config asks for rms_norm=mine, which cannot do it: only 128 columns "
+        "--additional-config asks for layer_norm=mine, which cannot do it: only 128 columns "
         "(device=cpu, dtype=float32, hidden_size=64, weight_dtype=float32). "
         "Remove that override, or name a kernel that can: cpu, reference"
     )
@@ -239,9 +239,9 @@ def test_a_kernel_that_cannot_do_it_is_refused_with_its_reason_and_those_that_ca
 
 def test_a_kernel_of_another_device_is_refused():
     add_kernel(devices=("cuda",))
-    configure({"opset": {"kernels": {"rms_norm": "mine"}}})
+    configure({"opset": {"kernels": {"layer_norm": "mine"}}})
     with pytest.raises(OverrideError, match="it runs on cuda, not on cpu"):
-        select(ops.rms_norm, NORM)
+        select(ops.layer_norm, NORM)
 
 
 def test_a_provider_that_cannot_be_had_is_named_with_its_cure(monkeypatch):
@@ -249,9 +249,9 @@ def test_a_provider_that_cannot_be_had_is_named_with_its_cure(monkeypatch):
     from vllm_opset.kernels import triton
 
     monkeypatch.setattr(triton, "unavailable", lambda: "Triton is not installed: pip install triton")
-    registry._registry["rms_norm"].pop("triton", None)
+    registry._registry["layer_norm"].pop("triton", None)
     with pytest.raises(OverrideError, match="no kernel 'triton' here; Triton is not installed: pip install triton"):
-        configure({"opset": {"kernels": {"rms_norm": "triton"}}})
+        configure({"opset": {"kernels": {"layer_norm": "triton"}}})
 
 
 # The user's own modules.
@@ -298,36 +298,36 @@ def test_a_users_module_that_fails_is_an_error_that_names_it(module, monkeypatch
 
 
 def test_choices_are_listed_in_the_order_of_the_ops():
-    for op, problem in ((ops.relu2, ACTIVATION), (ops.silu_and_mul, ACTIVATION), (ops.rms_norm, NORM)):
+    for op, problem in ((ops.relu2, ACTIVATION), (ops.gelu_new, ACTIVATION), (ops.layer_norm, NORM)):
         select(op, problem)
-    assert [choice.op for choice in choices()] == ["rms_norm", "silu_and_mul", "relu2"]
+    assert [choice.op for choice in choices()] == ["layer_norm", "gelu_new", "relu2"]
 
 
 def test_only_other_overrides_make_configuring_forget_earlier_choices():
-    choice = select(ops.rms_norm, NORM)
+    choice = select(ops.layer_norm, NORM)
     configure()
     assert choices() == [choice]
-    configure({"opset": {"kernels": {"rms_norm": "reference"}}})
+    configure({"opset": {"kernels": {"layer_norm": "reference"}}})
     assert choices() == []
 
 
 def test_the_fingerprint_is_plain_and_independent_of_the_order():
-    problems = [NORM, RMSNormProblem("cpu", torch.bfloat16, 64, None)]
+    problems = [NORM, LayerNormProblem("cpu", torch.bfloat16, 64, None)]
     fingerprints = set()
     for order in (problems, problems[::-1]):
         selection._choices.clear()
         for problem in order:
-            select(ops.rms_norm, problem)
+            select(ops.layer_norm, problem)
         fingerprints.add(fingerprint())
     (only,) = fingerprints
-    assert "rms_norm=cpu@cpu[device=cpu, dtype=float32, hidden_size=64, weight_dtype=float32]" in only
+    assert "layer_norm=cpu@cpu[device=cpu, dtype=float32, hidden_size=64, weight_dtype=float32]" in only
 
 
 def test_the_fingerprint_tells_kernels_apart():
-    select(ops.rms_norm, NORM)
+    select(ops.layer_norm, NORM)
     default = fingerprint()
-    configure({"opset": {"kernels": {"rms_norm": "reference"}}})
-    select(ops.rms_norm, NORM)
+    configure({"opset": {"kernels": {"layer_norm": "reference"}}})
+    select(ops.layer_norm, NORM)
     assert fingerprint() != default
 
 

@@ -7,13 +7,18 @@ A kernel file says
 
 `supports(problem)` answers None, or in a few words why not; its docstring is what `vllm-opset ops` shows. It looks at
 nothing but the problem: no environment, no data. Which kernel runs is decided elsewhere, in `selection`.
+
+A kernel that wants an argument in a form of its own, a weight packed for its processor say, names what makes it:
+`@kernel(…, prepare={"weight": pack})`. It is made once, when a model is loaded, and `run` is given nothing else.
 """
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
+
+import torch
 
 from vllm_opset import kernels, ops
 from vllm_opset.ops.contract import Op, Problem
@@ -29,7 +34,7 @@ class Kernel:
     """An implementation of an op.
 
     provider: the folder of `kernels/` it came from, or the user's module. devices: the torch device types that its
-    provider runs on; () for any.
+    provider runs on; () for any. prepare: what makes of an argument what `run` wants in its place.
     """
 
     op: str
@@ -38,6 +43,7 @@ class Kernel:
     devices: tuple[str, ...]
     supports: Supports = field(repr=False)
     run: Callable = field(repr=False)
+    prepare: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         return f"{self.op}={self.name}"
@@ -45,6 +51,24 @@ class Kernel:
     def runs_on(self, device: str) -> bool:
         """Whether its provider runs on this type of device at all."""
         return not self.devices or device in self.devices
+
+    def prepared(self, parameter: str, argument: torch.Tensor) -> torch.Tensor:
+        """What `run` takes for an argument of its op."""
+        return self.prepare[parameter](argument) if parameter in self.prepare else argument
+
+    def prepared_call(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments of a call of the op, as `run` takes them."""
+        if not self.prepare:
+            return args, kwargs
+        bound = ops.BY_NAME[self.op].signature.bind(*args, **kwargs)
+        for parameter, argument in bound.arguments.items():
+            bound.arguments[parameter] = self.prepared(parameter, argument)
+        return bound.args, bound.kwargs
+
+    def call(self, *args, **kwargs):
+        """One call of the op, with what is to be prepared prepared for it alone."""
+        args, kwargs = self.prepared_call(args, kwargs)
+        return self.run(*args, **kwargs)
 
 
 def everything(problem: Problem) -> None:
@@ -57,7 +81,9 @@ _registry: dict[str, dict[str, Kernel]] = {
 _loaded: set[str] = set()
 
 
-def kernel(op: Op, *, name: str, supports: Supports = everything) -> Callable[[Callable], Callable]:
+def kernel(
+    op: Op, *, name: str, supports: Supports = everything, prepare: Mapping[str, Callable] | None = None
+) -> Callable[[Callable], Callable]:
     """Registers the decorated function as an implementation of `op`, with the signature of the op's reference.
 
     Raises ValueError if the op already has a kernel of that name.
@@ -68,7 +94,7 @@ def kernel(op: Op, *, name: str, supports: Supports = everything) -> Callable[[C
             raise ValueError(f"{op.name} already has a kernel named {name!r}, from {_registry[op.name][name].provider}")
         provider = _provider_of(run)
         devices = _package(provider).DEVICES if provider in PROVIDERS else ()
-        _registry[op.name][name] = Kernel(op.name, name, provider, devices, supports, run)
+        _registry[op.name][name] = Kernel(op.name, name, provider, devices, supports, run, prepare or {})
         return run
 
     return register

@@ -57,7 +57,7 @@ def check_sample(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> 
     error = failure = None
     unsupported = kernel.supports(op.describe(*args, **kwargs))
     if unsupported is None:
-        returned, failure = _attempt(kernel.run, args, kwargs)
+        returned, failure = _attempt(kernel.call, args, kwargs)
         if failure is None:
             call = Call.of(op, args, kwargs, returned)
             failure = _malformed(call, Call.to_reference(op, sample)) or _trespassed(op, call, sample)
@@ -95,7 +95,7 @@ def check_refusal(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) ->
     args, kwargs = sample.make()
     failure = "did not raise ValueError"
     try:
-        kernel.run(*args, **kwargs)
+        kernel.call(*args, **kwargs)
     except ValueError:
         failure = None
     except Exception as error:
@@ -113,7 +113,7 @@ def check_property(op: Op, kernel: Kernel, name: str, device: str, dtype: torch.
         if unsupported is not None:
             skipped.append(unsupported)
             return op.reference(*args, **kwargs)
-        return kernel.run(*args, **kwargs)
+        return kernel.call(*args, **kwargs)
 
     _, failure = _attempt(law, (run, device, dtype), {})
     case = f"property: {name.replace('_', ' ')}"

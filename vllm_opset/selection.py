@@ -22,7 +22,7 @@ from vllm_opset.kernel import PROVIDERS, REFERENCE, Kernel, kernels_of, load
 from vllm_opset.ops.contract import Op, Problem
 
 # Which providers are tried on a device, first to last. The reference closes every list: it runs anywhere.
-PREFERENCE: Mapping[str, tuple[str, ...]] = {"cpu": ("cpu",), "cuda": ("triton",), "npu": ("ascend",)}
+PREFERENCE: Mapping[str, tuple[str, ...]] = {"cpu": ("cpp", "cpu"), "cuda": ("triton",), "npu": ("ascend",)}
 CONFIG_KEYS = ("kernels",)
 
 

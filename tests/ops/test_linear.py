@@ -4,8 +4,9 @@ import torch.nn.functional as F
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
-from vllm_opset.kernels.cpu.linear import FEW
+from vllm_opset.kernels.cpu.linear import FEW, STAYS_IN_CACHE
 from vllm_opset.ops import samples
+from vllm_opset.ops.contract import Problem
 
 RNG = samples.generator("test_linear")
 
@@ -18,19 +19,28 @@ def test_agrees_with_torch(dtype, agree, with_bias):
     agree(ops.linear(x, weight, bias), exact.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", FEW, ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_every_way_of_the_cpu_kernel_is_in_the_samples(dtype):
-    """One token, few, and many: a sample with and one without a bias of each."""
-    tokens = [
-        args[0].shape[0] for sample in ops.linear.samples("cpu", dtype) if len((args := sample.make()[0])[0].shape) == 2
-    ]
-    ways = [("one" if n == 1 else "few" if n in FEW[dtype] else "many") for n in tokens]
-    assert all(ways.count(way) >= 2 for way in ("one", "few", "many"))
+def test_every_way_of_the_cpu_kernel_is_in_the_samples():
+    """In fp32, with and without a bias: the weight as the left factor and as the right one."""
+    calls = [sample.make()[0] for sample in ops.linear.samples("cpu", torch.float32)]
+    ways = {
+        (x.shape[0] in FEW and weight.nbytes > STAYS_IN_CACHE, bias is None) for x, weight, bias in calls if x.ndim == 2
+    }
+    assert len(ways) == 4
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 80])
 def test_a_bias_is_added_before_the_rounding(num_tokens):
     """In bf16 the product 257 has no place; with a bias of −1 the result has one."""
     x, weight = torch.ones(num_tokens, 257, dtype=torch.bfloat16), torch.ones(8, 257, dtype=torch.bfloat16)
-    y = kernels_of("linear")["cpu"].run(x, weight, torch.full((8,), -2.0, dtype=torch.bfloat16))
+    y = kernels_of("linear")["cpu"].call(x, weight, torch.full((8,), -2.0, dtype=torch.bfloat16))
     assert (y == 255).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_weight_is_packed_where_onednn_multiplies(dtype):
+    kernel = kernels_of("linear")["cpu"]
+    weight = torch.ones(8, 16, dtype=dtype)
+    if kernel.supports(Problem("cpu", dtype)):
+        pytest.skip(f"oneDNN does not multiply in {dtype} on this processor")
+    assert kernel.prepared("weight", weight).is_mkldnn
+    assert kernel.prepared("weight", weight.float()).layout is torch.strided

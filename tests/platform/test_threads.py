@@ -51,9 +51,9 @@ def test_forked_process_would_hang_otherwise():
     ],
 )
 def test_threads_of_a_worker(environment, expected):
-    """Of one, of two and of eight workers on four cores, where vLLM says 3."""
+    """Of one, of two and of eight workers on five cores, one of which is for the rest, where vLLM says 3."""
     script = (
-        "import os; from vllm_opset.platform import machine, threads; machine.physical_cores = lambda: 4\n"
+        "import os; from vllm_opset.platform import machine, threads; machine.physical_cores = lambda: 5\n"
         "threads.remember_users_choice(); os.environ['OMP_NUM_THREADS'] = '3'; threads.remember_users_choice()\n"
         "print(*(threads.set_compute_threads(workers) for workers in (1, 2, 8)))"
     )

@@ -82,7 +82,7 @@ def measure(
         if check.skipped:
             return dataclasses.replace(result, skipped=check.skipped)
         call = sample.make()
-        timing = time_call(candidate.kernel.run, call, device)
+        timing = time_call(candidate.kernel.run, call, device, candidate.kernel.prepared_call)
     except (NotImplementedError, RuntimeError) as reason:  # it cannot do the case, or not in a CUDA graph
         return dataclasses.replace(result, skipped=str(reason).strip().splitlines()[0])
     cost = op.cost_of(*call[0], **call[1])

@@ -30,21 +30,27 @@ class Timing:
     spread: float
 
 
-def time_call(run: Callable, call: Call, device: str) -> Timing:
+def as_it_is(args: tuple, kwargs: dict) -> Call:
+    return args, kwargs
+
+
+def time_call(run: Callable, call: Call, device: str, prepare: Callable[..., Call] = as_it_is) -> Timing:
     """Seconds that `run(*args, **kwargs)` takes on the device, for inputs like `call`, which it may mutate.
 
+    prepare: what is done to the arguments before, in time that does not count.
     Raises RuntimeError if it cannot be captured in a CUDA graph: then it cannot be used where speed matters either.
     """
-    return _time_cuda(run, call) if device == "cuda" else _time_cpu(run, call)
+    return _time_cuda(run, call, prepare) if device == "cuda" else _time_cpu(run, call, prepare)
 
 
-def _time_cuda(run: Callable, call: Call) -> Timing:
+def _time_cuda(run: Callable, call: Call, prepare: Callable) -> Timing:
     _make_room()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        _seconds_on_stream(run, call)  # compiles
-        seconds = _seconds_on_stream(run, call)
-        calls = _copies(run, call, limit=min(MAX_CALLS, max(2, round(ROUND_SECONDS / seconds))))
+        prepared = prepare(*call)
+        _seconds_on_stream(run, prepared)  # compiles
+        seconds = _seconds_on_stream(run, prepared)
+        calls = _copies(run, call, prepare, limit=min(MAX_CALLS, max(2, round(ROUND_SECONDS / seconds))))
         sweep = torch.zeros(SWEEP_BYTES // 4, dtype=torch.int32, device="cuda")
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -84,9 +90,8 @@ def _seconds_on_stream(run: Callable, call: Call) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def _time_cpu(run: Callable, call: Call) -> Timing:
-    run(*call[0], **call[1])
-    calls = _copies(run, call, limit=MAX_CALLS)
+def _time_cpu(run: Callable, call: Call, prepare: Callable) -> Timing:
+    calls = _copies(run, call, prepare, limit=MAX_CALLS)
     seconds, deadline = [], time.perf_counter() + CPU_SECONDS
     while time.perf_counter() < deadline or len(seconds) < 3:
         args, kwargs = calls[len(seconds) % len(calls)]
@@ -96,12 +101,13 @@ def _time_cpu(run: Callable, call: Call) -> Timing:
     return _summary(seconds)
 
 
-def _copies(run: Callable, call: Call, limit: int) -> list[Call]:
+def _copies(run: Callable, call: Call, prepare: Callable, limit: int) -> list[Call]:
     """Copies of the inputs, at least two, as many as the limit and the memory for them and their outputs allow."""
-    operands = (call, run(*call[0], **call[1]))
+    args, kwargs = prepare(*call)
+    operands = (call, run(*args, **kwargs))
     size = sum({s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, _tensors(operands))}.values())
     fitting = int(MEMORY_SHARE * _free_memory(call)) // max(1, size)
-    return [copy.deepcopy(call) for _ in range(max(2, min(limit, fitting)))]
+    return [prepare(*copy.deepcopy(call)) for _ in range(max(2, min(limit, fitting)))]
 
 
 def _free_memory(call: Call) -> int:

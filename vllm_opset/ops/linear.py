@@ -1,7 +1,7 @@
 """linear: the projection of activations by a weight, with or without a bias.
 
-Semantics: `torch.nn.functional.linear`, which vLLM's layers with unquantised weights call, language
-model heads included.
+Semantics: `torch.nn.functional.linear`, which vLLM's layers with unquantised weights call, language model heads
+included. A kernel may want the weight prepared (`Kernel.prepare`): it does not change between calls.
 """
 
 from collections.abc import Iterator
@@ -67,6 +67,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     for num_tokens in (1, 2, 16, 80):
         yield sample(f"{num_tokens} tokens", (num_tokens, 128), 192)
         yield sample(f"{num_tokens} tokens, bias", (num_tokens, 128), 192, bias=True)
+    # More than a core's cache keeps.
+    yield sample("large weight", (16, 640), 512)
+    yield sample("large weight, bias", (16, 640), 512, bias=True)
     yield sample("odd features", (3, 77), 33, bias=True)
     yield sample("one output", (16, 64), 1, bias=True)
     yield sample("strided rows", (16, 96), 48, layout=samples.row_view)

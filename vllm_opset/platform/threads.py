@@ -36,10 +36,11 @@ def set_compute_threads(num_workers: int) -> int:
     """Sets, and answers, how many threads this worker computes with, of `num_workers` on this machine.
 
     OPSET_NUM_THREADS, or OMP_NUM_THREADS as it was when the engine was configured, or else its share of the physical
-    cores: a second thread on a core only gets in the way of the first one's vector units.
+    cores but one. A second thread on a core only gets in the way of the first one's vector units; and where no core is
+    left for vLLM's other processes, all threads wait for the one that these interrupt.
     """
     choice = os.environ.get(VARIABLE, AUTO)
     if choice != AUTO and not choice.isdecimal():
         raise ValueError(f"{VARIABLE}={choice!r} is neither a number nor {AUTO!r}")
-    torch.set_num_threads(max(1, machine.physical_cores() // num_workers if choice == AUTO else int(choice)))
+    torch.set_num_threads(max(1, (machine.physical_cores() - 1) // num_workers if choice == AUTO else int(choice)))
     return torch.get_num_threads()

@@ -1,0 +1,67 @@
+// What the kernels share: the element types, rows of vectors, and when work is worth several threads.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+namespace opset {
+
+template <class To, class From>
+inline To bits_of(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+// A scalar type, so that compilers make vectors of it.
+enum class bfloat16 : uint16_t {};
+
+inline float widen(float value) { return value; }
+inline float widen(bfloat16 value) { return bits_of<float>(uint32_t(value) << 16); }
+
+template <class E>
+E narrow(float value);
+
+template <>
+inline float narrow(float value) {
+    return value;
+}
+
+// To the nearest, of two equally near ones to the even one. NaN stays NaN.
+template <>
+inline bfloat16 narrow(float value) {
+    const uint32_t wide = bits_of<uint32_t>(value);
+    const uint32_t rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
+    return bfloat16((wide & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+// Calls f with a null pointer of the element type that Python calls `type`.
+template <class F>
+inline void with_type(int64_t type, F f) {
+    if (type == 0) f(static_cast<float*>(nullptr));
+    else f(static_cast<bfloat16*>(nullptr));
+}
+
+// e^x to 1e-7 of itself, in code that compilers turn into vectors; below -87 it is 1e-38 instead of less.
+inline float exp(float x) {
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    const float n = std::nearbyint(x * 1.44269504f);
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
+    float p = 1.9875691e-4f;
+    p = p * r + 1.3981999e-3f;
+    p = p * r + 8.3334519e-3f;
+    p = p * r + 4.1665796e-2f;
+    p = p * r + 1.6666665e-1f;
+    p = p * r + 5.0000001e-1f;
+    return (p * r * r + r + 1.0f) * bits_of<float>((int32_t(n) + 127) << 23);
+}
+
+// Elements of work below which waking a second thread costs more than it saves.
+constexpr int64_t WORTH_THREADS = 1 << 15;
+
+}  // namespace opset

@@ -1,0 +1,60 @@
+// 16 floats at a time: one register of AVX-512, two of AVX2, four of NEON; the compiler splits them.
+#pragma once
+
+#include <utility>
+
+#include "_types.h"
+
+namespace opset {
+
+constexpr int LANES = 16;
+typedef float Floats __attribute__((vector_size(64)));
+
+inline Floats load(const float* from) {
+    Floats wide;
+    std::memcpy(&wide, from, sizeof wide);
+    return wide;
+}
+
+inline Floats load(const bfloat16* from) {
+    typedef uint16_t Halves __attribute__((vector_size(32)));
+    typedef uint32_t Words __attribute__((vector_size(64)));
+    Halves narrow;
+    std::memcpy(&narrow, from, sizeof narrow);
+    return bits_of<Floats>(__builtin_convertvector(narrow, Words) << 16);
+}
+
+template <class E>
+inline void store(E* to, Floats value) {
+#pragma omp simd
+    for (int i = 0; i < LANES; i++) to[i] = narrow<E>(value[i]);
+}
+
+// The first of the two lanes that fold<WIDTH> adds for lane i.
+template <int WIDTH>
+constexpr int lane_of(int i) {
+    return i / WIDTH % 2 * LANES + i / (2 * WIDTH) * (2 * WIDTH) + i % WIDTH;
+}
+
+// Sums of neighbouring groups of WIDTH lanes; those of a become the even groups, those of b the odd ones.
+template <int WIDTH, int... I>
+inline Floats fold(Floats a, Floats b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, lane_of<WIDTH>(I)...) +
+           __builtin_shufflevector(a, b, lane_of<WIDTH>(I) + WIDTH...);
+}
+
+template <int WIDTH>
+inline Floats fold(Floats a, Floats b) {
+    return fold<WIDTH>(a, b, std::make_integer_sequence<int, LANES>());
+}
+
+// Lane i: the sum of the lanes of rows[i].
+inline Floats sums(const Floats (&rows)[LANES]) {
+    Floats eighths[8], quarters[4], halves[2];
+    for (int i = 0; i < 8; i++) eighths[i] = fold<8>(rows[i], rows[i + 8]);
+    for (int i = 0; i < 4; i++) quarters[i] = fold<4>(eighths[i], eighths[i + 4]);
+    for (int i = 0; i < 2; i++) halves[i] = fold<2>(quarters[i], quarters[i + 2]);
+    return fold<1>(halves[0], halves[1]);
+}
+
+}  // namespace opset

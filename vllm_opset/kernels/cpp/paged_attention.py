@@ -1,0 +1,103 @@
+"""paged_attention in C++ where all requests of a batch have few query tokens, above all in decode steps.
+
+It reads each key and value where it lies, once for the query heads that share it. A batch with a longer prefill goes to
+PyTorch's fused attention, whose matrix products win there.
+"""
+
+import ctypes
+import functools
+
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, TYPES, function
+from vllm_opset.kernels.cpp.rms_norm import supports_type
+from vllm_opset.kernels.cpu import paged_attention as in_torch
+from vllm_opset.ops.paged_attention import PagedAttentionProblem, check_shapes
+from vllm_opset.ops.paged_batch import PagedBatch, window_sides
+
+# As in _vector.h.
+LANES = 16
+# Query tokens of a request up to which reading its keys again for each costs less than gathering them once.
+FEW_TOKENS = 4
+
+run = function("paged_attention", INT, *[POINTER] * 6, INT, POINTER)
+
+
+class Layer(ctypes.Structure):
+    """As in paged_attention.cpp."""
+
+    _fields_ = (
+        *((name, INT) for name in ("num_heads", "num_kv_heads", "head_size", "block_size")),
+        *((name, INT) for name in ("query_token", "query_head", "out_token", "out_head")),
+        *((name, INT) for name in ("cache_block", "cache_head", "cache_slot", "table_row", "left", "right")),
+        *((name, FLOAT) for name in ("scale", "value_scale", "soft_cap")),
+        *((name, POINTER) for name in ("slopes", "sinks")),
+    )
+
+
+def supports(problem: PagedAttentionProblem) -> str | None:
+    """fp32 and bf16, a cache of the same, head sizes that are multiples of 16."""
+    if problem.kv_cache_dtype != problem.dtype:
+        return f"not built for {problem.dtype} with a cache in {problem.kv_cache_dtype}"
+    if problem.head_size % LANES:
+        return f"the head size is {problem.head_size}, no multiple of {LANES}"
+    return supports_type(problem)
+
+
+@kernel(ops.paged_attention, name="cpp", supports=supports)
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    batch: PagedBatch,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int | tuple[int, int] | None = None,
+    soft_cap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    in_one_piece = query.stride(2) == out.stride(2) == kv_cache.stride(3) == 1
+    if batch.max_query_len > FEW_TOKENS or not in_one_piece:
+        return in_torch.paged_attention(
+            query, kv_cache, batch, out, scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes,
+            sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+    check_shapes(query, kv_cache, out, alibi_slopes, sinks)
+    left, right = window_sides(window, batch.causal)
+    slopes, sinks = (None if values is None else values.float().contiguous() for values in (alibi_slopes, sinks))
+    query_start_loc, seq_lens, block_table = batch.once(addressable)
+    layer = _layer(
+        *query.shape[1:], *kv_cache.shape[1:3], query.stride(), out.stride(), kv_cache.stride(), block_table.stride(0),
+        left, right, scale if k_scale is None else scale * float(k_scale), 1.0 if v_scale is None else float(v_scale),
+        soft_cap, None if slopes is None else slopes.data_ptr(), None if sinks is None else sinks.data_ptr(),
+    )  # fmt: skip
+    run(
+        TYPES[query.dtype], query.data_ptr(), kv_cache.data_ptr(), out.data_ptr(),
+        query_start_loc.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), len(seq_lens), ctypes.addressof(layer),
+    )  # fmt: skip
+
+
+def addressable(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """query_start_loc, seq_lens and block_table, each row in one piece."""
+    block_table = batch.block_table
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    return batch.query_start_loc.contiguous(), batch.seq_lens.contiguous(), block_table
+
+
+# Layers of a model differ in little; a decode step meets the same few again and again.
+@functools.lru_cache(maxsize=256)
+def _layer(
+    num_heads, head_size, num_kv_heads, block_size, query, out, cache, table_row, left, right,
+    scale, value_scale, soft_cap, slopes, sinks,
+) -> Layer:  # fmt: skip
+    sides = (-1 if side is None else side for side in (left, right))
+    return Layer(
+        num_heads, num_kv_heads, head_size, block_size, *query[:2], *out[:2], *cache[:3], table_row, *sides,
+        scale, value_scale, soft_cap, slopes, sinks,
+    )  # fmt: skip

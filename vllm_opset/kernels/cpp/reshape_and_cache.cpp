@@ -1,0 +1,27 @@
+// reshape_and_cache: copies, whatever the type.
+#include "_types.h"
+
+namespace opset {
+
+// All strides and head_bytes in bytes. Tokens with a negative slot are left out. Answers, in *bad, the first token whose
+// slot the cache does not have, or -1; nothing is written then.
+extern "C" void reshape_and_cache(const char* key, const char* value, char* cache, const int64_t* slots, int64_t tokens,
+                                  int64_t heads, int64_t head_bytes, int64_t key_token, int64_t key_head,
+                                  int64_t value_token, int64_t value_head, int64_t num_slots, int64_t block_size,
+                                  int64_t cache_block, int64_t cache_head, int64_t cache_slot, int64_t* bad) {
+    for (*bad = 0; *bad < tokens; ++*bad)
+        if (slots[*bad] >= num_slots) return;
+    *bad = -1;
+#pragma omp parallel for schedule(static) if (tokens * heads * head_bytes > WORTH_THREADS)
+    for (int64_t token = 0; token < tokens; token++) {
+        if (slots[token] < 0) continue;
+        char* slot = cache + slots[token] / block_size * cache_block + slots[token] % block_size * cache_slot;
+        for (int64_t head = 0; head < heads; head++) {
+            char* at = slot + head * cache_head;
+            std::memcpy(at, key + token * key_token + head * key_head, head_bytes);
+            std::memcpy(at + head_bytes, value + token * value_token + head * value_head, head_bytes);
+        }
+    }
+}
+
+}  // namespace opset

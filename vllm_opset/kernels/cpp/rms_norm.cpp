@@ -1,0 +1,72 @@
+// rms_norm, and fused_add_rms_norm, which differs in where the sum comes from.
+#include "_types.h"
+
+namespace opset {
+namespace {
+
+template <class E, class W>
+inline void scale_row(const float* x, float factor, const W* weight, float offset, int64_t size, E* y) {
+    if (weight) {
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) y[i] = narrow<E>(x[i] * factor * (widen(weight[i]) + offset));
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) y[i] = narrow<E>(x[i] * factor);
+    }
+}
+
+// The row as fp32 in `wide`, with the residual added and stored where there is one. Returns the sum of squares.
+template <class E>
+inline float widen_row(const E* x, E* residual, int64_t size, float* wide) {
+    float squares = 0;
+    if (residual) {
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < size; i++) {
+            const float sum = widen(x[i]) + widen(residual[i]);
+            residual[i] = narrow<E>(sum);
+            wide[i] = sum;
+            squares += sum * sum;
+        }
+    } else {
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < size; i++) {
+            wide[i] = widen(x[i]);
+            squares += wide[i] * wide[i];
+        }
+    }
+    return squares;
+}
+
+template <class E, class W>
+void norm(const E* x, E* residual, const W* weight, E* y, int64_t outer, int64_t inner, int64_t size, int64_t x_outer,
+          int64_t x_inner, float epsilon, float offset) {
+#pragma omp parallel if (outer * inner * size > WORTH_THREADS)
+    {
+        std::vector<float> wide(size);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < outer * inner; row++) {
+            const E* from = x + row / inner * x_outer + row % inner * x_inner;
+            const float squares = widen_row(from, residual ? residual + row * size : nullptr, size, wide.data());
+            const float factor = 1 / std::sqrt(squares / size + epsilon);
+            scale_row(wide.data(), factor, weight, offset, size, y + row * size);
+        }
+    }
+}
+
+}  // namespace
+
+// x: [outer, inner, size] with strides. y, and residual if it is not null: contiguous; y may be x. weight may be null.
+extern "C" void rms_norm(int64_t type, int64_t weight_type, const void* x, void* residual, const void* weight, void* y,
+                         int64_t outer, int64_t inner, int64_t size, int64_t x_outer, int64_t x_inner, float epsilon,
+                         float offset) {
+    with_type(type, [&](auto* element) {
+        using E = std::remove_pointer_t<decltype(element)>;
+        with_type(weight_type, [&](auto* of_weight) {
+            using W = std::remove_pointer_t<decltype(of_weight)>;
+            norm(static_cast<const E*>(x), static_cast<E*>(residual), static_cast<const W*>(weight),
+                 static_cast<E*>(y), outer, inner, size, x_outer, x_inner, epsilon, offset);
+        });
+    });
+}
+
+}  // namespace opset

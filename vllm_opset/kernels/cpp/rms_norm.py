@@ -1,0 +1,51 @@
+"""rms_norm in one pass over each row, which stays in the first-level cache."""
+
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, TYPES, function
+from vllm_opset.ops.contract import Problem
+from vllm_opset.ops.rms_norm import RMSNormProblem, check_parameter
+
+norm = function("rms_norm", INT, INT, POINTER, POINTER, POINTER, POINTER, *[INT] * 5, FLOAT, FLOAT)
+
+
+def supports_type(problem: Problem) -> str | None:
+    """fp32 and bf16."""
+    return None if problem.dtype in TYPES else f"not built for {problem.dtype}"
+
+
+def supports(problem: RMSNormProblem) -> str | None:
+    """fp32 and bf16, and weights of either."""
+    if problem.weight_dtype not in (None, *TYPES):
+        return f"not built for weights in {problem.weight_dtype}"
+    return supports_type(problem)
+
+
+@kernel(ops.rms_norm, name="cpp", supports=supports)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, weight_offset: float = 0.0) -> torch.Tensor:
+    check_parameter(weight, x)
+    if x.ndim > 3 or x.stride(-1) != 1:
+        x = x.contiguous()
+    y = torch.empty(x.shape, dtype=x.dtype)
+    size = x.shape[-1]
+    if x.ndim == 3:
+        outer, inner, (x_outer, x_inner, _) = x.shape[0], x.shape[1], x.stride()
+    elif x.ndim == 2:
+        outer, inner, (x_outer, x_inner) = x.shape[0], 1, x.stride()
+    else:
+        outer, inner, x_outer, x_inner = x.numel() // size, 1, size, 0
+    weight_type, weight = weight_of(weight)
+    norm(
+        TYPES[x.dtype], weight_type, x.data_ptr(), None, weight, y.data_ptr(),
+        outer, inner, size, x_outer, x_inner, epsilon, weight_offset,
+    )  # fmt: skip
+    return y
+
+
+def weight_of(weight: torch.Tensor | None) -> tuple[int, int | None]:
+    """The weight's type and address; the address is None without one."""
+    if weight is None:
+        return 0, None
+    return TYPES[weight.dtype], weight.contiguous().data_ptr()
