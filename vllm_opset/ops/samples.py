@@ -5,6 +5,9 @@ import zlib
 
 import torch
 
+# Of a statistical test, for each of its settings. Triton's interpreter, which takes 10 ms a draw, lowers it.
+DRAWS = 10_000
+
 
 def generator(name: str, device: str = "cpu") -> torch.Generator:
     """A generator seeded by a sample's name.

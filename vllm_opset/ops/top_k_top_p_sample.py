@@ -230,6 +230,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("one row, many tokens", normal(1, 20_011), top_k=[50], top_p=[0.9], temperature=[0.8])
     yield sample("many tokens, top-p after a large k", normal(4, 20_011), top_k=[2000], top_p=[0.2], temperature=[0.8])
     yield sample("many tokens, unfiltered and top-p", normal(3, 20_011), top_p=[1.0, 0.9], temperature=[0.8])
+    all_but = [20_011, 20_011, 20_011, 18_000, 20_011]
+    many = {"top_p": [0.9, 0.5, 1.0, 1.0, 0.7], "min_p": [0.0, 0.0, 0.3, 0.0, 0.3], "top_k": all_but}
+    yield sample("many tokens, most of them kept", normal(5, 20_011, std=0.5), **many)
 
 
 @top_k_top_p_sample.illegal_inputs
@@ -240,7 +243,14 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 @top_k_top_p_sample.bench_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     vocab_size = 151_936  # Qwen3's
-    cases = {"k50 p0.95": {"top_k": 50, "top_p": 0.95}, "p0.9": {"top_p": 0.9}, "k50": {"top_k": 50}, "unfiltered": {}}
+    cases = {
+        "k50 p0.95": {"top_k": 50, "top_p": 0.95},
+        "p0.9": {"top_p": 0.9},
+        "k50": {"top_k": 50},
+        "unfiltered": {},
+        "greedy": {"temperature": 0.0},
+        "p0.9, flat": {"top_p": 0.9, "temperature": 3.0},  # 61 % of the tokens are kept
+    }
 
     def sample(num_rows: int, case: str) -> Sample:
         def make():
@@ -292,12 +302,12 @@ def top_k_of_one_is_greedy(run, device: str, dtype: torch.dtype) -> None:
 
 @top_k_top_p_sample.property_
 def distributed_as_the_kept_probabilities(run, device: str, dtype: torch.dtype) -> None:
-    """10,000 draws for each of four settings, by a chi-square test against the exact probabilities.
+    """10,000 draws (samples.DRAWS) for each of four settings, by a chi-square test against the exact probabilities.
 
     A right implementation with other keys would fail one such test in a million. These keys are always the same, so the
     verdict is too.
     """
-    draws, vocab_size = 10_000, 24
+    draws, vocab_size = samples.DRAWS, 24
     rng = samples.generator("draws")
     logits = samples.normal((1, vocab_size), dtype, "cpu", rng)
     off = {"temperature": 1.0, "top_k": vocab_size, "top_p": 1.0, "min_p": 0.0}

@@ -1,13 +1,16 @@
 """Makes Triton's interpreter compute as a GPU does, so that kernels need no branch for it.
 
-Triton 3.6 and 3.7 convert between float formats there by truncation instead of rounding to nearest even, and multiply
-the bit patterns of bfloat16 matrices as integers. Each patch says how it can be told that Triton no longer needs it.
+Triton 3.6 and 3.7 convert between float formats there by truncation instead of rounding to nearest even, multiply the
+bit patterns of bfloat16 matrices as integers, and round the product of a fused multiply-add. Each patch says how it can
+be told that Triton no longer needs it.
 """
 
 import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+from vllm_opset.ops import samples
 
 _TORCH = {
     tl.float16: torch.float16,
@@ -23,6 +26,8 @@ def patch() -> None:
     """Installs the patches. Once is enough."""
     interpreter._convert_float = _convert_float
     interpreter.InterpreterBuilder.create_dot = _create_dot
+    interpreter.InterpreterBuilder.create_fma = _create_fma
+    samples.DRAWS = 40  # a launch takes as long as ten thousand on a GPU
 
 
 def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode) -> np.ndarray:
@@ -41,6 +46,12 @@ def _create_dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
     """a @ b + d, in d's format. Not needed once the original gives 2 for a bfloat16 1 @ 2."""
     product = np.matmul(_values(a), _values(b), dtype=d.data.dtype)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+def _create_fma(builder, x, y, z):
+    """x · y + z, rounded once. Not needed once the original gives 2⁻⁴⁶ for an fp32 (1 + 2⁻²³)² − (1 + 2⁻²²)."""
+    wide = x.data.astype(np.float64) * y.data + z.data
+    return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
 
 
 def _values(operand) -> np.ndarray:

@@ -1,0 +1,77 @@
+"""top_k_top_p_sample: guess where the cuts are from a sample, list what is near, cut and race that; no sort."""
+
+import torch
+import triton
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.triton import _launch, _sampling, _supports
+from vllm_opset.ops.top_k_top_p_sample import TopKTopPSampleProblem, check_processed
+
+MAX_VOCABULARY = 2**22  # weights of so many tokens fit 64-bit fixed point
+
+
+def supports(problem: TopKTopPSampleProblem) -> str | None:
+    """fp32, bf16 and fp16 logits of up to 4,194,304 tokens."""
+    if problem.vocab_size > MAX_VOCABULARY:
+        return f"sums over a row are sized for {MAX_VOCABULARY} tokens"
+    return _supports.floats(problem)
+
+
+@kernel(ops.top_k_top_p_sample, name="triton", supports=supports)
+def top_k_top_p_sample(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    processed: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    check_processed(processed)
+    num_rows, vocab_size = logits.shape
+    device, overlap = logits.device, _launch.overlap(logits.device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    out = None if processed is None else torch.empty(logits.shape, dtype=torch.float32, device=device)
+    if num_rows == 0:
+        return tokens, out
+    values = _launch.parameters("top_k_top_p_sample", device, num_rows)
+    chunk, capacity = values["chunk"], min(vocab_size, values["listed"])
+    num_chunks = triton.cdiv(vocab_size, chunk)
+    filtered = not (top_k is None and top_p is None and min_p is None)
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    ints = empty(num_rows, _sampling.NUM_INTS.value, dtype=torch.int32)
+    floats = empty(num_rows, _sampling.NUM_FLOATS.value, dtype=torch.float32)
+    parts = empty(num_rows * num_chunks, _sampling.NUM_PARTS.value, dtype=torch.float32)
+    part_ids = empty(num_rows * num_chunks, dtype=torch.int32)
+    listed = empty(num_rows * capacity * filtered, dtype=torch.float32)
+    listed_ids = empty(num_rows * capacity * filtered, dtype=torch.int32)
+
+    # Settings that are off are not read: `given` says so, and one compiled variant serves all that differ in it.
+    given = sum(1 << bit for bit, setting in enumerate((temperature, top_k, top_p, min_p)) if setting is not None)
+    settings = tuple(
+        dummy if setting is None else setting
+        for setting, dummy in ((temperature, floats), (top_k, ints), (top_p, floats), (min_p, floats))
+    )
+    strides = tuple(1 if setting is None else setting.stride(0) for setting in (*settings, keys))
+
+    _sampling.start[(num_rows,)](
+        logits, logits.stride(), vocab_size, given, settings, strides, ints, floats,
+        PROCESSED=processed is not None, num_warps=values["warps"], **overlap,
+    )  # fmt: skip
+    for final in (False, True) if top_p is not None or min_p is not None else (True,):
+        _sampling.draw[(num_rows * num_chunks,)](
+            logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides,
+            ints, floats, parts, part_ids, listed, listed_ids, capacity,
+            CHUNK=chunk, CHUNKS=triton.next_power_of_2(num_chunks), FILTERED=filtered,
+            PROCESSED=processed is not None, FINAL=final, num_warps=values["warps"], **overlap,
+        )  # fmt: skip
+    if out is not None:
+        _sampling.process[(num_rows * num_chunks,)](
+            logits, logits.stride(), vocab_size, num_chunks, given, settings, strides, ints, floats, out,
+            CHUNK=chunk, LOGPROBS=processed == "logprobs", num_warps=values["warps"], **overlap,
+        )  # fmt: skip
+    return tokens, out
