@@ -109,13 +109,17 @@ def kernels_of(op_name: str) -> dict[str, Kernel]:
 
 def unavailable() -> dict[str, str]:
     """The providers whose kernels cannot be had on this machine, and why."""
-    return {provider: reason for provider in PROVIDERS if (reason := load(provider))}
+    return {provider: reason for provider in PROVIDERS if (reason := why_unavailable(provider))}
+
+
+def why_unavailable(provider: str) -> str | None:
+    """Why a provider's kernels cannot be had on this machine, or None."""
+    return _package(provider).unavailable()
 
 
 def load(provider: str) -> str | None:
     """Imports the kernel files of a provider, once. Answers None, or why the provider cannot be had here."""
-    package = _package(provider)
-    reason = package.unavailable()
+    reason = why_unavailable(provider)
     if reason is None and provider not in _loaded:
         for module in modules(provider):
             importlib.import_module(module)

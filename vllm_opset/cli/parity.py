@@ -8,7 +8,7 @@ from rich.progress import track
 
 from vllm_opset import ops
 from vllm_opset.cli.show import AsJson, print_json, print_table
-from vllm_opset.kernel import Kernel, kernels_of
+from vllm_opset.kernel import Kernel, kernels_of, unavailable
 from vllm_opset.ops.contract import Op
 from vllm_opset.parity import Check, check_kernel
 from vllm_opset.selection import nearest
@@ -23,7 +23,8 @@ def check(
     """Check kernels against the references; exits with 1 if one disagrees."""
     chosen = list(_chosen(names or list(ops.BY_NAME), device, kernel))
     if not chosen:
-        raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}", param_hint="--kernel")
+        missing = "".join(f"; {provider}: {reason}" for provider, reason in unavailable().items())
+        raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}{missing}", param_hint="--kernel")
     checks = []
     for op, candidate in track(chosen, "checking", disable=as_json, transient=True):
         checks.extend(check_kernel(op, candidate, device))

@@ -103,8 +103,9 @@ def _load_kernels(device: str) -> None:
     from vllm_opset import kernel, selection
 
     for provider in selection.PREFERENCE[device]:
-        for module in kernel.modules(provider):
-            _load(module)
+        if kernel.why_unavailable(provider) is None:
+            for module in kernel.modules(provider):
+                _load(module)
 
 
 @functools.cache

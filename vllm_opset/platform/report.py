@@ -1,6 +1,9 @@
 """What was chosen in this process, for the log and for `Worker.opset_report`."""
 
+from vllm.platforms import current_platform
+
 from vllm_opset import selection
+from vllm_opset.kernel import why_unavailable
 
 
 def rows() -> list[dict]:
@@ -18,10 +21,15 @@ def rows() -> list[dict]:
 
 
 def table() -> str:
-    """The rows as a table, one line each."""
+    """The rows as a table, one line each, after what is missing here."""
     columns = [(row["op"], row["kernel"], row["reason"], row["problem"]) for row in rows()]
     widths = [max((len(row[i]) for row in columns), default=0) for i in range(3)]
     lines = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in columns
     ]
-    return "\n".join(["vllm-opset on the CPU: op, kernel, reason, problem", *lines])
+    missing = [
+        f"kernels/{provider} cannot be used here: {reason}"
+        for provider in selection.PREFERENCE[current_platform.device_type]
+        if (reason := why_unavailable(provider))
+    ]
+    return "\n".join([*missing, "vllm-opset on the CPU: op, kernel, reason, problem", *lines])
