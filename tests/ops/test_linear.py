@@ -30,7 +30,7 @@ def test_every_way_of_the_cpu_kernel_is_in_the_samples():
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 80])
 def test_a_bias_is_added_before_the_rounding(num_tokens):
-    """In bf16 the product 257 has no place; with a bias of −1 the result has one."""
+    """In bf16 the product 257 has no place; with a bias of −2 the result has one."""
     x, weight = torch.ones(num_tokens, 257, dtype=torch.bfloat16), torch.ones(8, 257, dtype=torch.bfloat16)
     y = kernels_of("linear")["cpu"].call(x, weight, torch.full((8,), -2.0, dtype=torch.bfloat16))
     assert (y == 255).all()
