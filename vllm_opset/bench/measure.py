@@ -67,6 +67,11 @@ def cases(op: Op, device: str, dtype: torch.dtype, pattern: str) -> list[Sample]
     return [sample for sample in op.bench_samples(device, dtype) if fnmatch(sample.name, pattern)]
 
 
+def dtype_of(op: Op, asked: torch.dtype) -> torch.dtype:
+    """The dtype that is asked for, if the op's contract has it; else the contract's first."""
+    return asked if asked in op.dtypes else op.dtypes[0]
+
+
 def measure(
     op: Op, sample: Sample, candidate: Candidate, device: str, dtype: torch.dtype, ceilings: Ceilings
 ) -> Result:

@@ -15,7 +15,7 @@ from rich.progress import track
 
 from vllm_opset import ops
 from vllm_opset.bench import ceilings, peers
-from vllm_opset.bench.measure import Candidate, candidates, cases, measure
+from vllm_opset.bench.measure import Candidate, candidates, cases, dtype_of, measure
 from vllm_opset.bench.report import LEGEND, Report, device_name, draw
 from vllm_opset.cli.show import print_table
 from vllm_opset.ops.contract import Op, Sample
@@ -45,7 +45,7 @@ def bench(
         raise typer.BadParameter(f"no case matches {case!r}", param_hint="--case")
     limits = ceilings.measure(device, DTYPES[dtype])
     results = [
-        measure(op, sample, candidate, device, DTYPES[dtype], limits)
+        measure(op, sample, candidate, device, dtype_of(op, DTYPES[dtype]), limits)
         for op, sample, candidate in track(work, "timing", console=Console(stderr=True), transient=True)
     ]
     report = Report(device_name(device), limits, results, missing)
@@ -72,7 +72,7 @@ def _work(
     return [
         (op, sample, candidate)
         for op in chosen
-        for sample in cases(op, device, dtype, pattern)
+        for sample in cases(op, device, dtype_of(op, dtype), pattern)
         for candidate in implementations[op.name]
     ]
 
