@@ -27,7 +27,7 @@ def patch() -> None:
     interpreter._convert_float = _convert_float
     interpreter.InterpreterBuilder.create_dot = _create_dot
     interpreter.InterpreterBuilder.create_fma = _create_fma
-    samples.DRAWS = 40  # a launch takes as long as ten thousand on a GPU
+    samples.DRAWS = 16  # a launch takes as long as ten thousand on a GPU
 
 
 def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode) -> np.ndarray:

@@ -1,14 +1,12 @@
 """The device code of top_k_top_p_sample: find few tokens that the cuts must lie among, then cut and race those.
 
-A row is read in chunks, each by a program of its own; the last program of a row to finish puts them together.
-
-- `start` looks at a sample of the row and guesses a logit that a few thousand tokens reach, or k, in all likelihood.
-- `draw` lists the tokens between two bounds, `low` and `high`, as candidates, adds up the weights of all, and races
-  what reaches `high`: these tokens are certain to be kept. Then it finds the cuts by search among the candidates, if
-  sums over these show that the cuts lie there, and races what is kept.
-- Rows that this leaves open, such as those where top-p keeps many tokens, get closer bounds, from sums of the weights
-  above some pivots, and go through `draw` once more. If that fails too, the search is over the whole row: slow, and
-  right.
+- `start` looks at a sample of each row and guesses a logit that a few thousand tokens reach, or k, in all likelihood.
+- `read` takes the rows in chunks, each by a program of its own. It lists the tokens between two bounds, `low` and
+  `high`, as candidates, adds up the weights of all, and races what reaches `high`: these tokens are certain to be kept.
+- `finish` puts the chunks of a row together. It finds the cuts by search among the candidates, if sums over these show
+  that the cuts lie there, and races what is kept. Where they do not, as for rows of which top-p keeps many tokens, it
+  takes closer bounds, from sums of the weights above some pivots, and reads the row again. If that fails too, it
+  searches the whole row: slow, and right.
 - `process` writes the processed logits, if they are asked for.
 
 Bounds are logits; what is compared with the cuts is x = logits / temperature, as integer keys in the order of the
@@ -31,7 +29,6 @@ INFINITY = tl.constexpr(float("inf"))
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(1 << bit) for bit in range(4))  # which settings there are
 
 LOWEST_KEY = tl.constexpr(-2139095041)  # of −inf
-HIGHEST_KEY = tl.constexpr(2139095040)  # of inf
 ONE = tl.constexpr(
     2.0**40
 )  # in fixed point: 2²² tokens of weight one fit, and what is lost is below 1e-12 of the largest
@@ -43,33 +40,32 @@ DEVIATIONS = tl.constexpr(4.0)  # by which a guess of the k-th largest from a sa
 SMALL = tl.constexpr(8.0)  # tokens of the sample, more than those, where few make deviations meaningless
 ROUGH = tl.constexpr(1 << 14)  # keys, to which a guess needs to be precise: a 512th of a value
 ITEMS = tl.constexpr(1024)  # looked at together in a search
+RACERS = tl.constexpr(1024)  # raced together, the words of four from one block of the generator
 
-# Of each row: tickets, candidates listed, whether the token is drawn, key of the cut, last index of those at the cut.
-TICKETS, LISTED, DRAWN, CUT, LAST, NUM_INTS = (tl.constexpr(place) for place in range(6))
+# Of each row: candidates listed, the key of the cut, the last index that is kept at it. Padded to a line of the cache.
+LISTED, CUT, LAST = (tl.constexpr(place) for place in range(3))
+NUM_INTS = tl.constexpr(32)
 # Of each row: the bounds, the largest x, the logarithm of the sum of the weights that are kept, the sample's mean and
 # standard deviation.
 LOW, HIGH, TOP, TOTAL, MEAN, DEVIATION, NUM_FLOATS = (tl.constexpr(place) for place in range(7))
-# Where the weights of a row are added up on the way, in standard deviations from the mean: of normally distributed
-# logits, a thirteenth lies between each two.
-PIVOTS = tl.constexpr((1.426, 1.020, 0.736, 0.502, 0.293, 0.097, -0.097, -0.293, -0.502, -0.736, -1.020, -1.426))
-# Of each chunk: the largest logit, the sum of all weights, that of the certain tokens' (as multiples of the largest in
-# the chunk), the best score of these, and the sums of the weights above the pivots.
-CHUNK_TOP, CHUNK_TOTAL, CHUNK_CERTAIN, CHUNK_SCORE, CHUNK_PIVOTS = (tl.constexpr(place) for place in range(5))
-NUM_PIVOTS = tl.constexpr(len(PIVOTS.value))
-NUM_PARTS = tl.constexpr(CHUNK_PIVOTS.value + NUM_PIVOTS.value)
+# Where the weights of a row of which top-p keeps many are added up, in standard deviations from the mean.
+PIVOTS = tl.constexpr(16)
+FIRST_PIVOT, BETWEEN_PIVOTS = tl.constexpr(1.5), tl.constexpr(0.2)
+# Of each chunk: the largest logit, the sum of the weights, as multiples of the largest in the chunk, the best score.
+CHUNK_TOP, CHUNK_TOTAL, CHUNK_SCORE, NUM_PARTS = (tl.constexpr(place) for place in range(4))
 
 
-@triton.jit(do_not_specialize=["vocab_size", "given"])
+@triton.jit(do_not_specialize=["vocab_size", "given", "processed"])
 def start(
-    logits, logits_strides, vocab_size, given, settings, strides, ints, floats,
-    PROCESSED: tl.constexpr, OVERLAP: tl.constexpr,
+    logits, logits_strides, vocab_size, given, settings, strides, processed, ints, floats,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its first bounds."""
     begin(OVERLAP)
     row = tl.program_id(0)
     _, greedy, k, p, least = _settings(row, given, settings, strides, vocab_size)
     low, high = INFINITY, -INFINITY
-    if greedy and not PROCESSED:
+    if greedy and processed == 0:
         high = INFINITY
     elif k > 0 or p < 1 or least > 0:
         high = INFINITY
@@ -79,31 +75,32 @@ def start(
             mean = k * (sampled / vocab_size)
             wanted = mean + DEVIATIONS * tl.sqrt(mean) + SMALL
         line = logits + row.to(tl.int64) * logits_strides[0]
-        key = _search(
-            False, True, wanted.to(tl.int64), LOWEST_KEY, HIGHEST_KEY, ROUGH, LOWEST_KEY, 0.0, 0.0,
-            line, line, line, logits_strides[1], sampled, run, False, 1.0,
-        )  # fmt: skip
-        low = _value(key)
-        if k == 0 and p < 1:
-            _describe(floats + row * NUM_FLOATS, line, logits_strides[1], sampled, run)
-    _set_bounds(ints + row * NUM_INTS, floats + row * NUM_FLOATS, low, high)
-    tl.store(ints + row * NUM_INTS + DRAWN, 0)
+        x = _x(tl.arange(0, SAMPLE), line, line, logits_strides[1], sampled, run, False, 1.0)
+        low = _reached_by(x, wanted)
+        finite = x > -INFINITY
+        number = tl.sum(finite.to(tl.float32), 0)
+        mean = tl.sum(tl.where(finite, x, 0.0), 0) / number
+        variance = tl.sum(tl.where(finite, (x - mean) * (x - mean), 0.0), 0) / number
+        tl.store(floats + row * NUM_FLOATS + MEAN, mean)
+        tl.store(floats + row * NUM_FLOATS + DEVIATION, tl.sqrt(variance))
+    tl.store(floats + row * NUM_FLOATS + LOW, low)
+    tl.store(floats + row * NUM_FLOATS + HIGH, high)
+    tl.store(ints + row * NUM_INTS + LISTED, 0)
 
 
 @triton.jit
-def _describe(bounds, line, column_stride, sampled, run):
-    """Mean and standard deviation of a sample of the row."""
-    number, sums, squares = 0.0, 0.0, 0.0
-    for first in range(0, sampled, ITEMS):
-        x = _x(first + tl.arange(0, ITEMS), line, line, column_stride, sampled, run, False, 1.0)
-        finite = x > -INFINITY
-        x = tl.where(finite, x, 0.0)
-        number += tl.sum(finite.to(tl.float32), 0)
-        sums += tl.sum(x, 0)
-        squares += tl.sum(x * x, 0)
-    mean = sums / number
-    tl.store(bounds + MEAN, mean)
-    tl.store(bounds + DEVIATION, tl.sqrt(max(squares / number - mean * mean, 0.0)))
+def _reached_by(x, wanted):
+    """A value that so many of a sample reach, roughly; −inf if there are fewer."""
+    key = _key(x)
+    zero = tl.full((), 0, tl.int64)
+    first, last = zero + LOWEST_KEY, zero + tl.max(key, 0)
+    while last - first > ROUGH:
+        middle = (first + last + 1) // 2
+        if tl.sum((key >= middle.to(tl.int32)).to(tl.float32), 0) >= wanted:
+            first = middle
+        else:
+            last = middle - 1
+    return _value(first.to(tl.int32))
 
 
 @triton.jit
@@ -117,147 +114,165 @@ def _settings(row, given, settings, strides, vocab_size):
     return tl.where(greedy, 1.0, temperature), greedy, tl.where(k < vocab_size, k, 0), p, least
 
 
-@triton.jit
-def _set_bounds(state, bounds, low, high):
-    tl.store(bounds + LOW, low)
-    tl.store(bounds + HIGH, high)
-    tl.store(state + TICKETS, 0)
-    tl.store(state + LISTED, 0)
-
-
-@triton.jit(do_not_specialize=["vocab_size", "num_chunks", "given", "capacity"])
-def draw(
-    logits, logits_strides, vocab_size, num_chunks, keys, tokens, given, settings, strides,
+@triton.jit(do_not_specialize=["vocab_size", "num_chunks", "given", "processed", "capacity"])
+def read(
+    logits, logits_strides, vocab_size, num_chunks, keys, given, settings, strides, processed,
     ints, floats, parts, part_ids, listed_logits, listed_ids, capacity,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FILTERED: tl.constexpr, PROCESSED: tl.constexpr,
-    FINAL: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNK: tl.constexpr, FILTERED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program for each chunk of each row. FINAL: whether rows cannot be left for another launch."""
-    begin(OVERLAP)
-    row, chunk = tl.program_id(0) // num_chunks, tl.program_id(0) % num_chunks
-    state, bounds = ints + row * NUM_INTS, floats + row * NUM_FLOATS
-    if FILTERED and tl.load(state + DRAWN) != 0:
-        return
-    low, high = tl.load(bounds + LOW), tl.load(bounds + HIGH)
-    scale, greedy, k, p, least = _settings(row, given, settings, strides, vocab_size)
-    seed = tl.load(keys + row * strides[4])
-    line = logits + row.to(tl.int64) * logits_strides[0]
-    part = row * num_chunks + chunk
+    """One program for each chunk of each row: candidates, sums of weights, and the winner of the certain tokens.
 
+    Programs that run together have different rows, as far as there are any: the counter of a row is a bottleneck.
+    """
+    begin(OVERLAP)
+    num_rows = tl.num_programs(0) // num_chunks
+    row, chunk = tl.program_id(0) % num_rows, tl.program_id(0) // num_rows
+    line = logits + row.to(tl.int64) * logits_strides[0]
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(line + place.to(tl.int64) * logits_strides[1], place < vocab_size, -INFINITY).to(tl.float32)
+    low, high = INFINITY, -INFINITY
+    if FILTERED:
+        low, high = tl.load(floats + row * NUM_FLOATS + LOW), tl.load(floats + row * NUM_FLOATS + HIGH)
+    scale, greedy, k, _, _ = _settings(row, given, settings, strides, vocab_size)
+    seed = tl.load(keys + row * strides[4])
+    number = row * num_chunks + chunk
+    part = parts + number * NUM_PARTS
     top = tl.max(logit, 0)
-    tl.store(parts + part * NUM_PARTS + CHUNK_TOP, top)
-    if (FILTERED or PROCESSED) and (k == 0 and (PROCESSED or not greedy)):
+    tl.store(part + CHUNK_TOP, top)
+    if FILTERED and low < INFINITY:
+        among = (logit >= low) & (logit > -INFINITY)
+        _list(logit, place, among, ints + row * NUM_INTS + LISTED, listed_logits, listed_ids, row, capacity)
+    if k == 0 and (processed != 0 or (FILTERED and not greedy)):
         weight = _weight(logit, top, scale)
-        tl.store(parts + part * NUM_PARTS + CHUNK_TOTAL, tl.sum(weight, 0))
-        tl.store(parts + part * NUM_PARTS + CHUNK_CERTAIN, tl.sum(tl.where(logit >= high, weight, 0.0), 0))
-        if FILTERED and (not FINAL and p < 1):
-            mean, deviation = tl.load(bounds + MEAN), tl.load(bounds + DEVIATION)
-            for pivot in tl.static_range(NUM_PIVOTS):
-                above = tl.where(logit >= mean + deviation * PIVOTS[pivot], weight, 0.0)
-                tl.store(parts + part * NUM_PARTS + CHUNK_PIVOTS + pivot, tl.sum(above, 0))
+        tl.store(part + CHUNK_TOTAL, tl.sum(weight, 0))
     score, winner = -INFINITY, vocab_size
     if greedy:
         score, winner = top, tl.min(tl.where(logit == top, place, vocab_size), 0)
     elif top >= high:
-        score, winner = _race_chunk(logit, place, high, top, scale, seed, chunk, vocab_size, CHUNK)
-    tl.store(parts + part * NUM_PARTS + CHUNK_SCORE, score)
-    tl.store(part_ids + part, winner)
-    if FILTERED and low < INFINITY:
-        among = (logit >= low) & (logit < high) & (logit > -INFINITY)
-        rank = tl.cumsum(among.to(tl.int32), 0)
-        number = tl.sum(among.to(tl.int32), 0)
-        if number > 0:
-            slot = tl.atomic_add(state + LISTED, number, sem="relaxed") + rank - 1
-            first = row.to(tl.int64) * capacity
-            tl.store(listed_logits + first + slot, logit, among & (slot < capacity))
-            tl.store(listed_ids + first + slot, place, among & (slot < capacity))
-
-    tl.debug_barrier()  # what all threads have stored is there before the ticket that tells of it
-    if tl.atomic_add(state + TICKETS, 1, sem="acq_rel") == num_chunks - 1:
-        _finish(
-            row, line, logits_strides[1], vocab_size, num_chunks, seed, tokens, scale, greedy, k, p, least, low, high,
-            state, bounds, parts + row * num_chunks * NUM_PARTS, part_ids + row * num_chunks,
-            listed_logits + row.to(tl.int64) * capacity, listed_ids + row.to(tl.int64) * capacity, capacity,
-            CHUNKS, FILTERED, PROCESSED, FINAL,
-        )  # fmt: skip
+        score, winner = _race(line, logits_strides[1], chunk * CHUNK, high, top, scale, seed, vocab_size, CHUNK)
+    tl.store(part + CHUNK_SCORE, score)
+    tl.store(part_ids + number, winner)
 
 
 @triton.jit
-def _race_chunk(logit, place, high, top, scale, seed, chunk, vocab_size, CHUNK: tl.constexpr):
-    """The best score, as a multiple of the largest weight in the chunk, and its token, of those that reach `high`."""
-    words = tl.randint4x(seed, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4))
-    words = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3])).reshape(CHUNK)
-    score = tl.where(logit >= high, _weight(logit, top, scale) / _exponential(words), -1.0)
-    best = tl.max(score, 0)
-    return best, tl.min(tl.where(score == best, place, vocab_size), 0)
+def _list(logit, place, among, listed, listed_logits, listed_ids, row, capacity):
+    """Writes candidates, in any order, as far as there is room. They are too few for a scan to be cheaper."""
+    slot = tl.atomic_add(listed + tl.zeros_like(place), 1, among, sem="relaxed")
+    first = row.to(tl.int64) * capacity
+    tl.store(listed_logits + first + slot, logit, among & (slot < capacity))
+    tl.store(listed_ids + first + slot, place, among & (slot < capacity))
 
 
 @triton.jit
-def _finish(
-    row, line, column_stride, vocab_size, num_chunks, seed, tokens, scale, greedy, k, p, least, low, high,
-    state, bounds, parts, part_ids, listed_logits, listed_ids, capacity,
-    CHUNKS: tl.constexpr, FILTERED: tl.constexpr, PROCESSED: tl.constexpr, FINAL: tl.constexpr,
+def _race(line, column_stride, first, high, top, scale, seed, vocab_size, CHUNK: tl.constexpr):
+    """The best score, as a multiple of the weight of `top`, and its token, of those in a chunk that reach `high`."""
+    best, winner = tl.full((RACERS,), -1.0, tl.float32), tl.full((RACERS,), 0, tl.int32) + vocab_size
+    for place in range(first, first + CHUNK, RACERS):
+        words = tl.randint4x(seed, place // 4 + tl.arange(0, RACERS // 4))
+        words = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3])).reshape(RACERS)
+        token = place + tl.arange(0, RACERS)
+        logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
+        score = tl.where(logit >= high, _weight(logit, top, scale) / _exponential(words), -1.0)
+        better = score > best  # of equal ones the first
+        best, winner = tl.where(better, score, best), tl.where(better, token, winner)
+    score = tl.max(best, 0)
+    return score, tl.min(tl.where(best == score, winner, vocab_size), 0)
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_chunks", "given", "processed", "capacity"])
+def finish(
+    logits, logits_strides, vocab_size, num_chunks, keys, tokens, given, settings, strides, processed,
+    ints, floats, parts, part_ids, listed_logits, listed_ids, capacity,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FILTERED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Puts the chunks of a row together, and draws its token or sets closer bounds."""
+    """One program a row: its token."""
+    begin(OVERLAP)
+    row = tl.program_id(0)
+    scale, greedy, k, p, least = _settings(row, given, settings, strides, vocab_size)
+    seed = tl.load(keys + row * strides[4])
+    line, column_stride = logits + row.to(tl.int64) * logits_strides[0], logits_strides[1]
+    parts += row * num_chunks * NUM_PARTS
     chunk = tl.arange(0, CHUNKS)
     tops = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOP, chunk < num_chunks, -INFINITY)
     scores = tl.load(parts + chunk * NUM_PARTS + CHUNK_SCORE, chunk < num_chunks, -INFINITY)
-    winners = tl.load(part_ids + chunk, chunk < num_chunks, vocab_size)
-    top = tl.max(tops, 0)
-    share = _weight(tops, top, scale)
+    winners = tl.load(part_ids + row * num_chunks + chunk, chunk < num_chunks, vocab_size)
+    top_logit = tl.max(tops, 0)
+    share = _weight(tops, top_logit, scale)
     if not greedy:
         scores *= share
     score = tl.max(scores, 0)
     winner = tl.min(tl.where(scores == score, winners, vocab_size), 0)
     total, certain = 0.0, 0.0
-    if (FILTERED or PROCESSED) and (k == 0 and (PROCESSED or not greedy)):
+    if k == 0 and (processed != 0 or (FILTERED and not greedy)):
         totals = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOTAL, chunk < num_chunks, 0.0)
-        certains = tl.load(parts + chunk * NUM_PARTS + CHUNK_CERTAIN, chunk < num_chunks, 0.0)
-        total, certain = tl.sum(totals * share, 0), tl.sum(certains * share, 0)
-    top = _divided(top, scale)
+        total = tl.sum(totals * share, 0)
+    top = _divided(top_logit, scale)
 
-    drawn, cut, last, kept = True, LOWEST_KEY, vocab_size, total
-    if FILTERED and (k > 0 or p < 1 or least > 0) and (PROCESSED or not greedy):
-        number = tl.load(state + LISTED)
-        listed, run = number <= capacity, RUN
-        lowest, highest, goal, drawn = _check(
+    cut, last, kept = LOWEST_KEY, vocab_size, total
+    if FILTERED and ((k > 0 or p < 1 or least > 0) and (processed != 0 or not greedy)):
+        low, high = tl.load(floats + row * NUM_FLOATS + LOW), INFINITY
+        number, run = tl.load(ints + row * NUM_INTS + LISTED), RUN
+        row_logits, row_ids = listed_logits + row.to(tl.int64) * capacity, listed_ids + row.to(tl.int64) * capacity
+        lowest, highest, goal, listed = _check(
             k, p, least, low, high, top, total, certain,
-            line, listed_logits, column_stride, number, run, listed, scale,
+            line, row_logits, row_ids, column_stride, number, capacity, scale,
         )  # fmt: skip
-        exhaust = not drawn
-        if not FINAL:
-            alone = listed and (k == 0 and (p == 1 or least == 0))
-            exhaust = exhaust and not alone
-        if exhaust:
-            drawn, listed, number = True, False, vocab_size
-            lowest, highest, certain = LOWEST_KEY, _key(top), 0.0
+        if not listed and (k == 0 and (p == 1 or least == 0)):
+            low, high = _narrow(
+                floats + row * NUM_FLOATS, p * total, low, least, top, scale, line, column_stride, vocab_size
+            )
+            number, certain, score, winner = _read_again(
+                ints + row * NUM_INTS, line, column_stride, vocab_size, num_chunks, seed, scale, greedy, low, high,
+                top_logit, score, winner, listed_logits, listed_ids, row, capacity, CHUNK,
+            )  # fmt: skip
+            lowest, highest, goal, listed = _check(
+                k, p, least, low, high, top, total, certain,
+                line, row_logits, row_ids, column_stride, number, capacity, scale,
+            )  # fmt: skip
+        if not listed:
+            lowest, highest, number, certain = LOWEST_KEY, _key(top), vocab_size, 0.0
             goal = tl.ceil(p * total * ONE).to(tl.int64)
-        if drawn:
-            cut, last, kept, score, winner = _cut_and_race(
-                k, p, least, lowest, highest, goal, certain, top, score, winner, seed, greedy, vocab_size,
-                line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
-            )  # fmt: skip
-        elif not FINAL:
-            _narrow(
-                state, bounds, p * total, low, least, top, scale, parts, share, num_chunks, CHUNKS,
-            )  # fmt: skip
-    if drawn:
-        tl.store(state + DRAWN, 1)
-        # A row without a finite logit, or with NaN, gets some token.
-        tl.store(tokens + row, tl.where(winner < vocab_size, winner, 0).to(tl.int64))
-        if PROCESSED:
-            tl.store(state + CUT, cut)
-            tl.store(state + LAST, last)
-            tl.store(bounds + TOP, top)
-            tl.store(bounds + TOTAL, tl.log(kept))
+        cut, last, kept, score, winner = _cut_and_race(
+            k, p, least, lowest, highest, goal, certain, top, score, winner, seed, greedy, vocab_size,
+            line, row_logits, row_ids, column_stride, number, run, listed, scale,
+        )  # fmt: skip
+    # A row without a finite logit, or with NaN, gets some token.
+    tl.store(tokens + row, tl.where(winner < vocab_size, winner, 0).to(tl.int64))
+    tl.store(ints + row * NUM_INTS + CUT, cut)
+    tl.store(ints + row * NUM_INTS + LAST, last)
+    tl.store(floats + row * NUM_FLOATS + TOP, top)
+    tl.store(floats + row * NUM_FLOATS + TOTAL, tl.log(kept))
+
+
+@triton.jit
+def _read_again(
+    ints, line, column_stride, vocab_size, num_chunks, seed, scale, greedy, low, high, top, score, winner,
+    listed_logits, listed_ids, row, capacity, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """What `read` does, for a whole row: the number of candidates, and the certain tokens' weight, score and winner."""
+    certain = 0.0
+    listed = ints + LISTED
+    tl.store(listed, 0)
+    tl.debug_barrier()
+    for chunk in range(0, num_chunks):
+        place = chunk * CHUNK + tl.arange(0, CHUNK)
+        logit = tl.load(line + place.to(tl.int64) * column_stride, place < vocab_size, -INFINITY).to(tl.float32)
+        among = (logit >= low) & (logit < high) & (logit > -INFINITY)
+        _list(logit, place, among, listed, listed_logits, listed_ids, row, capacity)
+        if tl.max(logit, 0) >= high:
+            certain += tl.sum(tl.where(logit >= high, _weight(logit, top, scale), 0.0), 0)
+            if not greedy:
+                best, token = _race(line, column_stride, chunk * CHUNK, high, top, scale, seed, vocab_size, CHUNK)
+                if best > score:  # of equal ones the first
+                    score, winner = best, token
+    tl.debug_barrier()  # what all threads have listed is there
+    return tl.load(listed, volatile=True), certain, score, winner
 
 
 @triton.jit
 def _check(
     k, p, least, low, high, top, total, certain,
-    line, listed_logits, column_stride, number, run, listed, scale,
+    line, listed_logits, listed_ids, column_stride, number, capacity, scale,
 ):  # fmt: skip
     """The keys among which the cuts must lie, what top-p alone wants of the candidates, and whether it is all there.
 
@@ -269,10 +284,12 @@ def _check(
     if high < INFINITY:
         highest = _key(_divided(high, scale)) - 1
     goal = tl.ceil((p * total - certain) * ONE).to(tl.int64)
-    most, fewest, _ = _reached(
+    complete = number <= capacity
+    reached = _reached(
         lowest, highest + 1, highest + 1, False, k > 0, LOWEST_KEY, 0.0, top,
-        line, listed_logits, listed_logits, column_stride, tl.where(listed, number, 0), run, True, scale,
+        line, listed_logits, listed_ids, column_stride, tl.where(complete, number, 0), RUN, True, scale,
     )  # fmt: skip
+    most, fewest = tl.max(reached, 0), tl.min(reached, 0)
     if k > 0:
         enough, few = most >= k, True
     elif least > 0:
@@ -280,7 +297,7 @@ def _check(
     else:
         enough, few = most >= goal, fewest < goal
     enough = enough or low == -INFINITY or tl.exp2((_divided(low, scale) - top) * LOG2E) < least
-    return lowest, highest, goal, listed and enough and (few or high == INFINITY)
+    return lowest, highest, goal, complete and enough and (few or high == INFINITY)
 
 
 @triton.jit
@@ -298,21 +315,22 @@ def _cut_and_race(
     cut = floor
     if p < 1:
         if k > 0 or least > 0:
-            reached, _, _ = _reached(
+            reached = _reached(
                 LOWEST_KEY, LOWEST_KEY, LOWEST_KEY, False, False, floor, least, top,
                 line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
             )  # fmt: skip
-            goal = tl.ceil(p * reached.to(tl.float32)).to(tl.int64)
+            goal = tl.ceil(p * tl.max(reached, 0).to(tl.float32)).to(tl.int64)
         cut = _search(
             False, False, goal, max(lowest, floor), highest, 0, floor, least, top,
             line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
         )  # fmt: skip
-        reached, above, _ = _reached(
+        reached = _reached(
             cut, cut + 1, cut + 1, False, False, floor, least, top,
             line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
         )  # fmt: skip
+        most, above = tl.max(reached, 0), tl.min(reached, 0)
         each = max(_fixed(tl.exp2((_value(cut) - top) * LOG2E)), 1)
-        equal = (reached - above + each // 2) // each
+        equal = (most - above + each // 2) // each
         wanted = max((goal - above + each - 1) // each, 1)
         if wanted < equal:
             last = -1 - _search(
@@ -344,7 +362,7 @@ def _cut_and_race(
 
 
 @triton.jit
-def _narrow(state, bounds, wanted, low, least, top, scale, parts, share, num_chunks, CHUNKS: tl.constexpr):
+def _narrow(bounds, wanted, low, least, top, scale, line, column_stride, vocab_size):
     """Closer bounds for a row of which too little was listed, with top-p alone or with min-p alone."""
     closer, high = -INFINITY, low
     if least > 0:  # where min-p cuts is known by now
@@ -353,14 +371,16 @@ def _narrow(state, bounds, wanted, low, least, top, scale, parts, share, num_chu
         closer, high = low - margin, low + margin
     else:
         mean, deviation = tl.load(bounds + MEAN), tl.load(bounds + DEVIATION)
-        chunk = tl.arange(0, CHUNKS)
-        for pivot in tl.static_range(NUM_PIVOTS):
-            value = mean + deviation * PIVOTS[pivot]
-            sums = tl.load(parts + chunk * NUM_PARTS + CHUNK_PIVOTS + pivot, chunk < num_chunks, 0.0)
-            enough = tl.sum(sums * share, 0) >= wanted
-            closer = tl.where(enough, max(closer, value), closer)
-            high = tl.where(enough, high, min(high, value))
-    _set_bounds(state, bounds, closer, high)
+        pivot = tl.arange(0, PIVOTS)
+        value = mean + deviation * (FIRST_PIVOT - pivot * BETWEEN_PIVOTS)
+        sums = tl.zeros((PIVOTS,), tl.float32)
+        for first in range(0, vocab_size, ITEMS):
+            x = _x(first + tl.arange(0, ITEMS), line, line, column_stride, vocab_size, RUN, False, 1.0)
+            weight = _weight(x, top * scale, scale)
+            sums += tl.sum(tl.where(x[:, None] >= value[None, :], weight[:, None], 0.0), 0)
+        closer = tl.max(tl.where(sums >= wanted, value, -INFINITY), 0)
+        high = min(low, tl.min(tl.where(sums >= wanted, INFINITY, value), 0))
+    return closer, high
 
 
 @triton.jit
@@ -382,12 +402,12 @@ def _search(
     first, last = zero + low, zero + high
     while last - first > precision:
         step = (last - first + 3) // 4
-        one, two, three = _reached(
+        reached = _reached(
             min(first + step, last).to(tl.int32), min(first + 2 * step, last).to(tl.int32),
             min(first + 3 * step, last).to(tl.int32), TIES, counting, floor, least, top,
             line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
         )  # fmt: skip
-        steps = (one >= goal).to(tl.int64) + (two >= goal).to(tl.int64) + (three >= goal).to(tl.int64)
+        steps = min(tl.sum((reached >= goal).to(tl.int64), 0), 3)
         if steps < 3:
             last = min(first + step * (steps + 1), last) - 1
         first = min(first + step * steps, last)
@@ -399,13 +419,12 @@ def _reached(
     one, two, three, TIES: tl.constexpr, counting, floor, least, top,
     line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
 ):  # fmt: skip
-    """What the items at or above each of three keys add up to.
+    """What the items at or above each of three keys add up to: int64 [4], in no order, that of the third twice.
 
     counting: how many they are; else their weights, if they pass floor and min-p. TIES: how many items have the key
     `floor`, where key means −1 − token.
     """
-    above_one = tl.zeros((ITEMS,), tl.int64)
-    above_two, above_three = above_one, above_one
+    sums = tl.zeros((ITEMS, 4), tl.int64)
     for first in range(0, number, ITEMS):
         item = first + tl.arange(0, ITEMS)
         x = _x(item, line, listed_logits, column_stride, number, run, listed, scale)
@@ -419,10 +438,10 @@ def _reached(
             if counting:
                 weight = tl.where(own > LOWEST_KEY, 1 / ONE, 0.0)
             amount = _fixed(tl.where(own >= floor, weight, 0.0))
-        above_one += tl.where(own >= one, amount, 0)
-        above_two += tl.where(own >= two, amount, 0)
-        above_three += tl.where(own >= three, amount, 0)
-    return tl.sum(above_one, 0), tl.sum(above_two, 0), tl.sum(above_three, 0)
+        third = tl.where(own >= three, amount, 0)
+        others = tl.join(tl.where(own >= one, amount, 0), tl.where(own >= two, amount, 0))
+        sums += tl.join(others, tl.join(third, third)).reshape(ITEMS, 4)
+    return tl.sum(sums, 0)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from vllm_opset.kernels.triton import _launch, _sampling, _supports
 from vllm_opset.ops.top_k_top_p_sample import TopKTopPSampleProblem, check_processed
 
 MAX_VOCABULARY = 2**22  # weights of so many tokens fit 64-bit fixed point
+FEW_CHUNKS = 128  # up to so many, one compiled variant serves
 
 
 def supports(problem: TopKTopPSampleProblem) -> str | None:
@@ -38,6 +39,7 @@ def top_k_top_p_sample(
     values = _launch.parameters("top_k_top_p_sample", device, num_rows)
     chunk, capacity = values["chunk"], min(vocab_size, values["listed"])
     num_chunks = triton.cdiv(vocab_size, chunk)
+    asked = int(processed is not None)
     filtered = not (top_k is None and top_p is None and min_p is None)
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -56,19 +58,24 @@ def top_k_top_p_sample(
         dummy if setting is None else setting
         for setting, dummy in ((temperature, floats), (top_k, ints), (top_p, floats), (min_p, floats))
     )
-    strides = tuple(1 if setting is None else setting.stride(0) for setting in (*settings, keys))
+    strides = tuple(1 if setting is None else setting.stride(0) for setting in (temperature, top_k, top_p, min_p, keys))
 
-    _sampling.start[(num_rows,)](
-        logits, logits.stride(), vocab_size, given, settings, strides, ints, floats,
-        PROCESSED=processed is not None, num_warps=values["warps"], **overlap,
-    )  # fmt: skip
-    for final in (False, True) if top_p is not None or min_p is not None else (True,):
-        _sampling.draw[(num_rows * num_chunks,)](
-            logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides,
-            ints, floats, parts, part_ids, listed, listed_ids, capacity,
-            CHUNK=chunk, CHUNKS=triton.next_power_of_2(num_chunks), FILTERED=filtered,
-            PROCESSED=processed is not None, FINAL=final, num_warps=values["warps"], **overlap,
+    if filtered:
+        _sampling.start[(num_rows,)](
+            logits, logits.stride(), vocab_size, given, settings, strides, asked, ints, floats,
+            num_warps=values["row_warps"], **overlap,
         )  # fmt: skip
+    _sampling.read[(num_rows * num_chunks,)](
+        logits, logits.stride(), vocab_size, num_chunks, keys, given, settings, strides, asked,
+        ints, floats, parts, part_ids, listed, listed_ids, capacity,
+        CHUNK=chunk, FILTERED=filtered, num_warps=values["warps"], maxnreg=values["registers"], **overlap,
+    )  # fmt: skip
+    _sampling.finish[(num_rows,)](
+        logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, asked,
+        ints, floats, parts, part_ids, listed, listed_ids, capacity,
+        CHUNK=chunk, CHUNKS=max(FEW_CHUNKS, triton.next_power_of_2(num_chunks)), FILTERED=filtered,
+        num_warps=values["row_warps"], **overlap,
+    )  # fmt: skip
     if out is not None:
         _sampling.process[(num_rows * num_chunks,)](
             logits, logits.stride(), vocab_size, num_chunks, given, settings, strides, ints, floats, out,
