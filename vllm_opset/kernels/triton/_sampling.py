@@ -40,6 +40,7 @@ DEVIATIONS = tl.constexpr(4.0)  # by which a guess of the k-th largest from a sa
 SMALL = tl.constexpr(8.0)  # tokens of the sample, more than those, where few make deviations meaningless
 ROUGH = tl.constexpr(1 << 14)  # keys, to which a guess needs to be precise: a 512th of a value
 ITEMS = tl.constexpr(1024)  # looked at together in a search
+AT_PIVOTS = tl.constexpr(512)  # compared with the pivots together
 RACERS = tl.constexpr(1024)  # raced together, the words of four from one block of the generator
 
 # Of each row: candidates listed, the key of the cut, the last index that is kept at it. Padded to a line of the cache.
@@ -149,7 +150,11 @@ def read(
     if greedy:
         score, winner = top, tl.min(tl.where(logit == top, place, vocab_size), 0)
     elif top >= high:
-        score, winner = _race(line, logits_strides[1], chunk * CHUNK, high, top, scale, seed, vocab_size, CHUNK)
+        best, racer = _nobody(vocab_size, RACERS)
+        best, racer = _race(
+            best, racer, line, logits_strides[1], chunk * CHUNK, high, top, scale, seed, vocab_size, CHUNK
+        )
+        score, winner = _first_of_best(best, racer, vocab_size)
     tl.store(part + CHUNK_SCORE, score)
     tl.store(part_ids + number, winner)
 
@@ -164,9 +169,10 @@ def _list(logit, place, among, listed, listed_logits, listed_ids, row, capacity)
 
 
 @triton.jit
-def _race(line, column_stride, first, high, top, scale, seed, vocab_size, CHUNK: tl.constexpr):
-    """The best score, as a multiple of the weight of `top`, and its token, of those in a chunk that reach `high`."""
-    best, winner = tl.full((RACERS,), -1.0, tl.float32), tl.full((RACERS,), 0, tl.int32) + vocab_size
+def _race(best, winner, line, column_stride, first, high, top, scale, seed, vocab_size, CHUNK: tl.constexpr):
+    """Takes the tokens of a chunk that reach `high` into a race: the best scores, as multiples of the weight of `top`,
+    and their tokens, RACERS of them.
+    """
     for place in range(first, first + CHUNK, RACERS):
         words = tl.randint4x(seed, place // 4 + tl.arange(0, RACERS // 4))
         words = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3])).reshape(RACERS)
@@ -175,8 +181,18 @@ def _race(line, column_stride, first, high, top, scale, seed, vocab_size, CHUNK:
         score = tl.where(logit >= high, _weight(logit, top, scale) / _exponential(words), -1.0)
         better = score > best  # of equal ones the first
         best, winner = tl.where(better, score, best), tl.where(better, token, winner)
-    score = tl.max(best, 0)
-    return score, tl.min(tl.where(best == score, winner, vocab_size), 0)
+    return best, winner
+
+
+@triton.jit
+def _nobody(vocab_size, COUNT: tl.constexpr):
+    return tl.full((COUNT,), -1.0, tl.float32), tl.full((COUNT,), 0, tl.int32) + vocab_size
+
+
+@triton.jit
+def _first_of_best(scores, tokens, vocab_size):
+    score = tl.max(scores, 0)
+    return score, tl.min(tl.where(scores == score, tokens, vocab_size), 0)
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_chunks", "given", "processed", "capacity"])
@@ -200,8 +216,7 @@ def finish(
     share = _weight(tops, top_logit, scale)
     if not greedy:
         scores *= share
-    score = tl.max(scores, 0)
-    winner = tl.min(tl.where(scores == score, winners, vocab_size), 0)
+    score, winner = _first_of_best(scores, winners, vocab_size)
     total, certain = 0.0, 0.0
     if k == 0 and (processed != 0 or (FILTERED and not greedy)):
         totals = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOTAL, chunk < num_chunks, 0.0)
@@ -250,7 +265,8 @@ def _read_again(
     listed_logits, listed_ids, row, capacity, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """What `read` does, for a whole row: the number of candidates, and the certain tokens' weight, score and winner."""
-    certain = 0.0
+    certain = tl.zeros((CHUNK,), tl.float32)
+    best, racer = _nobody(vocab_size, RACERS)
     listed = ints + LISTED
     tl.store(listed, 0)
     tl.debug_barrier()
@@ -259,14 +275,15 @@ def _read_again(
         logit = tl.load(line + place.to(tl.int64) * column_stride, place < vocab_size, -INFINITY).to(tl.float32)
         among = (logit >= low) & (logit < high) & (logit > -INFINITY)
         _list(logit, place, among, listed, listed_logits, listed_ids, row, capacity)
-        if tl.max(logit, 0) >= high:
-            certain += tl.sum(tl.where(logit >= high, _weight(logit, top, scale), 0.0), 0)
-            if not greedy:
-                best, token = _race(line, column_stride, chunk * CHUNK, high, top, scale, seed, vocab_size, CHUNK)
-                if best > score:  # of equal ones the first
-                    score, winner = best, token
+        certain += tl.where(logit >= high, _weight(logit, top, scale), 0.0)
+        if not greedy:
+            best, racer = _race(
+                best, racer, line, column_stride, chunk * CHUNK, high, top, scale, seed, vocab_size, CHUNK
+            )
+    if not greedy:
+        score, winner = _first_of_best(best, racer, vocab_size)
     tl.debug_barrier()  # what all threads have listed is there
-    return tl.load(listed, volatile=True), certain, score, winner
+    return tl.load(listed, volatile=True), tl.sum(certain, 0), score, winner
 
 
 @triton.jit
@@ -338,7 +355,7 @@ def _cut_and_race(
                 line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
             )  # fmt: skip
 
-    best, best_id = tl.full((ITEMS,), -1.0, tl.float32), tl.full((ITEMS,), 0, tl.int32) + vocab_size
+    best, best_id = _nobody(vocab_size, ITEMS)
     kept = tl.full((), 0, tl.int64)
     for first in range(0, number, ITEMS):
         item = first + tl.arange(0, ITEMS)
@@ -354,8 +371,7 @@ def _cut_and_race(
             better = (mine > best) | ((mine == best) & (token < best_id))
             best, best_id = tl.where(better, mine, best), tl.where(better, token, best_id)
     if not greedy:
-        highest_score = tl.max(best, 0)
-        first_best = tl.min(tl.where(best == highest_score, best_id, vocab_size), 0)
+        highest_score, first_best = _first_of_best(best, best_id, vocab_size)
         if certain == 0 or highest_score > score or (highest_score == score and first_best < winner):
             score, winner = highest_score, first_best
     return cut, last, certain + kept.to(tl.float32) / ONE, score, winner
@@ -373,11 +389,12 @@ def _narrow(bounds, wanted, low, least, top, scale, line, column_stride, vocab_s
         mean, deviation = tl.load(bounds + MEAN), tl.load(bounds + DEVIATION)
         pivot = tl.arange(0, PIVOTS)
         value = mean + deviation * (FIRST_PIVOT - pivot * BETWEEN_PIVOTS)
-        sums = tl.zeros((PIVOTS,), tl.float32)
-        for first in range(0, vocab_size, ITEMS):
-            x = _x(first + tl.arange(0, ITEMS), line, line, column_stride, vocab_size, RUN, False, 1.0)
+        above = tl.zeros((AT_PIVOTS, PIVOTS), tl.float32)
+        for first in range(0, vocab_size, AT_PIVOTS):
+            x = _x(first + tl.arange(0, AT_PIVOTS), line, line, column_stride, vocab_size, RUN, False, 1.0)
             weight = _weight(x, top * scale, scale)
-            sums += tl.sum(tl.where(x[:, None] >= value[None, :], weight[:, None], 0.0), 0)
+            above += tl.where(x[:, None] >= value[None, :], weight[:, None], 0.0)
+        sums = tl.sum(above, 0)
         closer = tl.max(tl.where(sums >= wanted, value, -INFINITY), 0)
         high = min(low, tl.min(tl.where(sums >= wanted, INFINITY, value), 0))
     return closer, high
