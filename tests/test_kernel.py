@@ -102,3 +102,10 @@ def test_a_provider_that_cannot_be_had_says_why_and_lists_nothing(new_provider):
     new_provider("absent", {"rms_norm.py": "raise AssertionError('imported')"}, unavailable="pip install absent")
     assert load("absent") == "pip install absent"
     assert "absent" not in {known.provider for known in kernels_of("rms_norm").values()}
+
+
+def test_only_what_callers_prepare_can_be_prepared():
+    with pytest.raises(ValueError, match=r"callers of linear do not prepare \['wieght'\]; known: weight"):
+        kernel(ops.linear, name="packed", prepare={"wieght": str})
+    with pytest.raises(ValueError, match="callers of rms_norm do not prepare"):
+        kernel(ops.rms_norm, name="packed", prepare={"weight": str})

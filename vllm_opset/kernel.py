@@ -9,7 +9,8 @@ A kernel file says
 nothing but the problem: no environment, no data. Which kernel runs is decided elsewhere, in `selection`.
 
 A kernel that wants an argument in a form of its own, a weight packed for its processor say, names what makes it:
-`@kernel(…, prepare={"weight": pack})`. It is made once, when a model is loaded, and `run` is given nothing else.
+`@kernel(…, prepare={"weight": pack})`. It is made once, when a model is loaded, and `run` is given nothing else. The op
+says which of its parameters are prepared.
 """
 
 import importlib
@@ -43,7 +44,9 @@ class Kernel:
     devices: tuple[str, ...]
     supports: Supports = field(repr=False)
     run: Callable = field(repr=False)
-    prepare: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict, repr=False)
+    prepare: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def __str__(self) -> str:
         return f"{self.op}={self.name}"
@@ -86,8 +89,11 @@ def kernel(
 ) -> Callable[[Callable], Callable]:
     """Registers the decorated function as an implementation of `op`, with the signature of the op's reference.
 
-    Raises ValueError if the op already has a kernel of that name.
+    Raises ValueError if the op already has a kernel of that name, or its callers do not prepare such a parameter.
     """
+    unprepared = set(prepare or {}) - set(op.prepared)
+    if unprepared:
+        raise ValueError(f"callers of {op.name} do not prepare {sorted(unprepared)}; known: {', '.join(op.prepared)}")
 
     def register(run: Callable) -> Callable:
         if name in _registry[op.name]:

@@ -40,7 +40,10 @@ class Override:
 
 @dataclass(eq=False)
 class Choice:
-    """The kernel chosen for an op and a problem, why, and why not the others. Call `run`."""
+    """The kernel chosen for an op and a problem, why, and why not the others.
+
+    Call `run`. An argument that the op calls prepared goes through `kernel.prepared` first, once.
+    """
 
     op: str
     problem: Problem

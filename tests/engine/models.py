@@ -49,10 +49,12 @@ CONFIGS = {
 LENGTHS = (1, 7, 16, 40, 77, 150)
 
 
-def build(name: str, folder: Path) -> PreTrainedModel:
-    """The model by that name, saved to the folder. The same weights every time."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").float().eval()
+def build(name: str, folder: Path, seed: int = 0, **changes) -> PreTrainedModel:
+    """The model by that name, saved to the folder. The same weights for a seed every time. changes: to its config."""
+    torch.manual_seed(seed)
+    config = CONFIGS[name]()
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     for parameter in model.parameters():
         # The weights of norms, and biases: transformers leaves them at 1 and 0, where no mistake with them would show.
         if parameter.ndim == 1:

@@ -8,6 +8,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_opset import selection
 from vllm_opset.platform import linear
+from vllm_opset.platform.refusals import Refusal
 
 pytestmark = pytest.mark.window
 
@@ -70,6 +71,27 @@ def test_weights_that_are_loaded_again_are_used():
     layer.weight.data = torch.zeros(64, 48)
     layer.quant_method.process_weights_after_loading(layer)
     assert not layer(x)[0].any()
+
+
+def test_weights_are_packed_at_loading_and_again_when_they_change():
+    """But for those of a head that is also an embedding: there vLLM does not always tell, and `refresh` does."""
+    model = layers().bfloat16()
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    linear.bind(model)
+    x, tied = torch.ones(2, 48, dtype=torch.bfloat16), model["embedding"]
+    if model["row"].weight.numel():
+        pytest.skip("oneDNN does not multiply in bf16 on this processor: nothing is packed")
+    with pytest.raises(Refusal, match="has packed this model's weights"):
+        linear.need_weights(model)
+    assert not tied.quant_method.apply(tied, x).any()
+    model["row"].weight.data = torch.ones(64, 48, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for layer in (tied, model["head"]):
+            layer.weight.fill_(1)
+    linear.refresh(model)
+    for layer in (tied, model["row"], model["head"]):
+        assert (layer.quant_method.apply(layer, x) == 48).all()
 
 
 def test_a_model_that_was_loaded_uses_a_kernel_of_the_users_choice():

@@ -6,13 +6,14 @@ import sys
 
 import pytest
 
+from vllm_opset.kernel import why_unavailable
 from vllm_opset.platform import threads
 
 FORK = """
 import os, signal, torch
 from vllm_opset.platform import threads
 {safe}
-def use(): return (torch.randn(600, 600) @ torch.randn(600, 600)).exp().sum()
+{use}
 torch.set_num_threads(2)
 use()
 child = os.fork()
@@ -27,13 +28,21 @@ print("hangs" if os.WIFSIGNALED(status) else "runs")
 """
 
 
-def forked(safe: str, patience: int) -> str:
-    script = FORK.format(safe=safe, patience=patience)
+# What uses two threads: PyTorch, and the C++ kernels, which share its runtime.
+IN_TORCH = "def use(): return (torch.randn(600, 600) @ torch.randn(600, 600)).exp().sum()"
+IN_CPP = "from vllm_opset import kernel\ndef use(): kernel.kernels_of('silu_and_mul')['cpp'].run(torch.ones(600, 600))"
+
+
+def forked(safe: str, patience: int, use: str = IN_TORCH) -> str:
+    script = FORK.format(safe=safe, patience=patience, use=use)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120).stdout.strip()
 
 
-def test_forked_process_computes():
-    assert forked("threads.make_forking_safe()", patience=60) == "runs"
+@pytest.mark.parametrize("use", [IN_TORCH, IN_CPP], ids=["torch", "cpp"])
+def test_forked_process_computes(use):
+    if use == IN_CPP and (reason := why_unavailable("cpp")):
+        pytest.skip(f"needs the C++ kernels: {reason}")
+    assert forked("threads.make_forking_safe()", 60, use) == "runs"
 
 
 def test_forked_process_would_hang_otherwise():
@@ -46,6 +55,8 @@ def test_forked_process_would_hang_otherwise():
     [
         ({}, "4 2 1"),
         ({"OMP_NUM_THREADS": "1"}, "1 1 1"),
+        ({"OMP_NUM_THREADS": ""}, "4 2 1"),
+        ({"OMP_NUM_THREADS": "2,4"}, "2 2 2"),
         ({"OMP_NUM_THREADS": "2", "OPSET_NUM_THREADS": "1"}, "1 1 1"),
         ({"OMP_NUM_THREADS": "1", "OPSET_NUM_THREADS": "auto"}, "4 2 1"),
     ],

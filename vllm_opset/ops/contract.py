@@ -99,6 +99,7 @@ class Op:
         reference: Callable,
         problem: type[Problem],
         mutates: tuple[str, ...],
+        prepared: tuple[str, ...],
         dtypes: tuple[torch.dtype, ...],
         tolerances: Mapping[torch.dtype, Tolerance],
     ) -> None:
@@ -108,13 +109,14 @@ class Op:
         self.signature = inspect.signature(reference)
         self.problem = problem
         self.mutates = mutates
+        self.prepared = prepared
         self.dtypes = dtypes
         self.tolerances = tolerances
         self.properties: dict[str, Law] = {}
         self.illegal_samples: SampleMaker = lambda device, dtype: iter(())
-        unknown = set(mutates) - set(self.signature.parameters)
+        unknown = {*mutates, *prepared} - set(self.signature.parameters)
         if unknown:
-            raise ValueError(f"{self.name} declares that it mutates {sorted(unknown)}, which it does not take")
+            raise ValueError(f"{self.name} declares {sorted(unknown)}, which it does not take")
 
     def __call__(self, *args, **kwargs):
         return self.reference(*args, **kwargs)
@@ -157,15 +159,18 @@ def op(
     *,
     problem: type[Problem] = Problem,
     mutates: tuple[str, ...] = (),
+    prepared: tuple[str, ...] = (),
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     tolerances: Mapping[torch.dtype, Tolerance] = ROUND_ONCE,
 ) -> Callable[[Callable], Op]:
     """Turns a reference into an `Op`.
 
     problem: the op's `Problem` class. mutates: the parameters that may be written in place; all others must be left as
-    they are. dtypes: what samples are made in. tolerances: by the dtype of the output that is compared.
+    they are. prepared: the parameters that do not change between calls, of which a kernel may want a form of its own;
+    whoever calls it makes that once, by `Kernel.prepared`. dtypes: what samples are made in. tolerances: by the dtype
+    of the output that is compared.
     """
-    return lambda reference: Op(reference, problem, mutates, dtypes, tolerances)
+    return lambda reference: Op(reference, problem, mutates, prepared, dtypes, tolerances)
 
 
 def accumulator(*tensors: torch.Tensor) -> torch.dtype:

@@ -27,7 +27,7 @@ def fused_add_rms_norm(
 
     x, residual: [..., hidden_size], of one shape and dtype, any strides. weight, epsilon, weight_offset: as `rms_norm`.
     Zero rows are allowed. Returns nothing.
-    Raises ValueError if x and the residual differ in shape, or the weight is not [hidden_size].
+    Raises ValueError if x and the residual differ in shape or dtype, or the weight is not [hidden_size].
     """
     check_arguments(x, residual, weight)
     total = x.to(accumulator(x)) + residual
@@ -37,8 +37,9 @@ def fused_add_rms_norm(
 
 def check_arguments(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None) -> None:
     """Refuses what would broadcast unnoticed."""
-    if x.shape != residual.shape:
-        raise ValueError(f"x and residual must have one shape, not {list(x.shape)} and {list(residual.shape)}")
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        both = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (x, residual))
+        raise ValueError(f"x and residual must have one shape and dtype, not {' and '.join(both)}")
     check_parameter(weight, x)
 
 
@@ -80,12 +81,17 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 @fused_add_rms_norm.illegal_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name: str, residual: tuple[int, ...], weight: tuple[int, ...]) -> Sample:
-        shapes = ((3, 64), residual, weight)
-        return Sample(name, lambda: ((*(torch.ones(s, dtype=dtype, device=device) for s in shapes), 1e-6), {}))
+    def sample(name: str, residual: tuple[int, ...], weight: tuple[int, ...], wide: bool = False) -> Sample:
+        def make():
+            shapes = ((3, 64), residual, weight)
+            x, other, scale = (torch.ones(shape, dtype=dtype, device=device) for shape in shapes)
+            return (x, other.double() if wide else other, scale, 1e-6), {}
+
+        return Sample(name, make)
 
     yield sample("a residual of one row", (1, 64), (64,))
     yield sample("a residual of one column", (3, 1), (64,))
+    yield sample("a residual of another dtype", (3, 64), (64,), wide=True)
     yield sample("a weight of one element", (3, 64), (1,))
 
 

@@ -1,7 +1,7 @@
 """linear: the projection of activations by a weight, with or without a bias.
 
 Semantics: `torch.nn.functional.linear`, which vLLM's layers with unquantised weights call, language model heads
-included. A kernel may want the weight prepared (`Kernel.prepare`): it does not change between calls.
+included.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ TOLERANCES = {
 }
 
 
-@op(tolerances=TOLERANCES)
+@op(prepared=("weight",), tolerances=TOLERANCES)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """y = x weightᵀ + bias, summed in fp32 and rounded once.
 

@@ -150,8 +150,8 @@ def check_shapes(
 ) -> None:
     """Raises ValueError where they do not fit each other."""
     num_heads, head_size = query.shape[1:]
-    if out.shape != query.shape:
-        raise ValueError(f"out has shape {tuple(out.shape)}, query {tuple(query.shape)}")
+    if out.shape != query.shape or out.dtype != query.dtype:
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, query {query.dtype} {tuple(query.shape)}")
     if kv_cache.shape[3] != 2 * head_size:
         raise ValueError(f"a cache row of {kv_cache.shape[3]} does not hold key and value of head size {head_size}")
     if num_heads % kv_cache.shape[1]:
@@ -271,6 +271,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
         return Sample(name, make)
 
+    yield sample("out of another dtype", out=lambda given: given["out"].double())
     yield sample("out of other heads", out=lambda given: given["out"][:, :2])
     yield sample("a cache of another head size", kv_cache=lambda given: given["kv_cache"][..., :64])
     yield sample(

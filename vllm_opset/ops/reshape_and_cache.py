@@ -68,17 +68,6 @@ def check_arguments(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tens
         )
 
 
-def check_shapes(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Raises ValueError where they do not fit each other."""
-    _, num_kv_heads, _, width = kv_cache.shape
-    num_tokens, *heads = key.shape
-    if value.shape != key.shape or num_tokens < len(slot_mapping) or heads != [num_kv_heads, width // 2]:
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} do not fit {len(slot_mapping)} slots "
-            f"of a cache {tuple(kv_cache.shape)}"
-        )
-
-
 def to_cache_dtype(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """What is stored of a key or value."""
     if scale is not None:

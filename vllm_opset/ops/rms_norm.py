@@ -31,10 +31,11 @@ def rms_norm(
 ) -> torch.Tensor:
     """y = x / sqrt(mean(x²) + epsilon) * (weight + weight_offset), computed in fp32 and rounded once.
 
-    x: [..., hidden_size], any strides. weight: [hidden_size], of x's dtype or fp32, or None for no scaling.
+    x: [..., hidden_size], any strides. weight: [hidden_size], contiguous, of x's dtype or fp32, or None for no
+    scaling.
     weight_offset: added to the weight in fp32; 1 for Gemma, whose checkpoints store weight − 1.
     Returns a new contiguous tensor of x's shape and dtype. Zero rows are allowed.
-    Raises ValueError if the weight is not [hidden_size], where broadcasting would go unnoticed.
+    Raises ValueError if the weight is not that: broadcasting would go unnoticed, and kernels go by no strides of it.
     """
     check_parameter(weight, x)
     wide = x.to(accumulator(x))
@@ -45,9 +46,12 @@ def rms_norm(
 
 
 def check_parameter(parameter: torch.Tensor | None, x: torch.Tensor) -> None:
-    """Refuses a norm's weight or bias that is not one value for each element of a row."""
-    if parameter is not None and parameter.shape != x.shape[-1:]:
-        raise ValueError(f"weight and bias must be [{x.shape[-1]}], as x's rows are, not {list(parameter.shape)}")
+    """Refuses a norm's weight or bias that is not one value for each element of a row, side by side."""
+    if parameter is not None and (parameter.shape != x.shape[-1:] or not parameter.is_contiguous()):
+        raise ValueError(
+            f"weight and bias must be [{x.shape[-1]}], as x's rows are, and contiguous, "
+            f"not {list(parameter.shape)} with strides {list(parameter.stride())}"
+        )
 
 
 @rms_norm.problem_of
@@ -100,6 +104,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     ones = {"dtype": dtype, "device": device}
     yield Sample("a weight of one element", lambda: ((torch.ones(3, 64, **ones), torch.ones(1, **ones), 1e-6), {}))
     yield Sample("a weight a token", lambda: ((torch.ones(3, 64, **ones), torch.ones(3, 64, **ones), 1e-6), {}))
+    yield Sample("a strided weight", lambda: ((torch.ones(3, 64, **ones), torch.ones(128, **ones)[::2], 1e-6), {}))
 
 
 @rms_norm.bench_inputs

@@ -52,9 +52,9 @@ def budget(vllm_config: "VllmConfig", specs: Iterable["KVCacheSpec"]) -> int:
 
 
 def _environment() -> int | None:
-    """vLLM's own variable for its CPU platform."""
+    """vLLM's own variable for its CPU platform; 0 is not set."""
     gibibytes = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    return int(float(gibibytes) * GIB) if gibibytes else None
+    return int(float(gibibytes) * GIB) or None if gibibytes else None
 
 
 def _gib(size: int) -> str:

@@ -28,8 +28,12 @@ def make_forking_safe() -> None:
 
 
 def remember_users_choice() -> None:
-    """Keeps OMP_NUM_THREADS as the user set it, for workers. vLLM sets it itself for several of them (0.26: to 1)."""
-    os.environ.setdefault(VARIABLE, os.environ.get("OMP_NUM_THREADS", AUTO))
+    """Keeps OMP_NUM_THREADS as the user set it, for workers. vLLM sets it itself for several of them (0.26: to 1).
+
+    Of a list, which OpenMP takes for nested loops, the first number; what is no number means nothing to OpenMP either.
+    """
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    os.environ.setdefault(VARIABLE, first if first.isdecimal() and int(first) else AUTO)
 
 
 def set_compute_threads(num_workers: int) -> int:

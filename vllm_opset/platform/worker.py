@@ -1,5 +1,6 @@
 """One worker process: the device, the memory for the KV cache, and the report of what was chosen."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,6 +16,16 @@ from vllm_opset.platform import kv_memory, layers, linear, report, threads
 from vllm_opset.platform.runner import OpsetCpuRunner
 
 logger = init_logger(f"vllm.{__name__}")
+
+
+def _with_weights(name: str) -> Callable:
+    """The Worker's method of that name, refused where the model's weights are gone."""
+
+    def method(self: Worker, *args, **kwargs):
+        linear.need_weights(self.model_runner.get_model())
+        return getattr(Worker, name)(self, *args, **kwargs)
+
+    return method
 
 
 class OpsetCpuWorker(Worker):
@@ -41,6 +52,15 @@ class OpsetCpuWorker(Worker):
         super().load_model(**kwargs)
         layers.bind(self.model_runner.get_model(), self.model_config.dtype)
         linear.bind(self.model_runner.get_model())
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        super().reload_weights(*args, **kwargs)
+        linear.refresh(self.model_runner.get_model())
+
+    save_sharded_state = _with_weights("save_sharded_state")
+    save_tensorized_model = _with_weights("save_tensorized_model")
+    compute_weight_checksums = _with_weights("compute_weight_checksums")  # this and the next came with 0.30
+    reset_weights = _with_weights("reset_weights")
 
     def determine_available_memory(self) -> int:
         return kv_memory.budget(self.vllm_config, self.get_kv_cache_spec().values())

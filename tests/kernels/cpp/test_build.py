@@ -8,6 +8,8 @@ import sys
 import pytest
 from processes import run
 
+from vllm_opset.kernels.cpp._build import CURE
+
 NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="builds with g++, which is not installed here")
 SHOW = """
 import torch
@@ -29,8 +31,8 @@ def choice(**variables) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [
-        ("/nowhere/g++", "no C++ compiler '/nowhere/g++': install g++, or set CXX"),
-        ("false", "false does not know the flags: status 1"),
+        ("/nowhere/g++", f"there is no C++ compiler '/nowhere/g++': {CURE}"),
+        ("false", f"false cannot build them (status 1): {CURE}"),
     ],
 )
 def test_without_a_compiler_the_torch_kernels_serve(tmp_path, compiler, reason):
@@ -38,13 +40,19 @@ def test_without_a_compiler_the_torch_kernels_serve(tmp_path, compiler, reason):
 
 
 @NEEDS_COMPILER
-def test_a_compiler_that_fails_is_named_with_its_error(tmp_path):
+@pytest.mark.parametrize(
+    ("instead_of_building", "reason"),
+    [
+        ('echo "x.cpp:1: error: no" >&2; exit 1', "cannot build them (x.cpp:1: error: no): "),
+        ('for built; do :; done; echo junk >"$built"; exit 0', "the library cannot be loaded: "),
+    ],
+)
+def test_a_compiler_that_fails_is_named_with_its_error(tmp_path, instead_of_building, reason):
     compiler = tmp_path / "c++"
-    compiler.write_text(
-        '#!/bin/sh\ncase "$*" in *-shared*) echo "x.cpp:1: error: no" >&2; exit 1;; esac\nexec g++ "$@"\n'
-    )
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-shared*) {instead_of_building};; esac\nexec g++ "$@"\n')
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
-    assert choice(CXX=compiler, OPSET_CACHE=tmp_path) == ("cpu", f"{compiler} failed: x.cpp:1: error: no")
+    name, said = choice(CXX=compiler, OPSET_CACHE=tmp_path / "cache")
+    assert name == "cpu" and reason in said
 
 
 @NEEDS_COMPILER
@@ -62,7 +70,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     name, reason = choice(OPSET_CACHE=tmp_path / "file" / "cache")
     assert name == "cpu"
-    assert reason == f"cannot write to {tmp_path}/file/cache (Not a directory): set OPSET_CACHE to another folder"
+    assert reason == f"{tmp_path}/file/cache cannot be written to (Not a directory): name another by OPSET_CACHE"
 
 
 @NEEDS_COMPILER
@@ -70,4 +78,13 @@ def test_an_override_of_what_is_not_there_says_why(tmp_path):
     finished = run(
         sys.executable, "-c", SHOW, CXX="/nowhere/g++", OPSET_CACHE=tmp_path, OPSET_KERNELS="silu_and_mul=cpp"
     )
-    assert "silu_and_mul has no kernel 'cpp' here; no C++ compiler" in finished.err
+    assert "silu_and_mul has no kernel 'cpp' here; there is no C++ compiler" in finished.err
+
+
+@NEEDS_COMPILER
+def test_without_a_home_the_torch_kernels_serve(tmp_path):
+    script = "import pathlib; pathlib.Path.home = classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError()))" + SHOW
+    finished = run(sys.executable, "-c", script)
+    assert finished.out.strip().endswith(
+        "there is no home directory to keep the library in: name a folder by OPSET_CACHE"
+    )

@@ -4,10 +4,11 @@ The contracts themselves are checked by tests/test_parity.py, as of all kernels.
 """
 
 import re
-from pathlib import Path
+import sys
 
 import pytest
 import torch
+from processes import run
 
 from vllm_opset import kernel, ops, parity
 from vllm_opset.ops import samples
@@ -17,7 +18,7 @@ from vllm_opset.ops.paged_inputs import PagedCase
 if reason := kernel.unavailable().get("cpp"):
     pytest.skip(f"C++ kernels need a compiler: {reason}", allow_module_level=True)
 
-from vllm_opset.kernels.cpp import _build, paged_attention
+from vllm_opset.kernels.cpp import paged_attention
 
 TOKENS, HEADS, KV_HEADS, HEAD_SIZE = 700, 8, 2, 64
 SLOTS = 1024
@@ -83,9 +84,36 @@ def test_all_attention_samples_in_cpp(monkeypatch):
     assert sum(check.skipped is None for check in checks) > len(checks) / 2
 
 
-def test_one_openmp_runtime_in_the_process():
-    """A second one would have threads of its own, which spin while PyTorch's work."""
-    mapped = Path("/proc/self/maps").read_text()
-    assert str(_build.library().path) in mapped
-    runtimes = set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[-.]\S*", mapped))
+def test_the_library_has_pytorchs_openmp_runtime():
+    """A second one in the process would have threads of its own, which spin while PyTorch's work."""
+    script = "from vllm_opset.kernels.cpp import _build; _build.library(); print(open('/proc/self/maps').read())"
+    maps = run(sys.executable, "-c", script).out
+    assert "vllm-opset/kernels-" in maps
+    runtimes = set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[-.]\S*", maps))
     assert len(runtimes) == 1, runtimes
+
+
+@pytest.mark.parametrize("lost", [-1, 128])
+def test_a_position_beyond_the_table_is_an_error(lost):
+    positions, table = torch.tensor([0, lost]), normal(128, HEAD_SIZE)
+    query = normal(2, HEADS * HEAD_SIZE)
+    before = query.clone()
+    with pytest.raises(IndexError, match=f"position {lost} of token 1 is not one of 128"):
+        kernel.kernels_of("rotary_embedding")["cpp"].run(positions, query, None, HEAD_SIZE, table)
+    assert torch.equal(query, before)
+
+
+def test_a_cache_in_another_dtype_is_converted_to():
+    """Selection knows the layer's dtype; a model may promote its keys."""
+    key, value, cache, slots = large_inputs("reshape_and_cache")[0]
+    cpp, expected = cache.clone(), cache.clone()
+    kernel.kernels_of("reshape_and_cache")["cpp"].run(key.float(), value.float(), cpp, slots)
+    ops.reshape_and_cache(key.float(), value.float(), expected, slots)
+    assert torch.equal(cpp, expected)
+
+
+def test_silu_far_out():
+    """Where e^-x is no float any more."""
+    x = torch.tensor([[-1e38, -1e5, -89.0, 89.0, 1e38, -torch.inf, torch.inf, torch.nan]])
+    got = kernel.kernels_of("silu_and_mul")["cpp"].run(torch.cat((x, torch.ones_like(x)), dim=1))
+    torch.testing.assert_close(got, torch.nn.functional.silu(x), equal_nan=True)

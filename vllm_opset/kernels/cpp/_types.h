@@ -47,9 +47,10 @@ inline void with_type(int64_t type, F f) {
     else f(static_cast<bfloat16*>(nullptr));
 }
 
-// e^x to 1e-7 of itself, in code that compilers turn into vectors; below -87 it is 1e-38 instead of less.
+// e^x to 1e-7 of itself, in code that compilers turn into vectors. Below -87 it is 1e-38 instead of less, above 88.4
+// infinite, a little early.
 inline float exp(float x) {
-    x = std::min(std::max(x, -87.0f), 88.0f);
+    x = std::min(std::max(x, -87.0f), 89.0f);
     const float n = std::nearbyint(x * 1.44269504f);
     const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
     float p = 1.9875691e-4f;

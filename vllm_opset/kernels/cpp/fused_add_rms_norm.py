@@ -5,7 +5,7 @@ import torch
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpp._build import TYPES
-from vllm_opset.kernels.cpp.rms_norm import norm, supports, weight_of
+from vllm_opset.kernels.cpp.rms_norm import norm, supports, type_and_address
 from vllm_opset.kernels.cpu import fused_add_rms_norm as in_torch
 from vllm_opset.ops.fused_add_rms_norm import check_arguments
 
@@ -22,8 +22,7 @@ def fused_add_rms_norm(
         return in_torch.fused_add_rms_norm(x, residual, weight, epsilon, weight_offset)
     check_arguments(x, residual, weight)
     size, at = x.shape[-1], x.data_ptr()
-    weight_type, weight = weight_of(weight)
     norm(
-        TYPES[x.dtype], weight_type, at, residual.data_ptr(), weight, at,
+        TYPES[x.dtype], *type_and_address(weight), at, residual.data_ptr(), at,
         x.numel() // size, 1, size, size, 0, epsilon, weight_offset,
     )  # fmt: skip

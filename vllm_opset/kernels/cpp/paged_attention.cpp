@@ -1,4 +1,4 @@
-// paged_attention where requests have few query tokens: each row by itself, in fp32, keys and values read where they lie.
+// paged_attention where requests have few query tokens: each row by itself, in fp32, keys and values read in the cache.
 #include "_vector.h"
 
 namespace opset {
@@ -32,7 +32,7 @@ struct Keys {
     }
 };
 
-// The keys of a run as rows of floats: where they lie, or widened into `tile`. Lanes beyond the run repeat its last key.
+// The keys of a run as rows of floats, where they lie or widened into `tile`. Lanes beyond the run repeat its last key.
 inline void rows_of(const float* key, int64_t number, int64_t stride, int64_t, float*, const float* (&rows)[LANES]) {
     for (int lane = 0; lane < LANES; lane++) rows[lane] = key + std::min<int64_t>(lane, number - 1) * stride;
 }
@@ -66,8 +66,8 @@ void multiply_keys(const float* queries, const Keys<E>& keys, int64_t group, int
     });
 }
 
-// out[head] = weights[head] . values, in VECTORS * LANES columns of HEADS query heads: each value is read once for them,
-// and the sums, which grow one after the other, are enough to keep the multipliers busy.
+// out[head] = weights[head] . values, in VECTORS * LANES columns of HEADS query heads. Each value is read once for them,
+// and the sums, each of which grows step by step, are enough to keep the multipliers busy.
 template <int HEADS, int VECTORS, class E>
 void multiply_columns(const float* weights, int64_t stride, const Keys<E>& values, int64_t size, float* out) {
     Floats sum[HEADS][VECTORS] = {};
@@ -127,7 +127,8 @@ void attend(const E* query, Keys<E> keys, E* out, int64_t position, int64_t kv_h
     space.resize(group * (number + size) + LANES * size);
     float *weights = space.data(), *rows = weights + group * number, *tile = rows + group * size;
     for (int64_t head = 0; head < group; head++)
-        for (int64_t i = 0; i < size; i++) rows[head * size + i] = widen(query[head * layer.query_head + i]) * layer.scale;
+        for (int64_t i = 0; i < size; i++)
+            rows[head * size + i] = widen(query[head * layer.query_head + i]) * layer.scale;
     multiply_keys(rows, keys, group, size, tile, weights);
     for (int64_t head = 0; head < group; head++)
         softmax(weights + head * number, number, keys.first - position, layer, kv_head * group + head);

@@ -62,7 +62,7 @@ def paged_attention(
     v_scale: torch.Tensor | None = None,
 ) -> None:
     in_one_piece = query.stride(2) == out.stride(2) == kv_cache.stride(3) == 1
-    if batch.max_query_len > FEW_TOKENS or not in_one_piece:
+    if batch.max_query_len > FEW_TOKENS or not in_one_piece or query.dtype != kv_cache.dtype:
         return in_torch.paged_attention(
             query, kv_cache, batch, out, scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes,
             sinks=sinks, k_scale=k_scale, v_scale=v_scale,

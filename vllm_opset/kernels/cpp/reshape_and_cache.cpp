@@ -3,15 +3,15 @@
 
 namespace opset {
 
-// All strides and head_bytes in bytes. Tokens with a negative slot are left out. Answers, in *bad, the first token whose
-// slot the cache does not have, or -1; nothing is written then.
-extern "C" void reshape_and_cache(const char* key, const char* value, char* cache, const int64_t* slots, int64_t tokens,
-                                  int64_t heads, int64_t head_bytes, int64_t key_token, int64_t key_head,
-                                  int64_t value_token, int64_t value_head, int64_t num_slots, int64_t block_size,
-                                  int64_t cache_block, int64_t cache_head, int64_t cache_slot, int64_t* bad) {
-    for (*bad = 0; *bad < tokens; ++*bad)
-        if (slots[*bad] >= num_slots) return;
-    *bad = -1;
+// All strides and head_bytes in bytes. Tokens with a negative slot are left out. Answers the first token whose slot the
+// cache does not have, before anything is written, or -1.
+extern "C" int64_t reshape_and_cache(const char* key, const char* value, char* cache, const int64_t* slots,
+                                     int64_t tokens, int64_t heads, int64_t head_bytes, int64_t key_token,
+                                     int64_t key_head, int64_t value_token, int64_t value_head, int64_t num_slots,
+                                     int64_t block_size, int64_t cache_block, int64_t cache_head,
+                                     int64_t cache_slot) {
+    for (int64_t token = 0; token < tokens; token++)
+        if (slots[token] >= num_slots) return token;
 #pragma omp parallel for schedule(static) if (tokens * heads * head_bytes > WORTH_THREADS)
     for (int64_t token = 0; token < tokens; token++) {
         if (slots[token] < 0) continue;
@@ -22,6 +22,7 @@ extern "C" void reshape_and_cache(const char* key, const char* value, char* cach
             std::memcpy(at + head_bytes, value + token * value_token + head * value_head, head_bytes);
         }
     }
+    return -1;
 }
 
 }  // namespace opset

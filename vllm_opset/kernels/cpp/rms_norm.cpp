@@ -56,7 +56,7 @@ void norm(const E* x, E* residual, const W* weight, E* y, int64_t outer, int64_t
 }  // namespace
 
 // x: [outer, inner, size] with strides. y, and residual if it is not null: contiguous; y may be x. weight may be null.
-extern "C" void rms_norm(int64_t type, int64_t weight_type, const void* x, void* residual, const void* weight, void* y,
+extern "C" void rms_norm(int64_t type, int64_t weight_type, const void* weight, const void* x, void* residual, void* y,
                          int64_t outer, int64_t inner, int64_t size, int64_t x_outer, int64_t x_inner, float epsilon,
                          float offset) {
     with_type(type, [&](auto* element) {

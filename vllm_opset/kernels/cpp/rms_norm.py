@@ -8,7 +8,7 @@ from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, TYPES, function
 from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.rms_norm import RMSNormProblem, check_parameter
 
-norm = function("rms_norm", INT, INT, POINTER, POINTER, POINTER, POINTER, *[INT] * 5, FLOAT, FLOAT)
+norm = function("rms_norm", INT, INT, *[POINTER] * 4, *[INT] * 5, FLOAT, FLOAT)
 
 
 def supports_type(problem: Problem) -> str | None:
@@ -36,16 +36,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, weigh
         outer, inner, (x_outer, x_inner) = x.shape[0], 1, x.stride()
     else:
         outer, inner, x_outer, x_inner = x.numel() // size, 1, size, 0
-    weight_type, weight = weight_of(weight)
     norm(
-        TYPES[x.dtype], weight_type, x.data_ptr(), None, weight, y.data_ptr(),
+        TYPES[x.dtype], *type_and_address(weight), x.data_ptr(), None, y.data_ptr(),
         outer, inner, size, x_outer, x_inner, epsilon, weight_offset,
     )  # fmt: skip
     return y
 
 
-def weight_of(weight: torch.Tensor | None) -> tuple[int, int | None]:
-    """The weight's type and address; the address is None without one."""
-    if weight is None:
-        return 0, None
-    return TYPES[weight.dtype], weight.contiguous().data_ptr()
+def type_and_address(weight: torch.Tensor | None) -> tuple[int, int | None]:
+    return (0, None) if weight is None else (TYPES[weight.dtype], weight.data_ptr())

@@ -33,10 +33,13 @@ void rotate_all(E* x, const int64_t* positions, const C* table, int64_t tokens, 
 
 }  // namespace
 
-// x: [tokens, heads, ...] with strides. table: [..., 2 * half], contiguous. All positions are rows of the table.
-extern "C" void rotary_embedding(int64_t type, int64_t table_type, void* x, const int64_t* positions, const void* table,
-                                 int64_t tokens, int64_t heads, int64_t x_token, int64_t x_head, int64_t half,
-                                 int64_t neox) {
+// x: [tokens, heads, ...] with strides. table: [rows, 2 * half], contiguous. Answers the first token whose position is
+// no row of the table, before anything is rotated, or -1.
+extern "C" int64_t rotary_embedding(int64_t type, int64_t table_type, void* x, const int64_t* positions,
+                                    const void* table, int64_t rows, int64_t tokens, int64_t heads, int64_t x_token,
+                                    int64_t x_head, int64_t half, int64_t neox) {
+    for (int64_t token = 0; token < tokens; token++)
+        if (positions[token] < 0 || positions[token] >= rows) return token;
     with_type(type, [&](auto* element) {
         using E = std::remove_pointer_t<decltype(element)>;
         with_type(table_type, [&](auto* of_table) {
@@ -45,6 +48,7 @@ extern "C" void rotary_embedding(int64_t type, int64_t table_type, void* x, cons
                        half, neox != 0);
         });
     });
+    return -1;
 }
 
 }  // namespace opset

@@ -9,7 +9,7 @@ from vllm_opset.kernels.cpp.rms_norm import supports_type
 from vllm_opset.kernels.cpu import rotary_embedding as in_torch
 from vllm_opset.ops.rotary_embedding import check_arguments
 
-run = function("rotary_embedding", INT, INT, POINTER, POINTER, POINTER, *[INT] * 6)
+run = function("rotary_embedding", INT, INT, POINTER, POINTER, POINTER, *[INT] * 7, returns=INT)
 
 
 @kernel(ops.rotary_embedding, name="cpp", supports=supports_type)
@@ -35,8 +35,10 @@ def rotary_embedding(
         if x is not None:
             tokens, width = x.shape[:2]
             heads, x_head = (width // head_size, head_size) if x.ndim == 2 else (width, x.stride(1))
-            run(
-                TYPES[x.dtype], table_type, x.data_ptr(), at, table,
+            lost = run(
+                TYPES[x.dtype], table_type, x.data_ptr(), at, table, len(cos_sin_cache),
                 tokens, heads, x.stride(0), x_head, rotary_dim // 2, is_neox_style,
             )  # fmt: skip
+            if lost >= 0:
+                raise IndexError(f"position {positions[lost]} of token {lost} is not one of {len(cos_sin_cache)}")
     return query, key

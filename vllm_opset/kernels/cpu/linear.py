@@ -14,8 +14,8 @@ from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.linear import check_bias
 
 onednn = torch.ops.mkldnn
-# Whether oneDNN multiplies in that dtype on this processor.
-PACKED = {torch.bfloat16: onednn._is_mkldnn_bf16_supported, torch.float16: onednn._is_mkldnn_fp16_supported}
+# What tells whether oneDNN multiplies in that dtype on this processor.
+PACKED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 # Tokens that oneDNN packs for. The packed weight is right for any number; with 1 it is slower for more.
 USUAL_TOKENS = 16
 # The numbers of tokens at which the weight is better the left factor in fp32, if it comes from memory: MKL has ways of
@@ -27,7 +27,9 @@ STAYS_IN_CACHE = 512 << 10
 
 def supports(problem: Problem) -> str | None:
     """fp32, and bf16 and fp16 where oneDNN multiplies in them."""
-    if problem.dtype is torch.float32 or (problem.dtype in PACKED and PACKED[problem.dtype]()):
+    if problem.dtype is torch.float32:
+        return None
+    if problem.dtype in PACKED and torch.backends.mkldnn.is_available() and getattr(onednn, PACKED[problem.dtype])():
         return None
     return f"oneDNN does not multiply in {problem.dtype} on this processor"
 

@@ -4,12 +4,12 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.ops.reshape_and_cache import check_shapes, to_cache_dtype
+from vllm_opset.ops.reshape_and_cache import check_arguments, to_cache_dtype
 
 
 @kernel(ops.reshape_and_cache, name="cpu")
 def reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None) -> None:
-    check_shapes(key, value, kv_cache, slot_mapping)
+    check_arguments(key, value, kv_cache, slot_mapping)
     num_tokens = len(slot_mapping)
     if key.shape[0] != num_tokens:
         key, value = key[:num_tokens], value[:num_tokens]
