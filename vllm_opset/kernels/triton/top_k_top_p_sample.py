@@ -9,6 +9,7 @@ from vllm_opset.kernels.triton import _launch, _sampling, _supports
 from vllm_opset.ops.top_k_top_p_sample import TopKTopPSampleProblem, check_processed
 
 MAX_VOCABULARY = 2**22  # weights of so many tokens fit 64-bit fixed point
+ROW_REGISTERS = 128  # of a thread, without which the compiler takes so few that some spill
 FEW_CHUNKS = 128  # up to so many, one compiled variant serves
 
 
@@ -74,7 +75,7 @@ def top_k_top_p_sample(
         logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, asked,
         ints, floats, parts, part_ids, listed, listed_ids, capacity,
         CHUNK=chunk, CHUNKS=max(FEW_CHUNKS, triton.next_power_of_2(num_chunks)), FILTERED=filtered,
-        num_warps=values["row_warps"], **overlap,
+        num_warps=values["row_warps"], maxnreg=ROW_REGISTERS, **overlap,
     )  # fmt: skip
     if out is not None:
         _sampling.process[(num_rows * num_chunks,)](
