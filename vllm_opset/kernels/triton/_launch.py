@@ -80,7 +80,8 @@ def overlap(device: torch.device) -> Mapping[str, bool]:
 def begin(OVERLAP: tl.constexpr):
     """Waits until the kernel before has ended, whatever it wrote is there, and lets the next one be launched.
 
-    The first statement of a kernel: nothing may be read or written before it.
+    The first statement of a kernel: nothing may be written before it, and nothing read but what is older than the
+    kernel before.
     """
     if OVERLAP:
         cuda.gdc_wait()

@@ -1,14 +1,15 @@
-"""paged_attention: one launch for any batch. Few queries split their keys over programs; the last one merges."""
+"""paged_attention: one launch for any batch, after one that plans the step if its queries are few."""
 
 import functools
-import math
 
 import torch
 import triton
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _paged_attention, _supports
+from vllm_opset.kernels.triton import _launch, _supports
+from vllm_opset.kernels.triton import _paged_attention_few as _few
+from vllm_opset.kernels.triton import _paged_attention_many as _many
 from vllm_opset.ops.paged_attention import PagedAttentionProblem, check_shapes
 from vllm_opset.ops.paged_batch import PagedBatch, window_sides
 
@@ -16,6 +17,8 @@ MAX_HEAD_SIZE = 256
 MAX_GROUP = 128  # query heads of a KV head: rows of the largest tile
 MIN_ROWS = 16  # that a matrix instruction takes
 WARPGROUP = 4  # warps: with fewer, the results of larger tiles do not fit the registers
+WARPGROUP_RESULTS = 32 * 128  # of few queries, that do
+MAX_WARPS = 8
 FEW_ROWS = 64  # of a request, at most, for what the launch parameters call few
 MAX_ROWS_FP32 = 32  # without tensor cores, a program's products are unrolled: more rows compile for minutes
 ROW_BYTES = 256  # of a query or key, up to which a tile holds as many as the launch parameters say
@@ -56,39 +59,65 @@ def paged_attention(
     num_reqs, group = len(batch.seq_lens), num_heads // num_kv_heads
     if num_tokens == 0 or num_reqs == 0:
         return
-    few = batch.max_query_len * group <= FEW_ROWS
-    if few:
-        values = _launch.parameters("paged_attention_few", query.device, num_reqs * num_kv_heads)
-    else:
-        values = _launch.parameters("paged_attention_many", query.device, num_tokens * num_heads)
     block_d = triton.next_power_of_2(head_size)
     row_bytes = block_d * query.element_size()
+    few = batch.max_query_len * group <= (MAX_ROWS_FP32 if query.dtype == torch.float32 else FEW_ROWS)
+    if few:
+        values = _launch.parameters("paged_attention_few", query.device, num_reqs * num_kv_heads * batch.max_seq_len)
+    else:
+        values = _launch.parameters("paged_attention_many", query.device, num_tokens * num_heads)
     rows = values["rows"] * ROW_BYTES // max(ROW_BYTES, row_bytes)
     rows = _rows(max(rows, batch.max_query_len * group if few else 0), group, query.dtype)
-    warps = values["warps"] if rows == MIN_ROWS else max(values["warps"], WARPGROUP)
-    queries = rows // group
-    one_tile = batch.max_query_len <= queries
-    num_items = (num_reqs if one_tile else num_tokens // queries + num_reqs) * num_kv_heads
-
-    span = batch.max_seq_len
-    if left is not None and right is not None:
-        span = min(span, left + right + min(queries, batch.max_query_len))
     block_n = max(MIN_ROWS, values["keys"] * ROW_BYTES // max(ROW_BYTES, row_bytes))
-    wanted = values["programs"] * _multiprocessors(query.device) // num_items
-    quickest = round(math.sqrt(_paged_attention.MERGE_KEYS.value * span) / block_n) * block_n
-    num_splits = max(1, min(wanted, triton.cdiv(span, max(block_n, quickest, values["share"]))))
-    workspace = batch.once(_workspace, num_items, num_splits, rows, block_d) if num_splits > 1 else (None,) * 3
-
-    _paged_attention.paged_attention[(num_items * num_splits,)](
+    inputs = (
         query, query.stride(), kv_cache, kv_cache.stride(), out, out.stride(),
         batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(), num_reqs,
         scale, soft_cap or None, alibi_slopes, sinks, k_scale, v_scale,
-        *workspace, num_splits, values["share"],
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size,
-        LEFT=left, RIGHT=right, ONE_TILE=one_tile, ONE_PASS=few, SPLIT=num_splits > 1,
-        BLOCK_M=rows, BLOCK_N=block_n, BLOCK_D=block_d,
-        num_warps=warps, num_stages=values["stages"], **_launch.overlap(query.device),
     )  # fmt: skip
+    options = {
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_SIZE": block_size,
+        "LEFT": left, "RIGHT": right, "BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_D": block_d,
+        "num_warps": _warps(values["warps"], rows, block_d if few else 0),
+        "num_stages": values["stages"], **_launch.overlap(query.device),
+    }  # fmt: skip
+
+    programs = values["programs"] * _multiprocessors(query.device)
+    if few:
+        num_programs = max(1, programs // num_kv_heads)
+        plan = batch.once(_plan, num_kv_heads, num_programs, values["turn"], left, block_n)
+        parts = batch.once(_workspace, (num_programs + num_reqs) * num_kv_heads, rows, block_d)
+        _few.attend_few[(num_programs * num_kv_heads,)](*inputs, *parts, *plan, num_programs, values["turn"], **options)
+    else:
+        num_items = (num_tokens // (rows // group) + num_reqs) * num_kv_heads
+        span = batch.max_seq_len
+        if left is not None and right is not None:
+            span = min(span, left + right + min(rows // group, batch.max_query_len))
+        num_splits = max(1, min(programs // num_items, triton.cdiv(span, max(block_n, values["share"]))))
+        workspace = (None,) * 3
+        if num_splits > 1:
+            parts = batch.once(_workspace, num_items * num_splits, rows, block_d)
+            workspace = (*parts, batch.once(_tickets, num_items))
+        _many.attend_many[(num_items * num_splits,)](
+            *inputs, *workspace, num_splits, values["share"], SPLIT=num_splits > 1, **options
+        )
+
+
+def _plan(
+    batch: PagedBatch, num_kv_heads: int, num_programs: int, turn: int, left: int | None, block_n: int
+) -> tuple[torch.Tensor, ...]:
+    """Tickets, and which keys each program of a step with few queries attends, for all layers with this window.
+
+    Kernels read the plan before the one before them has ended. The first of them is right to do so because the tickets
+    are made after the plan: when that kernel has begun, the plan has ended.
+    """
+    num_reqs, device = len(batch.seq_lens), batch.seq_lens.device
+    starts = torch.empty(num_reqs + 2, dtype=torch.int32, device=device)
+    first_requests = torch.empty(num_programs + 1, dtype=torch.int32, device=device)
+    _few.plan[(1,)](
+        batch.query_start_loc, batch.seq_lens, num_reqs, starts, first_requests, num_programs, turn,
+        LEFT=left, BLOCK_N=block_n,
+    )  # fmt: skip
+    return _tickets(batch, num_reqs * num_kv_heads), starts, first_requests
 
 
 def _rows(wanted: int, group: int, dtype: torch.dtype) -> int:
@@ -98,18 +127,25 @@ def _rows(wanted: int, group: int, dtype: torch.dtype) -> int:
     return triton.next_power_of_2(max(MIN_ROWS, group, wanted))
 
 
-def _workspace(batch: PagedBatch, num_items: int, num_splits: int, rows: int, columns: int) -> tuple[torch.Tensor, ...]:
-    """Partial results, their maxima and totals, and how many programs of a tile have stored theirs.
+def _warps(wanted: int, rows: int, columns: int) -> int:
+    """Enough for the tile's results to fit the registers, beside all that few queries need there."""
+    enough = max(WARPGROUP, min(MAX_WARPS, rows * columns // WARPGROUP_RESULTS * WARPGROUP))
+    return wanted if rows == MIN_ROWS else max(wanted, enough)
 
-    The layers of a step use it one after the other, and each leaves the counts at zero.
-    """
-    device, parts = batch.seq_lens.device, num_items * num_splits
-    partials = torch.empty(parts, rows, columns, dtype=torch.float32, device=device)
-    maxima = torch.empty(parts, rows, 2, dtype=torch.float32, device=device)
-    return partials, maxima, torch.zeros(num_items, dtype=torch.int32, device=device)
+
+def _workspace(batch: PagedBatch, num_parts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial results, and their maxima and totals. The layers of a step use it one after the other."""
+    device = batch.seq_lens.device
+    partials = torch.empty(num_parts, rows, columns, dtype=torch.float32, device=device)
+    return partials, torch.empty(num_parts, rows, 2, dtype=torch.float32, device=device)
+
+
+def _tickets(batch: PagedBatch, num_tiles: int) -> torch.Tensor:
+    """How many parts of each tile are there. Each layer of a step leaves the counts at zero for the next one."""
+    return torch.zeros(num_tiles, dtype=torch.int32, device=batch.seq_lens.device)
 
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
-    """Of a GPU; in the interpreter, of the one that is to be proven there."""
-    return 132 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+    """Of a GPU; in the interpreter a few, which cut the keys of its small batches just as well."""
+    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
