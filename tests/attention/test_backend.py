@@ -1,5 +1,7 @@
 """The attention backend as vLLM uses it: what it says of itself, and a layer's cache written and attended."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -178,8 +180,11 @@ def test_the_layout_of_both_interfaces():
     assert Backend.get_kv_cache_shape(NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE) == empty_cache().shape
     assert sorted(Backend.get_kv_cache_stride_order()) == [0, 1, 2, 3]
     assert sorted(Backend.get_kv_cache_stride_order(include_num_layers_dimension=True)) == [0, 1, 2, 3, 4]
-    if hasattr(Backend, "supported_kv_cache_layouts"):
-        assert Backend.supported_kv_cache_layouts() is None
+    if importlib.util.find_spec("vllm.v1.kv_cache_layout"):
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        layouts = Backend.supported_kv_cache_layouts()
+        assert layouts[0] is KVCacheLayout.LBHNC and set(layouts) == set(KVCacheLayout)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
-from vllm_opset.kernels.cpu.linear import FEW, STAYS_IN_CACHE
+from vllm_opset.kernels.cpu.linear import SMALL
 from vllm_opset.ops import samples
 from vllm_opset.ops.contract import Problem
 
@@ -20,12 +20,9 @@ def test_agrees_with_torch(dtype, agree, with_bias):
 
 
 def test_every_way_of_the_cpu_kernel_is_in_the_samples():
-    """In fp32, with and without a bias: the weight as the left factor and as the right one."""
+    """In fp32, with and without a bias: a packed weight, and one that is small."""
     calls = [sample.make()[0] for sample in ops.linear.samples("cpu", torch.float32)]
-    ways = {
-        (x.shape[0] in FEW and weight.nbytes > STAYS_IN_CACHE, bias is None) for x, weight, bias in calls if x.ndim == 2
-    }
-    assert len(ways) == 4
+    assert len({(weight.nbytes > SMALL, bias is None) for _, weight, bias in calls}) == 4
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 80])
@@ -36,11 +33,11 @@ def test_a_bias_is_added_before_the_rounding(num_tokens):
     assert (y == 255).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_weight_is_packed_where_onednn_multiplies(dtype):
     kernel = kernels_of("linear")["cpu"]
-    weight = torch.ones(8, 16, dtype=dtype)
-    if kernel.supports(Problem("cpu", dtype)):
-        pytest.skip(f"oneDNN does not multiply in {dtype} on this processor")
-    assert kernel.prepared("weight", weight).is_mkldnn
-    assert kernel.prepared("weight", weight.float()).layout is torch.strided
+    if reason := kernel.supports(Problem("cpu", dtype)):
+        pytest.skip(reason)
+    large, small = (torch.ones(rows, 1024, dtype=dtype) for rows in (1024, 8))
+    assert kernel.prepared("weight", large).is_mkldnn
+    assert kernel.prepared("weight", small).is_mkldnn is (dtype is not torch.float32)

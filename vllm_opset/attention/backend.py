@@ -53,7 +53,14 @@ class OpsetAttentionBackend(AttentionBackend):
     def supports_compute_capability(cls, capability) -> bool:
         return True
 
-    # The cache's layout, until 0.28. Later releases give it the same shape by themselves.
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple:
+        """Any, and best with the tokens of a head side by side, which kernels read head by head. Asked from 0.29 on."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return tuple(sorted(KVCacheLayout, key=lambda layout: layout is not KVCacheLayout.LBHNC))
+
+    # The cache's layout, the same, until 0.28.
 
     @staticmethod
     def get_kv_cache_shape(

@@ -20,15 +20,29 @@ struct Keys {
     const int32_t* pages;
     int64_t first, last, block_size, cache_block, cache_slot;
 
-    // f(key, number) for at most LANES keys at a time: the first one's address, and how many follow cache_slot apart.
+    const E* key(int64_t position) const {
+        return cache + pages[position / block_size] * cache_block + position % block_size * cache_slot;
+    }
+
+    // f(key, number, next) for at most LANES keys at a time: the first one's address, how many lie cache_slot apart, and
+    // the address of the first key after these, or null.
     template <class F>
     void each_run(F f) const {
         for (int64_t at = first; at <= last;) {
-            const int64_t slot = at % block_size;
-            const int64_t number = std::min<int64_t>({LANES, block_size - slot, last + 1 - at});
-            f(cache + pages[at / block_size] * cache_block + slot * cache_slot, number);
+            const int64_t number = std::min<int64_t>({LANES, block_size - at % block_size, last + 1 - at});
+            const E* start = key(at);
             at += number;
+            f(start, number, at <= last ? key(at) : nullptr);
         }
+    }
+
+    // Asks for a run that comes next, keys and values: which page it is in, no processor can guess.
+    void fetch(const E* run, int64_t size) const {
+        constexpr int64_t LINE = 64 / sizeof(E);
+        if (run)
+            for (int64_t lane = 0; lane < LANES; lane++)
+                for (int64_t element = 0; element < 2 * size; element += LINE)
+                    __builtin_prefetch(run + lane * cache_slot + element);
     }
 };
 
@@ -49,7 +63,8 @@ inline void rows_of(const bfloat16* key, int64_t number, int64_t stride, int64_t
 template <class E>
 void multiply_keys(const float* queries, const Keys<E>& keys, int64_t group, int64_t size, float* tile, float* scores) {
     const int64_t stride = keys.last + 1 - keys.first;
-    keys.each_run([&](const E* key, int64_t number) {
+    keys.each_run([&](const E* key, int64_t number, const E* next) {
+        keys.fetch(next, size);
         const float* rows[LANES];
         rows_of(key, number, keys.cache_slot, size, tile, rows);
         for (int64_t head = 0; head < group; head++) {
@@ -71,7 +86,7 @@ void multiply_keys(const float* queries, const Keys<E>& keys, int64_t group, int
 template <int HEADS, int VECTORS, class E>
 void multiply_columns(const float* weights, int64_t stride, const Keys<E>& values, int64_t size, float* out) {
     Floats sum[HEADS][VECTORS] = {};
-    values.each_run([&](const E* value, int64_t number) {
+    values.each_run([&](const E* value, int64_t number, const E*) {
         for (int64_t i = 0; i < number; i++, weights++)
             for (int part = 0; part < VECTORS; part++) {
                 const Floats v = load(value + i * values.cache_slot + part * LANES);
