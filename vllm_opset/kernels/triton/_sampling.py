@@ -18,28 +18,36 @@ import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton._launch import begin
-from vllm_opset.ops import philox
+from vllm_opset.kernels.triton._sampling_search import (
+    INFINITY,
+    ITEMS,
+    LOG2E,
+    LOWEST_KEY,
+    ONE,
+    RUN,
+    divided,
+    exponential,
+    in_fixed_point,
+    is_kept,
+    key_of,
+    reached_at,
+    search,
+    token_of,
+    value_of,
+    weight_of,
+    x_of,
+)
 from vllm_opset.ops.top_k_top_p_sample import GREEDY_BELOW as _GREEDY_BELOW
 
 GREEDY_BELOW = tl.constexpr(_GREEDY_BELOW)
-LARGEST_UNIFORM = tl.constexpr(philox.LARGEST_UNIFORM)
-LOG2E = tl.constexpr(1.4426950408889634)
-INFINITY = tl.constexpr(float("inf"))
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(1 << bit) for bit in range(4))  # which settings there are
 
-LOWEST_KEY = tl.constexpr(-2139095041)  # of −inf
-ONE = tl.constexpr(
-    2.0**40
-)  # in fixed point: 2²² tokens of weight one fit, and what is lost is below 1e-12 of the largest
-
 SAMPLE = tl.constexpr(4096)  # tokens of a row, at most
-RUN = tl.constexpr(8)  # neighbours that are sampled together: 32 bytes of fp32
 AMPLE = tl.constexpr(2816)  # tokens to list where the settings do not say how many
 DEVIATIONS = tl.constexpr(4.0)  # by which a guess of the k-th largest from a sample stays clear of it
 SMALL = tl.constexpr(8.0)  # tokens of the sample, more than those, where few make deviations meaningless
 ROUGH = tl.constexpr(1 << 14)  # keys, to which a guess needs to be precise: a 512th of a value
-ITEMS = tl.constexpr(1024)  # looked at together in a search
 AT_PIVOTS = tl.constexpr(512)  # compared with the pivots together
 RACERS = tl.constexpr(1024)  # raced together, the words of four from one block of the generator
 
@@ -76,7 +84,7 @@ def start(
             mean = k * (sampled / vocab_size)
             wanted = mean + DEVIATIONS * tl.sqrt(mean) + SMALL
         line = logits + row.to(tl.int64) * logits_strides[0]
-        x = _x(tl.arange(0, SAMPLE), line, line, logits_strides[1], sampled, run, False, 1.0)
+        x = x_of(tl.arange(0, SAMPLE), line, line, logits_strides[1], sampled, run, False, 1.0)
         low = _reached_by(x, wanted)
         finite = x > -INFINITY
         number = tl.sum(finite.to(tl.float32), 0)
@@ -92,7 +100,7 @@ def start(
 @triton.jit
 def _reached_by(x, wanted):
     """A value that so many of a sample reach, roughly; −inf if there are fewer."""
-    key = _key(x)
+    key = key_of(x)
     zero = tl.full((), 0, tl.int64)
     first, last = zero + LOWEST_KEY, zero + tl.max(key, 0)
     while last - first > ROUGH:
@@ -101,7 +109,7 @@ def _reached_by(x, wanted):
             first = middle
         else:
             last = middle - 1
-    return _value(first.to(tl.int32))
+    return value_of(first.to(tl.int32))
 
 
 @triton.jit
@@ -144,7 +152,7 @@ def read(
         among = (logit >= low) & (logit > -INFINITY)
         _list(logit, place, among, ints + row * NUM_INTS + LISTED, listed_logits, listed_ids, row, capacity)
     if k == 0 and (processed != 0 or (FILTERED and not greedy)):
-        weight = _weight(logit, top, scale)
+        weight = weight_of(logit, top, scale)
         tl.store(part + CHUNK_TOTAL, tl.sum(weight, 0))
     score, winner = -INFINITY, vocab_size
     if greedy:
@@ -178,7 +186,7 @@ def _race(best, winner, line, column_stride, first, high, top, scale, seed, voca
         words = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3])).reshape(RACERS)
         token = place + tl.arange(0, RACERS)
         logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
-        score = tl.where(logit >= high, _weight(logit, top, scale) / _exponential(words), -1.0)
+        score = tl.where(logit >= high, weight_of(logit, top, scale) / exponential(words), -1.0)
         better = score > best  # of equal ones the first
         best, winner = tl.where(better, score, best), tl.where(better, token, winner)
     return best, winner
@@ -213,7 +221,7 @@ def finish(
     scores = tl.load(parts + chunk * NUM_PARTS + CHUNK_SCORE, chunk < num_chunks, -INFINITY)
     winners = tl.load(part_ids + row * num_chunks + chunk, chunk < num_chunks, vocab_size)
     top_logit = tl.max(tops, 0)
-    share = _weight(tops, top_logit, scale)
+    share = weight_of(tops, top_logit, scale)
     if not greedy:
         scores *= share
     score, winner = _first_of_best(scores, winners, vocab_size)
@@ -221,7 +229,7 @@ def finish(
     if k == 0 and (processed != 0 or (FILTERED and not greedy)):
         totals = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOTAL, chunk < num_chunks, 0.0)
         total = tl.sum(totals * share, 0)
-    top = _divided(top_logit, scale)
+    top = divided(top_logit, scale)
 
     cut, last, kept = LOWEST_KEY, vocab_size, total
     if FILTERED and ((k > 0 or p < 1 or least > 0) and (processed != 0 or not greedy)):
@@ -245,7 +253,7 @@ def finish(
                 line, row_logits, row_ids, column_stride, number, capacity, scale,
             )  # fmt: skip
         if not listed:
-            lowest, highest, number, certain = LOWEST_KEY, _key(top), vocab_size, 0.0
+            lowest, highest, number, certain = LOWEST_KEY, key_of(top), vocab_size, 0.0
             goal = tl.ceil(p * total * ONE).to(tl.int64)
         cut, last, kept, score, winner = _cut_and_race(
             k, p, least, lowest, highest, goal, certain, top, score, winner, seed, greedy, vocab_size,
@@ -275,7 +283,7 @@ def _read_again(
         logit = tl.load(line + place.to(tl.int64) * column_stride, place < vocab_size, -INFINITY).to(tl.float32)
         among = (logit >= low) & (logit < high) & (logit > -INFINITY)
         _list(logit, place, among, listed, listed_logits, listed_ids, row, capacity)
-        certain += tl.where(logit >= high, _weight(logit, top, scale), 0.0)
+        certain += tl.where(logit >= high, weight_of(logit, top, scale), 0.0)
         if not greedy:
             best, racer = _race(
                 best, racer, line, column_stride, chunk * CHUNK, high, top, scale, seed, vocab_size, CHUNK
@@ -295,14 +303,14 @@ def _check(
 
     Bounds themselves are left out: other logits may have the same x.
     """
-    lowest, highest = LOWEST_KEY, _key(top)
+    lowest, highest = LOWEST_KEY, key_of(top)
     if low > -INFINITY:
-        lowest = _key(_divided(low, scale)) + 1
+        lowest = key_of(divided(low, scale)) + 1
     if high < INFINITY:
-        highest = _key(_divided(high, scale)) - 1
+        highest = key_of(divided(high, scale)) - 1
     goal = tl.ceil((p * total - certain) * ONE).to(tl.int64)
     complete = number <= capacity
-    reached = _reached(
+    reached = reached_at(
         lowest, highest + 1, highest + 1, False, k > 0, LOWEST_KEY, 0.0, top,
         line, listed_logits, listed_ids, column_stride, tl.where(complete, number, 0), RUN, True, scale,
     )  # fmt: skip
@@ -310,10 +318,10 @@ def _check(
     if k > 0:
         enough, few = most >= k, True
     elif least > 0:
-        enough, few = False, tl.exp2((_divided(high, scale) - top) * LOG2E) >= least
+        enough, few = False, tl.exp2((divided(high, scale) - top) * LOG2E) >= least
     else:
         enough, few = most >= goal, fewest < goal
-    enough = enough or low == -INFINITY or tl.exp2((_divided(low, scale) - top) * LOG2E) < least
+    enough = enough or low == -INFINITY or tl.exp2((divided(low, scale) - top) * LOG2E) < least
     return lowest, highest, goal, complete and enough and (few or high == INFINITY)
 
 
@@ -325,32 +333,32 @@ def _cut_and_race(
     """The cut, the last index that is kept at it, the sum of the weights that are kept, and the winner of the race."""
     floor, last = LOWEST_KEY, vocab_size
     if k > 0:
-        floor = _search(
+        floor = search(
             False, True, k.to(tl.int64), lowest, highest, 0, LOWEST_KEY, 0.0, top,
             line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
         )  # fmt: skip
     cut = floor
     if p < 1:
         if k > 0 or least > 0:
-            reached = _reached(
+            reached = reached_at(
                 LOWEST_KEY, LOWEST_KEY, LOWEST_KEY, False, False, floor, least, top,
                 line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
             )  # fmt: skip
             goal = tl.ceil(p * tl.max(reached, 0).to(tl.float32)).to(tl.int64)
-        cut = _search(
+        cut = search(
             False, False, goal, max(lowest, floor), highest, 0, floor, least, top,
             line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
         )  # fmt: skip
-        reached = _reached(
+        reached = reached_at(
             cut, cut + 1, cut + 1, False, False, floor, least, top,
             line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
         )  # fmt: skip
         most, above = tl.max(reached, 0), tl.min(reached, 0)
-        each = max(_fixed(tl.exp2((_value(cut) - top) * LOG2E)), 1)
+        each = max(in_fixed_point(tl.exp2((value_of(cut) - top) * LOG2E)), 1)
         equal = (most - above + each // 2) // each
         wanted = max((goal - above + each - 1) // each, 1)
         if wanted < equal:
-            last = -1 - _search(
+            last = -1 - search(
                 True, True, wanted, -vocab_size, -1, 0, cut, 0.0, top,
                 line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
             )  # fmt: skip
@@ -359,15 +367,15 @@ def _cut_and_race(
     kept = tl.full((), 0, tl.int64)
     for first in range(0, number, ITEMS):
         item = first + tl.arange(0, ITEMS)
-        x = _x(item, line, listed_logits, column_stride, number, run, listed, scale)
-        token = _token(item, listed_ids, number, run, listed)
-        weight = tl.where(_is_kept(x, token, cut, last, least, top), tl.exp2((x - top) * LOG2E), 0.0)
-        kept += tl.sum(_fixed(weight), 0)
+        x = x_of(item, line, listed_logits, column_stride, number, run, listed, scale)
+        token = token_of(item, listed_ids, number, run, listed)
+        weight = tl.where(is_kept(x, token, cut, last, least, top), tl.exp2((x - top) * LOG2E), 0.0)
+        kept += tl.sum(in_fixed_point(weight), 0)
         if not greedy:
             words = tl.randint4x(seed, token // 4)
             lane = token % 4
             word = tl.where(lane < 2, tl.where(lane == 0, words[0], words[1]), tl.where(lane == 2, words[2], words[3]))
-            mine = tl.where(weight > 0, weight / _exponential(word), -1.0)
+            mine = tl.where(weight > 0, weight / exponential(word), -1.0)
             better = (mine > best) | ((mine == best) & (token < best_id))
             best, best_id = tl.where(better, mine, best), tl.where(better, token, best_id)
     if not greedy:
@@ -391,8 +399,8 @@ def _narrow(bounds, wanted, low, least, top, scale, line, column_stride, vocab_s
         value = mean + deviation * (FIRST_PIVOT - pivot * BETWEEN_PIVOTS)
         above = tl.zeros((AT_PIVOTS, PIVOTS), tl.float32)
         for first in range(0, vocab_size, AT_PIVOTS):
-            x = _x(first + tl.arange(0, AT_PIVOTS), line, line, column_stride, vocab_size, RUN, False, 1.0)
-            weight = _weight(x, top * scale, scale)
+            x = x_of(first + tl.arange(0, AT_PIVOTS), line, line, column_stride, vocab_size, RUN, False, 1.0)
+            weight = weight_of(x, top * scale, scale)
             above += tl.where(x[:, None] >= value[None, :], weight[:, None], 0.0)
         sums = tl.sum(above, 0)
         closer = tl.max(tl.where(sums >= wanted, value, -INFINITY), 0)
@@ -409,131 +417,6 @@ def _sample(vocab_size):
     return sampled, run
 
 
-@triton.jit
-def _search(
-    TIES: tl.constexpr, counting, goal, low, high, precision, floor, least, top,
-    line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
-):  # fmt: skip
-    """The highest key up to `high` that items adding up to `goal` reach, or less by up to `precision`; else `low`."""
-    zero = tl.full((), 0, tl.int64)
-    first, last = zero + low, zero + high
-    while last - first > precision:
-        step = (last - first + 3) // 4
-        reached = _reached(
-            min(first + step, last).to(tl.int32), min(first + 2 * step, last).to(tl.int32),
-            min(first + 3 * step, last).to(tl.int32), TIES, counting, floor, least, top,
-            line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
-        )  # fmt: skip
-        steps = min(tl.sum((reached >= goal).to(tl.int64), 0), 3)
-        if steps < 3:
-            last = min(first + step * (steps + 1), last) - 1
-        first = min(first + step * steps, last)
-    return first.to(tl.int32)
-
-
-@triton.jit
-def _reached(
-    one, two, three, TIES: tl.constexpr, counting, floor, least, top,
-    line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
-):  # fmt: skip
-    """What the items at or above each of three keys add up to: int64 [4], in no order, that of the third twice.
-
-    counting: how many they are; else their weights, if they pass floor and min-p. TIES: how many items have the key
-    `floor`, where key means −1 − token.
-    """
-    sums = tl.zeros((ITEMS, 4), tl.int64)
-    for first in range(0, number, ITEMS):
-        item = first + tl.arange(0, ITEMS)
-        x = _x(item, line, listed_logits, column_stride, number, run, listed, scale)
-        own = _key(x)
-        if TIES:
-            amount = (own == floor).to(tl.int64)
-            own = -1 - _token(item, listed_ids, number, run, listed)
-        else:
-            weight = tl.exp2((x - top) * LOG2E)
-            weight = tl.where(weight >= least, weight, 0.0)
-            if counting:
-                weight = tl.where(own > LOWEST_KEY, 1 / ONE, 0.0)
-            amount = _fixed(tl.where(own >= floor, weight, 0.0))
-        third = tl.where(own >= three, amount, 0)
-        others = tl.join(tl.where(own >= one, amount, 0), tl.where(own >= two, amount, 0))
-        sums += tl.join(others, tl.join(third, third)).reshape(ITEMS, 4)
-    return tl.sum(sums, 0)
-
-
-@triton.jit
-def _x(item, line, listed_logits, column_stride, number, run, listed, scale):
-    """x of items: of the candidates if `listed`, else of runs of tokens. −inf beyond their number."""
-    if listed:
-        logit = tl.load(listed_logits + item, item < number, -INFINITY).to(tl.float32)
-    else:
-        token = item // RUN * run + item % RUN
-        logit = tl.load(line + token.to(tl.int64) * column_stride, item < number, -INFINITY).to(tl.float32)
-    return _divided(logit, scale)
-
-
-@triton.jit
-def _token(item, listed_ids, number, run, listed):
-    token = item // RUN * run + item % RUN
-    if listed:
-        token = tl.load(listed_ids + item, item < number, 0)
-    return token
-
-
-@triton.jit
-def _is_kept(x, token, cut, last, least, top):
-    """Whether tokens are kept: above the cut, or at it up to the index `last`, and by min-p."""
-    key = _key(x)
-    return ((key > cut) | ((key == cut) & (token <= last))) & (tl.exp2((x - top) * LOG2E) >= least)
-
-
-@triton.jit
-def _divided(logit, scale):
-    """logit / scale, rounded as by PyTorch, since it matters which x are equal: by Markstein's correction of a product
-    with the rounded reciprocal.
-    """
-    reciprocal = tl.div_rn(1.0, scale)
-    product = logit * reciprocal
-    corrected = tl.fma(tl.fma(-product, scale, logit), reciprocal, product)
-    return tl.where(tl.abs(product) < INFINITY, corrected, product)
-
-
-@triton.jit
-def _weight(logit, top, scale):
-    """The weights of logits as multiples of that of the largest one."""
-    return tl.exp2((logit - tl.where(top == -INFINITY, 0.0, top)) * (LOG2E / scale))
-
-
-@triton.jit
-def _fixed(weight):
-    return (weight * ONE).to(tl.int64)
-
-
-@triton.jit
-def _key(x):
-    """Integers in the order of the values; of both zeros the same."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _value(key):
-    """The inverse of `_key`."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _exponential(words):
-    """`philox.exponential` of random words.
-
-    log1p(−u) is log(w) · u / (1 − w) of w = 1 − u as it is rounded, which is precise where u is small.
-    """
-    uniform = tl.minimum((words.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * (2.0**-32), LARGEST_UNIFORM)
-    rest = 1.0 - uniform
-    tiny = rest == 1.0
-    return tl.where(tiny, uniform, -tl.log(rest) * uniform / tl.where(tiny, 1.0, 1.0 - rest))
-
-
 @triton.jit(do_not_specialize=["vocab_size", "num_chunks", "given"])
 def process(
     logits, logits_strides, vocab_size, num_chunks, given, settings, strides, ints, floats, out,
@@ -548,8 +431,8 @@ def process(
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     line = logits + row.to(tl.int64) * logits_strides[0]
     x = tl.load(line + place.to(tl.int64) * logits_strides[1], place < vocab_size, -INFINITY).to(tl.float32)
-    x = _divided(x, scale)
-    kept = _is_kept(x, place, cut, last, least, top)
+    x = divided(x, scale)
+    kept = is_kept(x, place, cut, last, least, top)
     if LOGPROBS:
         x = (x - top) - total
     tl.store(out + row.to(tl.int64) * vocab_size + place, tl.where(kept, x, -INFINITY), place < vocab_size)
