@@ -26,7 +26,7 @@ class OpsetCpuPlatform(Platform):
     device_type = "cpu"
     dispatch_key = "CPU"
     dist_backend = "gloo"
-    # For vLLM's small compiled helpers: "inductor" would need a C++ compiler on the user's machine.
+    # For vLLM's small compiled helpers: "inductor" would need a C++ compiler, and there may be none.
     simple_compile_backend = "eager"
 
     def __init__(self) -> None:
