@@ -70,6 +70,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     # More than a core's cache keeps.
     yield sample("large weight", (16, 640), 512)
     yield sample("large weight, bias", (16, 640), 512, bias=True)
+    yield sample("large weight, long sums", (20, 4096), 61)
     yield sample("odd features", (3, 77), 33, bias=True)
     yield sample("one output", (16, 64), 1, bias=True)
     yield sample("strided rows", (16, 96), 48, layout=samples.row_view)

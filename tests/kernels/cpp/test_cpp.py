@@ -30,7 +30,13 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def large_inputs(name: str) -> tuple:
-    """More than one thread's worth, in bf16."""
+    """More than one thread's worth, in bf16 but for linear."""
+    if name == "linear":
+        x, weight, bias = (
+            samples.normal(shape, torch.float32, "cpu", samples.generator(f"linear {shape}"))
+            for shape in ((24, 512), (1030, 512), (1030,))
+        )
+        return (x, weight * 512**-0.5, bias), {}
     if name == "paged_attention":
         return PagedCase(((1, 300), (3, 70), (1, 1)) * 8).make(name, "cpu", torch.bfloat16)
     heads = normal(TOKENS, HEADS * HEAD_SIZE), normal(TOKENS, KV_HEADS, HEAD_SIZE), normal(TOKENS, KV_HEADS, HEAD_SIZE)

@@ -1,0 +1,64 @@
+// linear in fp32 for a few tokens: the weight is read once, as it lies, for all of them.
+#include "_vector.h"
+
+namespace opset {
+namespace {
+
+constexpr int64_t AHEAD = 64;   // elements of a row that are asked for before they are needed
+constexpr int64_t CHAIN = 256;  // products that are added up one by one: their rounding errors grow with the number
+
+// y[token][row] of ROWS rows of the weight and GROUPS * LANES tokens, of which x holds each input side by side.
+template <int ROWS, int GROUPS>
+inline void multiply(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t in,
+                     int64_t y_token) {
+    Floats totals[ROWS][GROUPS];
+    for (int row = 0; row < ROWS; row++)
+        for (int group = 0; group < GROUPS; group++) totals[row][group] = Floats{} + (bias ? bias[row] : 0.0f);
+    for (int64_t first = 0; first < in; first += CHAIN) {
+        Floats sums[ROWS][GROUPS] = {};
+        for (int64_t i = first; i < std::min(first + CHAIN, in); i++) {
+            if (i % LANES == 0)
+                for (int row = 0; row < ROWS; row++) __builtin_prefetch(weight + row * in + i + AHEAD);
+            for (int group = 0; group < GROUPS; group++) {
+                const Floats inputs = load(x + (i * GROUPS + group) * LANES);
+#pragma GCC unroll 16
+                for (int row = 0; row < ROWS; row++) sums[row][group] += weight[row * in + i] * inputs;
+            }
+        }
+        for (int row = 0; row < ROWS; row++)
+            for (int group = 0; group < GROUPS; group++) totals[row][group] += sums[row][group];
+    }
+    for (int64_t token = 0; token < tokens; token++)
+        for (int row = 0; row < ROWS; row++) y[token * y_token + row] = totals[row][token / LANES][token % LANES];
+}
+
+template <int GROUPS>
+void multiply_all(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t in,
+                  int64_t out, int64_t x_token) {
+    constexpr int64_t ROWS = 12 / GROUPS;  // so many sums fit the registers, and hide each other's latency
+    std::vector<float> side_by_side(in * GROUPS * LANES);
+    for (int64_t token = 0; token < tokens; token++)
+        for (int64_t i = 0; i < in; i++) side_by_side[i * GROUPS * LANES + token] = x[token * x_token + i];
+#pragma omp parallel for schedule(static) if (out * in > WORTH_THREADS)
+    for (int64_t first = 0; first < out; first += ROWS) {
+        const auto part = [&](auto rows, int64_t row) {
+            multiply<decltype(rows)::value, GROUPS>(side_by_side.data(), weight + row * in, bias ? bias + row : nullptr,
+                                                    y + row, tokens, in, out);
+        };
+        if (first + ROWS <= out) part(std::integral_constant<int, ROWS>(), first);
+        else
+            for (int64_t row = first; row < out; row++) part(std::integral_constant<int, 1>(), row);
+    }
+}
+
+}  // namespace
+
+// x: [tokens, in], its rows x_token apart, at most 2 * LANES of them. weight: [out, in], y: [tokens, out], both
+// contiguous. bias: [out], contiguous, or null.
+extern "C" void linear(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t in,
+                       int64_t out, int64_t x_token) {
+    if (tokens <= LANES) multiply_all<1>(x, weight, bias, y, tokens, in, out, x_token);
+    else multiply_all<2>(x, weight, bias, y, tokens, in, out, x_token);
+}
+
+}  // namespace opset

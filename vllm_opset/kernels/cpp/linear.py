@@ -1,0 +1,41 @@
+"""linear in fp32 where tokens are few: the weight is read once, as it lies. Else PyTorch's, on the same weight."""
+
+import torch
+import torch.nn.functional as F
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.cpp._build import INT, POINTER, function
+from vllm_opset.ops.contract import Problem
+from vllm_opset.ops.linear import check_bias
+
+# The numbers of tokens at which this was faster, by weights that come from memory. MKL reads a weight once for up to 3,
+# and arranges it for itself where that pays.
+FEW = range(4, 33)
+# A weight that stays in a core's cache, where MKL is as fast.
+SMALL = 512 << 10
+
+run = function("linear", *[POINTER] * 4, *[INT] * 4)
+
+
+def supports(problem: Problem) -> str | None:
+    """fp32."""
+    if problem.dtype is torch.float32:
+        return None
+    return f"not built for {problem.dtype}: the packed weights of kernels/cpu use the processor's matrix units"
+
+
+@kernel(ops.linear, name="cpp", supports=supports)
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    check_bias(weight, bias)
+    few = x.ndim == 2 and x.shape[0] in FEW and x.stride(1) == 1
+    if not few or weight.nbytes <= SMALL or not weight.is_contiguous():
+        return F.linear(x, weight, bias).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    (num_tokens, in_features), out_features = x.shape, weight.shape[0]
+    y = torch.empty((num_tokens, out_features), dtype=torch.float32)
+    run(
+        x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(),
+        num_tokens, in_features, out_features, x.stride(0),
+    )  # fmt: skip
+    return y
