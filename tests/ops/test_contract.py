@@ -78,7 +78,7 @@ def test_kernels_take_what_their_op_takes(contract):
 
 
 def test_an_op_may_not_mutate_what_it_does_not_take():
-    with pytest.raises(ValueError, match="mutates \\['y'\\], which it does not take"):
+    with pytest.raises(ValueError, match="declares \\['y'\\], which it does not take"):
 
         @op(mutates=("y",))
         def double(x):

@@ -51,7 +51,9 @@ async def chat(http: httpx.AsyncClient, messages: list[dict], **request: object)
 
 
 def client(server: Server) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=server.http.base_url, timeout=PATIENCE, limits=httpx.Limits(max_connections=256))
+    # The server hangs up after five idle seconds; a connection that it is about to close must not be used again.
+    limits = httpx.Limits(max_connections=256, keepalive_expiry=1)
+    return httpx.AsyncClient(base_url=server.http.base_url, timeout=PATIENCE, limits=limits)
 
 
 def all_at_once(server: Server, ask: Coroutine, things: Iterable) -> list:
