@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.cpu import _paged_plan
-from vllm_opset.kernels.cpu._paged_plan import Geometry, geometry, make_plan
 from vllm_opset.ops import samples
-from vllm_opset.ops.paged_attention import PagedAttentionProblem
-from vllm_opset.ops.paged_batch import PACKED_BLOCK_SIZE, PagedBatch, packed_batch, packed_cache, window_sides
-from vllm_opset.ops.paged_inputs import LAYOUTS, NAN, UNTOUCHED, PagedCase, poisoned_cache
+from vllm_opset.ops.paged_batch import PACKED_BLOCK_SIZE, PagedBatch, packed_batch, packed_cache
+from vllm_opset.ops.paged_inputs import LAYOUTS, NAN, UNTOUCHED, PagedCase
 
 MIXED = PagedCase(((1, 77), (1, 3), (19, 19), (6, 50), (0, 0), (4, 34)), padded_rows=3)
 NON_CAUSAL = PagedCase(((9, 9), (33, 33), (1, 20), (5, 3)), causal=False)
@@ -237,136 +235,6 @@ def test_an_fp8_cache_is_attended_as_what_it_stands_for(name):
 def test_the_reference_may_take_the_rows_in_parts(monkeypatch):
     monkeypatch.setitem(ops.paged_attention.reference.__globals__, "REFERENCE_ROWS", 4)
     assert_equals_dense("reference", PagedCase(((19, 30), (1, 7)), window=9), "parts")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_of_a_cache(layout):
-    kv_cache = poisoned_cache(layout, 5, 3, 4, torch.empty(6))
-    kv_cache.copy_(torch.arange(5 * 3 * 4 * 6).view(5, 3, 4, 6))
-    cache = geometry(kv_cache.shape, kv_cache.stride())
-    block, head, slot = torch.meshgrid(torch.arange(5), torch.arange(3), torch.arange(4), indexing="ij")
-    index = block * cache.block_step + head * cache.head_step + slot * cache.slot_step
-    assert torch.equal(cache.rows_of(kv_cache)[index], kv_cache)
-
-
-def test_rows_of_a_large_cache_are_counted_in_64_bits():
-    cache = Geometry(
-        num_rows=2**40, row_stride=8, num_kv_heads=1, block_size=4, block_step=2**30, head_step=2**20, slot_step=2**16
-    )
-    block_table, request = torch.tensor([[3, 7]], dtype=torch.int32), torch.tensor([0])
-    tokens = _paged_plan._tokens(block_table, request, torch.tensor([[2, 5]]), cache)
-    assert tokens.tolist() == [[[3 * 2**30 + 2 * 2**16, 7 * 2**30 + 2**16]]]
-
-
-def chunks_of(case: PagedCase, window=None) -> list:
-    (_, kv_cache, batch, _), _ = case.make("plan", "cpu", torch.float32)
-    cache = geometry(kv_cache.shape, kv_cache.stride())
-    return make_plan(batch, *window_sides(window, case.causal), cache, 4 * 2 * 2 * 64).chunks
-
-
-def test_decoding_requests_are_attended_in_one_go():
-    (chunk,) = chunks_of(PagedCase(tuple((1, 5 + i) for i in range(40))))
-    assert chunk.num_blocks == 40 and chunk.num_keys == 44 and chunk.rows == slice(0, 40)
-    (chunk,) = chunks_of(PagedCase(((1, 9),) * 40))
-    assert chunk.bias is None
-    decode, *prompts = chunks_of(PagedCase(((20, 20), (1, 30), (33, 40), (1, 9))))
-    assert decode.num_blocks == 2 and decode.rows.tolist() == [20, 54]
-    assert [chunk.rows for chunk in prompts] == [slice(0, 20), slice(21, 54)]
-
-
-def test_only_what_a_window_holds_is_gathered():
-    (chunk,) = chunks_of(PagedCase(((1, 900), (1, 700))), window=32)
-    assert chunk.num_keys == 32 and chunk.bias is None
-    assert [chunk.num_keys for chunk in chunks_of(PagedCase(((600, 600),)), window=32)] == [88 + 31, 256 + 31, 256]
-
-
-def test_a_long_sequence_is_attended_by_heads(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    first, second = chunks_of(PagedCase(((1, 5000),)))
-    assert [first.heads, second.heads] == [slice(0, 1), slice(1, 2)]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    (chunk,) = chunks_of(PagedCase(((1, 5000),)))
-    assert chunk.heads == slice(0, 2), "a thread has nothing to do"
-
-
-def test_what_is_gathered_at_a_time_is_bounded():
-    chunks = chunks_of(PagedCase(tuple((1, 100 * (1 + i % 20)) for i in range(40))))
-    sizes = [chunk.num_blocks * chunk.num_keys * 4 * 2 * 2 * 64 for chunk in chunks]
-    assert 1 < len(chunks) < 40 and max(sizes) <= _paged_plan.CHUNK_BYTES
-    assert sorted(row for chunk in chunks for row in torch.arange(40)[chunk.rows].tolist()) == list(range(40))
-
-
-@pytest.mark.parametrize(
-    ("window", "causal", "sides"),
-    [
-        (None, True, (None, 0)),
-        (None, False, (None, None)),
-        (1, True, (0, 0)),
-        (9, True, (8, 0)),
-        (9, False, (8, 0)),
-        ((8, 0), False, (8, 0)),
-        ((8, 3), False, (8, 3)),
-        ((8, 3), True, (8, 0)),
-        ((-1, 3), False, (None, 3)),
-        ((8, -1), False, (8, None)),
-        ((8, -1), True, (8, 0)),
-        ((-1, -1), True, (None, 0)),
-    ],
-)
-def test_sides_of_a_window(window, causal, sides):
-    assert window_sides(window, causal) == sides
-
-
-@pytest.mark.parametrize("window", [0, -1, (-2, 0), (0, -2)])
-def test_a_window_of_no_keys_is_refused(window):
-    with pytest.raises(ValueError, match="holds no key"):
-        window_sides(window, True)
-    with pytest.raises(ValueError, match="holds no key"):
-        PagedAttentionProblem("cpu", torch.float32, torch.float32, 4, 2, 64, 16, window=window)
-
-
-def test_heads_that_cannot_be_shared_are_refused():
-    with pytest.raises(ValueError, match="3 query heads cannot share 2 KV heads evenly"):
-        PagedAttentionProblem("cpu", torch.float32, torch.float32, 3, 2, 64, 16)
-
-
-def batch_of(**changes) -> PagedBatch:
-    tensors = {"query_start_loc": [0, 1, 3], "seq_lens": [4, 2], "block_table": [[1, 2], [3, 0]]}
-    tensors = {name: torch.tensor(value, dtype=torch.int32) for name, value in tensors.items()}
-    return PagedBatch(**(tensors | changes), max_query_len=2, max_seq_len=4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"query_start_loc": torch.zeros(2, dtype=torch.int32)}, "2 seq_lens do not fit query_start_loc"),
-        ({"block_table": torch.zeros(3, 2, dtype=torch.int32)}, r"block_table \(3, 2\)"),
-        ({"block_table": torch.zeros(2, dtype=torch.int32)}, r"block_table \(2,\)"),
-        ({"seq_lens": torch.tensor([4, 2])}, "seq_lens must be int32, not torch.int64"),
-        ({"block_table": torch.zeros(2, 2, dtype=torch.int64)}, "block_table must be int32, not torch.int64"),
-    ],
-    ids=str,
-)
-def test_a_batch_that_does_not_fit_is_refused(changes, words):
-    with pytest.raises(ValueError, match=words):
-        batch_of(**changes)
-
-
-def test_a_batch_makes_things_once():
-    calls = []
-
-    def longest(batch, factor):
-        calls.append(factor)
-        return int(batch.seq_lens.max()) * factor
-
-    def shortest(batch, factor):
-        return int(batch.seq_lens.min()) * factor
-
-    batch = batch_of()
-    assert [batch.once(longest, 1), batch.once(longest, 1), batch.once(longest, 2)] == [4, 4, 8]
-    assert batch.once(shortest, 1) == 2
-    assert batch_of().once(longest, 1) == 4
-    assert calls == [1, 2, 1]
 
 
 def cost_of(case: PagedCase, dtype=torch.bfloat16):
