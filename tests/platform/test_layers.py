@@ -88,7 +88,7 @@ def norm(**arguments):
 
 
 def hardware_agnostic_norm():
-    pytest.importorskip("vllm.model_executor.hw_agnostic", reason="it came with 0.30")
+    pytest.importorskip("vllm.model_executor.hw_agnostic", reason="came with 0.30: ends with it as the oldest")
     from vllm.model_executor.hw_agnostic.layers.layernorm import RMSNorm
 
     return RMSNorm(48, eps=1e-5)
@@ -181,7 +181,7 @@ def test_activations(name):
 
 
 def test_hardware_agnostic_activation():
-    pytest.importorskip("vllm.model_executor.hw_agnostic", reason="it came with 0.30")
+    pytest.importorskip("vllm.model_executor.hw_agnostic", reason="came with 0.30: ends with it as the oldest")
     from vllm.model_executor.hw_agnostic.layers.activation import SiluAndMul
 
     layer, x = SiluAndMul(), torch.randn(5, 64)
@@ -193,7 +193,7 @@ def test_layer_norm():
     from vllm.model_executor.layers import layernorm
 
     if not hasattr(layernorm.LayerNorm, "register_oot"):
-        pytest.skip("until 0.32 models use torch.nn.LayerNorm")
+        pytest.skip("until 0.32 models use torch.nn.LayerNorm: ends with 0.33 as the oldest release")
     layer, x = randomise(layernorm.LayerNorm(48)), torch.randn(5, 48)
     torch.testing.assert_close(layer(x), layer.forward_native(x), **TOLERANCE)
     assert chosen() == {"layer_norm"}
@@ -232,7 +232,7 @@ def test_ir_ops_reach_the_same_kernels():
     from vllm.platforms import current_platform
 
     if not hasattr(ir.ops, "rms_norm"):
-        pytest.skip("vLLM's IR is gone: remove platform/ir.py")
+        pytest.skip("vLLM has no IR after 0.33: ends, with platform/ir.py, when 0.33 leaves the window")
     current_platform.import_ir_kernels()
     x, residual, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
     for op, arguments in (

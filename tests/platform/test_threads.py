@@ -41,7 +41,7 @@ def forked(safe: str, patience: int, use: str = IN_TORCH) -> str:
 @pytest.mark.parametrize("use", [IN_TORCH, IN_CPP], ids=["torch", "cpp"])
 def test_forked_process_computes(use):
     if use == IN_CPP and (reason := why_unavailable("cpp")):
-        pytest.skip(f"needs the C++ kernels: {reason}")
+        pytest.skip(f"no C++ kernels here, until g++ 12 is installed (.ci/run requires it): {reason}")
     assert forked("threads.make_forking_safe()", 60, use) == "runs"
 
 

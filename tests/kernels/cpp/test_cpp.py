@@ -15,8 +15,9 @@ from vllm_opset.ops import samples
 from vllm_opset.ops.contract import Sample
 from vllm_opset.ops.paged_inputs import PagedCase
 
+# A user may have no compiler, and then torch kernels serve instead. .ci/run requires one, so there nothing is skipped.
 if reason := kernel.unavailable().get("cpp"):
-    pytest.skip(f"C++ kernels need a compiler: {reason}", allow_module_level=True)
+    pytest.skip(f"no C++ kernels here, until g++ 12 is installed: {reason}", allow_module_level=True)
 
 from vllm_opset.kernels.cpp import paged_attention
 

@@ -9,7 +9,7 @@ import torch
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: runs on one")
 BEYOND_32_BITS = 2**31  # elements
 
 

@@ -9,7 +9,7 @@ from vllm_opset.ops.paged_attention import TOLERANCES
 from vllm_opset.ops.paged_batch import PagedBatch
 from vllm_opset.ops.paged_inputs import PagedCase
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: runs on one")
 BEYOND_32_BITS = 2**31  # elements
 
 
