@@ -20,7 +20,8 @@ find_python() {
     return 1
 }
 
-# The folders that pip is told to look for wheels in, as uv wants them.
+# The folders that pip is told to look for wheels in, as uv wants them. uv does not read pip's settings; a machine whose
+# owner has put wheels of torch there need not reach PyTorch's own index.
 find_links() {
     .venv-tools/bin/python -m pip config list | sed -n "s/^[^=]*find-links='\(.*\)'$/\1/p" | tr ' ' '\n' | sort -u | paste -sd,
 }
@@ -30,6 +31,7 @@ install_torch() {
     if [ -n "$links" ] && UV_FIND_LINKS=$links $uv pip install --quiet --no-deps --no-index -r requirements/torch.txt; then
         return
     fi
+    # The index that PyTorch documents for builds without CUDA; the package index has only those with it.
     $uv pip install --no-deps --index-url https://download.pytorch.org/whl/cpu -r requirements/torch.txt
 }
 
