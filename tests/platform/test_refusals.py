@@ -68,6 +68,12 @@ def test_what_is_supported_is_configured(configure):
     assert config.scheduler_config.async_scheduling is False
 
 
+def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    config = configure(LLAMA, async_scheduling=True, compilation_config={"cudagraph_mode": "NONE"})
+    assert config.scheduler_config.async_scheduling is False
+
+
 @pytest.mark.parametrize(
     ("feature", "cure", "model", "arguments"),
     [
@@ -98,6 +104,7 @@ def test_what_is_supported_is_configured(configure):
         ("fast prefill", "--kv-sharing-fast-prefill", LLAMA, {"kv_sharing_fast_prefill": True}),
         ("weight offloading", "--cpu-offload-gb", LLAMA, {"cpu_offload_gb": 1}),
         ("torch.compile", "--enforce-eager", LLAMA, {"compilation_config": {"mode": 3}}),
+        ("CUDA graphs", "--compilation-config", LLAMA, {"compilation_config": {"cudagraph_mode": "FULL"}}),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
@@ -118,11 +125,13 @@ def test_refused_with_the_cure(feature, cure, model, arguments, configure):
     [
         ("batch invariance", "VLLM_BATCH_INVARIANT"),
         ("second model runner", "VLLM_USE_V2_MODEL_RUNNER"),
+        ("binding threads", "VLLM_CPU_OMP_THREADS_BIND"),
+        ("reserving cores", "VLLM_CPU_NUM_OF_RESERVED_CPU"),
     ],
 )
 def test_environment_is_refused(feature, variable, configure, monkeypatch):
     monkeypatch.setenv(variable, "1")
-    with pytest.raises(Exception, match=f"{feature}: unset {variable}"):
+    with pytest.raises(Exception, match=f"{feature}.*: unset {variable}"):
         configure(LLAMA)
 
 
@@ -159,7 +168,11 @@ def test_every_rule_is_tested():
         if mark.name == "parametrize"
         for case in mark.args[1]
     ]
-    untested = [rule.feature for rule in refusals.RULES if not any(feature in rule.feature for feature in tested)]
+    untested = [
+        rule.feature
+        for rule in refusals.ASKED + refusals.RULES
+        if not any(feature in rule.feature for feature in tested)
+    ]
     assert not untested
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import torch
+from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_opset import selection
@@ -13,6 +14,8 @@ from vllm_opset.platform import compat, machine, refusals, threads
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
+
+logger = init_logger(f"vllm.{__name__}")
 
 ATTENTION_BACKEND = "vllm_opset.attention.backend.OpsetAttentionBackend"
 WORKER = "vllm_opset.platform.worker.OpsetCpuWorker"
@@ -45,6 +48,7 @@ class OpsetCpuPlatform(Platform):
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
 
+        refusals.check_asked(vllm_config)
         compilation = vllm_config.compilation_config
         if compilation.mode is None:
             compilation.mode = CompilationMode.NONE
@@ -62,10 +66,18 @@ class OpsetCpuPlatform(Platform):
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = WORKER
         vllm_config.parallel_config.disable_custom_all_reduce = True
-        # It overlaps the host's work with the device's; here they are the same.
-        vllm_config.scheduler_config.async_scheduling = False
+        cls._schedule_in_step(vllm_config.scheduler_config)
         if vllm_config.model_config is not None:
             vllm_config.model_config.disable_cascade_attn = True
+
+    @classmethod
+    def _schedule_in_step(cls, scheduler_config) -> None:
+        """Said, not refused: vLLM has resolved its default by now, and that looks like what a user asked for."""
+        if scheduler_config.async_scheduling:
+            logger.info_once(
+                "Asynchronous scheduling is off: the CPU that it would free of waiting is the device itself"
+            )
+        scheduler_config.async_scheduling = False
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:

@@ -28,9 +28,18 @@ class Rule:
         return f"vllm-opset on a CPU does not support {self.feature}: {self.cure}."
 
 
+def check_asked(config: "VllmConfig") -> None:
+    """Raises Refusal for what can only be seen before vLLM resolves the configuration: later it has been overridden."""
+    _check(ASKED, config)
+
+
 def check(config: "VllmConfig") -> None:
-    """Raises Refusal for the first rule that applies."""
-    for rule in RULES:
+    """Raises Refusal for what the resolved configuration holds."""
+    _check(RULES, config)
+
+
+def _check(rules: tuple[Rule, ...], config: "VllmConfig") -> None:
+    for rule in rules:
         if rule.applies(config):
             raise Refusal(str(rule))
 
@@ -73,6 +82,12 @@ def _compiles(config: "VllmConfig") -> bool:
     return config.compilation_config.mode != CompilationMode.NONE
 
 
+def _captures(config: "VllmConfig") -> bool:
+    from vllm.config import CUDAGraphMode
+
+    return config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+
+
 ANOTHER_MODEL = "choose another model"
 WIDER = "use --tensor-parallel-size instead"
 
@@ -80,6 +95,20 @@ QUANTISED_WEIGHTS = Rule(
     "quantised weights",
     "choose a checkpoint in float32, bfloat16 or float16",
     _model(lambda model: model.quantization is not None),
+)
+
+ASKED: tuple[Rule, ...] = (
+    Rule("CUDA graphs", "leave cudagraph_mode out of --compilation-config", _captures),
+    Rule(
+        "binding threads to cores",
+        "unset VLLM_CPU_OMP_THREADS_BIND, and start under taskset or numactl; OPSET_NUM_THREADS sets their number",
+        lambda config: envs.VLLM_CPU_OMP_THREADS_BIND not in ("auto", "nobind"),
+    ),
+    Rule(
+        "reserving cores",
+        "unset VLLM_CPU_NUM_OF_RESERVED_CPU; one core is left free, or set OPSET_NUM_THREADS",
+        lambda config: envs.VLLM_CPU_NUM_OF_RESERVED_CPU is not None,
+    ),
 )
 
 RULES: tuple[Rule, ...] = (
