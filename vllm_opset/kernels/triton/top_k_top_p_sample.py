@@ -5,7 +5,7 @@ import triton
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _sampling, _supports
+from vllm_opset.kernels.triton import _launch, _sampling, _sampling_finish, _sampling_rows, _supports
 from vllm_opset.ops.top_k_top_p_sample import TopKTopPSampleProblem, check_processed
 
 MAX_VOCABULARY = 2**22  # weights of so many tokens fit 64-bit fixed point
@@ -46,9 +46,9 @@ def top_k_top_p_sample(
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    ints = empty(num_rows, _sampling.NUM_INTS.value, dtype=torch.int32)
-    floats = empty(num_rows, _sampling.NUM_FLOATS.value, dtype=torch.float32)
-    parts = empty(num_rows * num_chunks, _sampling.NUM_PARTS.value, dtype=torch.float32)
+    ints = empty(num_rows, _sampling_rows.NUM_INTS.value, dtype=torch.int32)
+    floats = empty(num_rows, _sampling_rows.NUM_FLOATS.value, dtype=torch.float32)
+    parts = empty(num_rows * num_chunks, _sampling_rows.NUM_PARTS.value, dtype=torch.float32)
     part_ids = empty(num_rows * num_chunks, dtype=torch.int32)
     listed = empty(num_rows * capacity * filtered, dtype=torch.float32)
     listed_ids = empty(num_rows * capacity * filtered, dtype=torch.int32)
@@ -71,7 +71,7 @@ def top_k_top_p_sample(
         ints, floats, parts, part_ids, listed, listed_ids, capacity,
         CHUNK=chunk, FILTERED=filtered, num_warps=values["warps"], maxnreg=values["registers"], **overlap,
     )  # fmt: skip
-    _sampling.finish[(num_rows,)](
+    _sampling_finish.finish[(num_rows,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, asked,
         ints, floats, parts, part_ids, listed, listed_ids, capacity,
         CHUNK=chunk, CHUNKS=max(FEW_CHUNKS, triton.next_power_of_2(num_chunks)), FILTERED=filtered,
