@@ -82,7 +82,7 @@ def test_doctor_accounts_for_every_kernel_of_every_op():
     finished = command("doctor", "--json")
     assert finished.code == 0, finished
     found = json.loads(finished.out)
-    assert found["platform"] == "vllm_opset.platform.cpu.OpsetCpuPlatform"
+    assert found["platform"] == "vllm_opset.platform.cpu.platform.OpsetCpuPlatform"
     assert found["faults"] == []
     for op in ops.ALL:
         rows = [row for row in found["kernels"] if row["op"] == op.name]

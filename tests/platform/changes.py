@@ -77,7 +77,7 @@ def load_plugin() -> None:
     current_platform.pre_register_and_update()
     vllm_opset.platform.register()
     current_platform.import_ir_kernels()
-    importlib.import_module("vllm_opset.platform.worker")
+    importlib.import_module("vllm_opset.platform.cpu.worker")
     importlib.import_module("vllm_opset.attention.backend")
 
 

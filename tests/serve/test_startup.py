@@ -15,7 +15,7 @@ pytestmark = pytest.mark.serve
 CURE = "Mend that, or set OPSET_PLATFORM=off to run vLLM without this plugin"
 MISSING = "ModuleNotFoundError: No module named 'a_module_that_is_missing'"
 # Loaded when vLLM asks for its platform, and when it loads its general plugins.
-BROKEN_MODULES = ["platform.cpu", "kernels.cpu.silu_and_mul"]
+BROKEN_MODULES = ["platform.cpu.platform", "kernels.cpu.silu_and_mul"]
 MISSPELT = {"opset": {"kernels": {"rms_nrom": "reference"}}}
 
 

@@ -1,8 +1,10 @@
-"""What this platform does not do. Each feature is refused while the configuration is checked, in one line that names
-the feature and the cure; none is ignored.
+"""What a platform does not do. Each feature is refused while the configuration is checked, in one line that names the
+feature and the cure; none is ignored.
+
+Here is what no platform of opset's does that runs without vLLM's compiled kernels; each platform adds its own rules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,27 +26,19 @@ class Rule:
     cure: str
     applies: Callable[["VllmConfig"], bool]
 
-    def __str__(self) -> str:
-        return f"vllm-opset on a CPU does not support {self.feature}: {self.cure}."
+    def refusal(self, where: str) -> Refusal:
+        """where: such as "on a CPU"."""
+        return Refusal(f"vllm-opset {where} does not support {self.feature}: {self.cure}.")
 
 
-def check_asked(config: "VllmConfig") -> None:
-    """Raises Refusal for what can only be seen before vLLM resolves the configuration: later it has been overridden."""
-    _check(ASKED, config)
-
-
-def check(config: "VllmConfig") -> None:
-    """Raises Refusal for what the resolved configuration holds."""
-    _check(RULES, config)
-
-
-def _check(rules: tuple[Rule, ...], config: "VllmConfig") -> None:
+def check(rules: Iterable[Rule], config: "VllmConfig", where: str) -> None:
+    """Raises Refusal for the first rule that applies."""
     for rule in rules:
         if rule.applies(config):
-            raise Refusal(str(rule))
+            raise rule.refusal(where)
 
 
-def check_attention(selected_backend, wanted) -> None:
+def check_attention(selected_backend, wanted, where: str) -> None:
     """Raises Refusal if opset's attention cannot be what a layer asks for.
 
     selected_backend: what the user asked for, or None. wanted: vLLM's AttentionSelectorConfig.
@@ -55,37 +49,20 @@ def check_attention(selected_backend, wanted) -> None:
         raise Refusal(f"vllm-opset has one attention backend: leave out --attention-backend {selected_backend.name}.")
     reasons = OpsetAttentionBackend.validate_configuration(device_capability=None, **wanted._asdict())
     if reasons:
-        raise Refusal(f"vllm-opset on a CPU cannot serve an attention layer of this model: {', '.join(reasons)}.")
+        raise Refusal(f"vllm-opset {where} cannot serve an attention layer of this model: {', '.join(reasons)}.")
 
 
-def _model(is_so: Callable) -> Callable[["VllmConfig"], bool]:
+def of_model(is_so: Callable) -> Callable[["VllmConfig"], bool]:
     return lambda config: config.model_config is not None and bool(is_so(config.model_config))
 
 
-def _several(name: str) -> Callable[["VllmConfig"], bool]:
+def several(name: str) -> Callable[["VllmConfig"], bool]:
     return lambda config: getattr(config.parallel_config, name) > 1
 
 
-def _given(name: str) -> Callable[["VllmConfig"], bool]:
-    # Some parts of the configuration came or go with a release: what cannot be asked for needs no refusal.
+def given(name: str) -> Callable[["VllmConfig"], bool]:
+    # Some parts of the configuration came or went with a release: what cannot be asked for needs no refusal.
     return lambda config: getattr(config, name, None) is not None
-
-
-def _caches_in_another_dtype(config: "VllmConfig") -> bool:
-    same = () if config.model_config is None else (str(config.model_config.dtype).removeprefix("torch."),)
-    return config.cache_config.cache_dtype not in ("auto", *same)
-
-
-def _compiles(config: "VllmConfig") -> bool:
-    from vllm.config import CompilationMode
-
-    return config.compilation_config.mode != CompilationMode.NONE
-
-
-def _captures(config: "VllmConfig") -> bool:
-    from vllm.config import CUDAGraphMode
-
-    return config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
 
 
 ANOTHER_MODEL = "choose another model"
@@ -94,53 +71,26 @@ WIDER = "use --tensor-parallel-size instead"
 QUANTISED_WEIGHTS = Rule(
     "quantised weights",
     "choose a checkpoint in float32, bfloat16 or float16",
-    _model(lambda model: model.quantization is not None),
-)
-
-ASKED: tuple[Rule, ...] = (
-    Rule("CUDA graphs", "leave cudagraph_mode out of --compilation-config", _captures),
-    Rule(
-        "binding threads to cores",
-        "unset VLLM_CPU_OMP_THREADS_BIND, and start under taskset or numactl; OPSET_NUM_THREADS sets their number",
-        lambda config: envs.VLLM_CPU_OMP_THREADS_BIND not in ("auto", "nobind"),
-    ),
-    Rule(
-        "reserving cores",
-        "unset VLLM_CPU_NUM_OF_RESERVED_CPU; one core is left free, or set OPSET_NUM_THREADS",
-        lambda config: envs.VLLM_CPU_NUM_OF_RESERVED_CPU is not None,
-    ),
+    of_model(lambda model: model.quantization is not None),
 )
 
 RULES: tuple[Rule, ...] = (
     # The model
     QUANTISED_WEIGHTS,
-    Rule("multi-head latent attention (MLA)", ANOTHER_MODEL, _model(lambda model: model.use_mla)),
-    Rule("Mamba, state-space and linear attention", ANOTHER_MODEL, _model(lambda model: model.has_inner_state)),
-    Rule("mixture-of-experts (MoE) models", ANOTHER_MODEL, _model(lambda model: model.is_moe)),
-    Rule("multimodal models", ANOTHER_MODEL, _model(lambda model: model.is_multimodal_model)),
-    Rule("encoder-decoder models", ANOTHER_MODEL, _model(lambda model: model.is_encoder_decoder)),
-    Rule(
-        "adapters (LoRA)",
-        "merge the adapter into the weights, and leave out --enable-lora",
-        _given("lora_config"),
-    ),
-    Rule("sleep mode", "leave out --enable-sleep-mode", _model(lambda model: model.enable_sleep_mode)),
-    Rule("weight transfer", "leave out --weight-transfer-config", _given("weight_transfer_config")),
-    Rule(
-        "weight offloading",
-        "leave out --cpu-offload-gb and --offload-*: the weights are in the CPU's memory",
-        lambda config: (
-            config.offload_config.uva.cpu_offload_gb > 0 or config.offload_config.prefetch.offload_group_size > 0
-        ),
-    ),
+    Rule("multi-head latent attention (MLA)", ANOTHER_MODEL, of_model(lambda model: model.use_mla)),
+    Rule("Mamba, state-space and linear attention", ANOTHER_MODEL, of_model(lambda model: model.has_inner_state)),
+    Rule("mixture-of-experts (MoE) models", ANOTHER_MODEL, of_model(lambda model: model.is_moe)),
+    Rule("multimodal models", ANOTHER_MODEL, of_model(lambda model: model.is_multimodal_model)),
+    Rule("encoder-decoder models", ANOTHER_MODEL, of_model(lambda model: model.is_encoder_decoder)),
+    Rule("sleep mode", "leave out --enable-sleep-mode", of_model(lambda model: model.enable_sleep_mode)),
+    Rule("weight transfer", "leave out --weight-transfer-config", given("weight_transfer_config")),
     # Generating
-    Rule("speculative decoding", "leave out --speculative-config", _given("speculative_config")),
-    Rule("diffusion models", ANOTHER_MODEL, _given("diffusion_config")),
-    Rule("prompt embeddings", "leave out --enable-prompt-embeds", _model(lambda model: model.enable_prompt_embeds)),
+    Rule("diffusion models", ANOTHER_MODEL, given("diffusion_config")),
+    Rule("prompt embeddings", "leave out --enable-prompt-embeds", of_model(lambda model: model.enable_prompt_embeds)),
     Rule(
         "fp64 sampling noise",
         "leave out --use-fp64-gumbel",
-        _model(lambda model: getattr(model, "use_fp64_gumbel", False)),
+        of_model(lambda model: getattr(model, "use_fp64_gumbel", False)),
     ),
     Rule(
         "batch invariance",
@@ -152,18 +102,12 @@ RULES: tuple[Rule, ...] = (
         "unset VLLM_USE_V2_MODEL_RUNNER",
         lambda config: config.use_v2_model_runner,
     ),
-    Rule(
-        "torch.compile",
-        "leave the mode out of --compilation-config, or give --enforce-eager",
-        _compiles,
-    ),
     # The KV cache
-    Rule("a KV cache in another dtype than the model's", "leave out --kv-cache-dtype", _caches_in_another_dtype),
-    Rule("KV connectors", "leave out --kv-transfer-config", _given("kv_transfer_config")),
-    Rule("encoder cache connectors", "leave out --ec-transfer-config", _given("ec_transfer_config")),
+    Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
+    Rule("encoder cache connectors", "leave out --ec-transfer-config", given("ec_transfer_config")),
     Rule(
         "KV cache offloading",
-        "leave out --kv-offloading-size: the cache is in the CPU's memory",
+        "leave out --kv-offloading-size, and make the cache larger by --gpu-memory-utilization",
         lambda config: config.cache_config.kv_offloading_size is not None,
     ),
     Rule(
@@ -172,11 +116,11 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.cache_config.kv_sharing_fast_prefill,
     ),
     # Several processes
-    Rule("pipeline parallelism", WIDER, _several("pipeline_parallel_size")),
-    Rule("data parallelism", WIDER, _several("data_parallel_size")),
-    Rule("prefill context parallelism", WIDER, _several("prefill_context_parallel_size")),
-    Rule("decode context parallelism", WIDER, _several("decode_context_parallel_size")),
-    Rule("several machines", "leave out --nnodes", _several("nnodes")),
+    Rule("pipeline parallelism", WIDER, several("pipeline_parallel_size")),
+    Rule("data parallelism", WIDER, several("data_parallel_size")),
+    Rule("prefill context parallelism", WIDER, several("prefill_context_parallel_size")),
+    Rule("decode context parallelism", WIDER, several("decode_context_parallel_size")),
+    Rule("several machines", "leave out --nnodes", several("nnodes")),
     Rule(
         "two batches at a time (DBO)",
         "leave out --enable-dbo and --ubatch-size",

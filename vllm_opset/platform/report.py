@@ -32,4 +32,4 @@ def table() -> str:
         for provider in selection.PREFERENCE[current_platform.device_type]
         if (reason := why_unavailable(provider))
     ]
-    return "\n".join([*missing, "vllm-opset on the CPU: op, kernel, reason, problem", *lines])
+    return "\n".join([*missing, "vllm-opset: op, kernel, reason, problem", *lines])

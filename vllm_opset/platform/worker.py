@@ -1,81 +1,36 @@
-"""One worker process: the device, the memory for the KV cache, and the report of what was chosen."""
+"""What the workers of opset's platforms have in common: vLLM's own worker, with opset's layers in its model."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.utils.torch_utils import set_random_seed
-from vllm.v1.utils import report_usage_stats
-from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
-from vllm.v1.worker.worker_base import CompilationTimes
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset import selection
-from vllm_opset.platform import kv_memory, layers, linear, report, threads
-from vllm_opset.platform.runner import OpsetCpuRunner
+from vllm_opset.platform import layers, report
 
 logger = init_logger(f"vllm.{__name__}")
 
 
-def _with_weights(name: str) -> Callable:
-    """The Worker's method of that name, refused where the model's weights are gone."""
-
-    def method(self: Worker, *args, **kwargs):
-        linear.need_weights(self.model_runner.get_model())
-        return getattr(Worker, name)(self, *args, **kwargs)
-
-    return method
-
-
-class OpsetCpuWorker(Worker):
-    """vLLM's worker for GPUs, which does everything that does not touch a GPU, with a CPU as the device."""
-
+class OpsetWorker(Worker):
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         selection.configure(vllm_config.additional_config)
         selection.forget()
 
-    def init_device(self) -> None:
-        self.device = torch.device("cpu")
-        num_threads = threads.set_compute_threads(self.parallel_config.local_world_size)
-        logger.info("Computing with %d thread(s); set OPSET_NUM_THREADS to choose", num_threads)
-        init_worker_distributed_environment(
-            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, "gloo"
-        )
-        set_random_seed(self.model_config.seed)
-        self.model_runner = OpsetCpuRunner(self.vllm_config, self.device)
-        if self.rank == 0:
-            report_usage_stats(self.vllm_config)
-
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
         layers.bind(self.model_runner.get_model(), self.model_config.dtype)
-        linear.bind(self.model_runner.get_model())
 
-    def reload_weights(self, *args, **kwargs) -> None:
-        super().reload_weights(*args, **kwargs)
-        linear.refresh(self.model_runner.get_model())
-
-    save_sharded_state = _with_weights("save_sharded_state")
-    save_tensorized_model = _with_weights("save_tensorized_model")
-    compute_weight_checksums = _with_weights("compute_weight_checksums")  # this and the next came with 0.30
-    reset_weights = _with_weights("reset_weights")
-
-    def determine_available_memory(self) -> int:
-        return kv_memory.budget(self.vllm_config, self.get_kv_cache_spec().values())
-
-    def compile_or_warm_up_model(self) -> CompilationTimes:
-        # Nothing is compiled. The weights are loaded and the layers built, so every choice has been made.
+    def log_choices(self) -> None:
+        """Once the weights are loaded and the layers built, every choice has been made."""
         if self.rank == 0:
             logger.info("%s", report.table())
-        set_random_seed(self.model_config.seed)
-        return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def opset_report(self) -> list[dict]:
         """Which kernel serves which op in this worker: `llm.collective_rpc("opset_report")`."""
         return report.rows()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
-        """Memory comes from the system; vLLM's pool allocators are for GPUs."""
+        """Memory comes from the system or PyTorch; vLLM's pool allocators are for its own platforms."""
         return nullcontext()

@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from vllm_opset.platform import machine
+from vllm_opset.platform.cpu import machine
 
 VARIABLE = "OPSET_NUM_THREADS"
 AUTO = "auto"

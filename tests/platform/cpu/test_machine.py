@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_opset.platform import kv_memory, machine
-from vllm_opset.platform.machine import Memory
+from vllm_opset.platform.cpu import kv_memory, machine
+from vllm_opset.platform.cpu.machine import Memory
 
 GIB = 2**30
 

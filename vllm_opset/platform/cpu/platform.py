@@ -6,31 +6,28 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 from vllm.logger import init_logger
-from vllm.platforms.interface import Platform, PlatformEnum
 
-from vllm_opset import selection
-from vllm_opset.platform import compat, machine, refusals, threads
+from vllm_opset.platform import compat
+from vllm_opset.platform.base import OpsetPlatform
+from vllm_opset.platform.cpu import machine, refusals, threads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.config.kernel import IrOpPriorityConfig
 
 logger = init_logger(f"vllm.{__name__}")
 
-ATTENTION_BACKEND = "vllm_opset.attention.backend.OpsetAttentionBackend"
-WORKER = "vllm_opset.platform.worker.OpsetCpuWorker"
 
-
-class OpsetCpuPlatform(Platform):
-    """See `vllm.platforms.interface.Platform` for what each hook means."""
-
-    _enum = PlatformEnum.OOT
+class OpsetCpuPlatform(OpsetPlatform):
     device_name = "cpu"
     device_type = "cpu"
     dispatch_key = "CPU"
     dist_backend = "gloo"
     # For vLLM's small compiled helpers: "inductor" would need a C++ compiler, and there may be none.
     simple_compile_backend = "eager"
+    where = "on a CPU"
+    asked = refusals.ASKED
+    rules = refusals.RULES
+    worker = "vllm_opset.platform.cpu.worker.OpsetCpuWorker"
 
     def __init__(self) -> None:
         compat.without_accelerator()
@@ -48,27 +45,17 @@ class OpsetCpuPlatform(Platform):
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
 
-        refusals.check_asked(vllm_config)
+        super().apply_config_platform_defaults(vllm_config)
         compilation = vllm_config.compilation_config
         if compilation.mode is None:
             compilation.mode = CompilationMode.NONE
         if compilation.cudagraph_mode is None:
             compilation.cudagraph_mode = CUDAGraphMode.NONE
-        # Passes of the compiler, which vLLM would announce as enabled.
-        for fusion in ("fuse_norm_quant", "fuse_act_quant"):
-            if getattr(compilation.pass_config, fusion) is None:
-                setattr(compilation.pass_config, fusion, False)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
-        refusals.check(vllm_config)
-        selection.configure(vllm_config.additional_config)
-        if vllm_config.parallel_config.worker_cls == "auto":
-            vllm_config.parallel_config.worker_cls = WORKER
-        vllm_config.parallel_config.disable_custom_all_reduce = True
+        super().check_and_update_config(vllm_config)
         cls._schedule_in_step(vllm_config.scheduler_config)
-        if vllm_config.model_config is not None:
-            vllm_config.model_config.disable_cascade_attn = True
 
     @classmethod
     def _schedule_in_step(cls, scheduler_config) -> None:
@@ -80,41 +67,10 @@ class OpsetCpuPlatform(Platform):
         scheduler_config.async_scheduling = False
 
     @classmethod
-    def verify_quantization(cls, quant: str) -> None:
-        raise refusals.Refusal(str(refusals.QUANTISED_WEIGHTS))
-
-    @classmethod
-    def support_hybrid_kv_cache(cls) -> bool:
-        return True
-
-    @classmethod
     def is_pin_memory_available(cls) -> bool:
         return False
 
     # Kernels and layers
-
-    @classmethod
-    def import_kernels(cls) -> None:
-        """There are no compiled kernels to import."""
-
-    @classmethod
-    def import_ir_kernels(cls) -> None:
-        super().import_ir_kernels()
-        from vllm_opset.platform import ir
-
-        ir.register()
-
-    @classmethod
-    def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
-        from vllm_opset.platform import ir
-
-        ir.register()
-        return ir.priority()
-
-    @classmethod
-    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads: int | None = None) -> str:
-        refusals.check_attention(selected_backend, attn_selector_config)
-        return ATTENTION_BACKEND
 
     @classmethod
     def opaque_attention_op(cls) -> bool:

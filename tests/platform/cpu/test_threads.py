@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from vllm_opset.kernel import why_unavailable
-from vllm_opset.platform import threads
+from vllm_opset.platform.cpu import threads
 
 FORK = """
 import os, signal, torch
-from vllm_opset.platform import threads
+from vllm_opset.platform.cpu import threads
 {safe}
 {use}
 torch.set_num_threads(2)
@@ -64,7 +64,7 @@ def test_forked_process_would_hang_otherwise():
 def test_threads_of_a_worker(environment, expected):
     """Of one, of two and of eight workers on five cores, one of which is for the rest, where vLLM says 3."""
     script = (
-        "import os; from vllm_opset.platform import machine, threads; machine.physical_cores = lambda: 5\n"
+        "import os; from vllm_opset.platform.cpu import machine, threads; machine.physical_cores = lambda: 5\n"
         "threads.remember_users_choice(); os.environ['OMP_NUM_THREADS'] = '3'; threads.remember_users_choice()\n"
         "print(*(threads.set_compute_threads(workers) for workers in (1, 2, 8)))"
     )
@@ -73,7 +73,9 @@ def test_threads_of_a_worker(environment, expected):
 
 
 def test_a_number_of_threads_that_is_none_is_an_error():
-    process = run("from vllm_opset.platform import threads; threads.set_compute_threads(1)", {threads.VARIABLE: "all"})
+    process = run(
+        "from vllm_opset.platform.cpu import threads; threads.set_compute_threads(1)", {threads.VARIABLE: "all"}
+    )
     assert "OPSET_NUM_THREADS='all' is neither a number nor 'auto'" in process.stderr
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_opset.platform import machine
+from vllm_opset.platform.cpu import machine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

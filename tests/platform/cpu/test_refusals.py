@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 
-from vllm_opset.platform import refusals
+from vllm_opset.platform.cpu.refusals import ASKED, RULES
+from vllm_opset.platform.refusals import Refusal, check
 
 pytestmark = pytest.mark.window
 
@@ -64,7 +65,7 @@ def configure(tmp_path):
 
 def test_what_is_supported_is_configured(configure):
     config = configure(LLAMA)
-    assert config.parallel_config.worker_cls == "vllm_opset.platform.worker.OpsetCpuWorker"
+    assert config.parallel_config.worker_cls == "vllm_opset.platform.cpu.worker.OpsetCpuWorker"
     assert config.scheduler_config.async_scheduling is False
 
 
@@ -156,8 +157,8 @@ def test_refused_where_vllm_lets_it_pass(feature, attribute, value, configure):
     *path, name = attribute.split(".")
     # Past the checks of pydantic, which knows what else would have to be set.
     object.__setattr__(functools.reduce(getattr, path, config), name, value)
-    with pytest.raises(refusals.Refusal, match=feature):
-        refusals.check(config)
+    with pytest.raises(Refusal, match=feature):
+        check(RULES, config, "here")
 
 
 def test_every_rule_is_tested():
@@ -168,11 +169,7 @@ def test_every_rule_is_tested():
         if mark.name == "parametrize"
         for case in mark.args[1]
     ]
-    untested = [
-        rule.feature
-        for rule in refusals.ASKED + refusals.RULES
-        if not any(feature in rule.feature for feature in tested)
-    ]
+    untested = [rule.feature for rule in ASKED + RULES if not any(feature in rule.feature for feature in tested)]
     assert not untested
 
 

@@ -1,0 +1,82 @@
+"""What opset's platforms for a vLLM without compiled kernels have in common."""
+
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm.platforms.interface import Platform, PlatformEnum
+
+from vllm_opset import selection
+from vllm_opset.platform import refusals
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.kernel import IrOpPriorityConfig
+
+ATTENTION_BACKEND = "vllm_opset.attention.backend.OpsetAttentionBackend"
+
+
+class OpsetPlatform(Platform):
+    """See `vllm.platforms.interface.Platform` for what each hook means.
+
+    where: the device in words, for refusals. asked: rules that are checked before vLLM resolves the configuration and
+    so overrides what they look at. rules: those that are checked after it. worker: what `worker_cls` is by default.
+    """
+
+    _enum = PlatformEnum.OOT
+    where: ClassVar[str]
+    asked: ClassVar[tuple[refusals.Rule, ...]] = ()
+    rules: ClassVar[tuple[refusals.Rule, ...]]
+    worker: ClassVar[str]
+
+    # Configuration
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
+        refusals.check(cls.asked, vllm_config, cls.where)
+        # Passes of the compiler that replace what only a vLLM with compiled kernels has.
+        passes = vllm_config.compilation_config.pass_config
+        for fusion in ("fuse_norm_quant", "fuse_act_quant"):
+            if getattr(passes, fusion) is None:
+                setattr(passes, fusion, False)
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        refusals.check(cls.rules, vllm_config, cls.where)
+        selection.configure(vllm_config.additional_config)
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = cls.worker
+        vllm_config.parallel_config.disable_custom_all_reduce = True
+        if vllm_config.model_config is not None:
+            vllm_config.model_config.disable_cascade_attn = True
+
+    @classmethod
+    def verify_quantization(cls, quant: str) -> None:
+        raise refusals.QUANTISED_WEIGHTS.refusal(cls.where)
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        return True
+
+    # Kernels and layers
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """There are no compiled kernels to import."""
+
+    @classmethod
+    def import_ir_kernels(cls) -> None:
+        super().import_ir_kernels()
+        from vllm_opset.platform import ir
+
+        ir.register()
+
+    @classmethod
+    def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
+        from vllm_opset.platform import ir
+
+        ir.register()
+        return ir.priority()
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads: int | None = None) -> str:
+        refusals.check_attention(selected_backend, attn_selector_config, cls.where)
+        return ATTENTION_BACKEND

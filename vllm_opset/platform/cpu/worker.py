@@ -1,0 +1,65 @@
+"""One worker process: the device, the memory for the KV cache, and the report of what was chosen."""
+
+from collections.abc import Callable
+
+import torch
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.utils import report_usage_stats
+from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from vllm_opset.platform import linear
+from vllm_opset.platform.cpu import kv_memory, threads
+from vllm_opset.platform.cpu.runner import OpsetCpuRunner
+from vllm_opset.platform.worker import OpsetWorker
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+def _with_weights(name: str) -> Callable:
+    """The Worker's method of that name, refused where the model's weights are gone."""
+
+    def method(self: Worker, *args, **kwargs):
+        linear.need_weights(self.model_runner.get_model())
+        return getattr(Worker, name)(self, *args, **kwargs)
+
+    return method
+
+
+class OpsetCpuWorker(OpsetWorker):
+    """vLLM's worker for GPUs, which does everything that does not touch a GPU, with a CPU as the device."""
+
+    def init_device(self) -> None:
+        self.device = torch.device("cpu")
+        num_threads = threads.set_compute_threads(self.parallel_config.local_world_size)
+        logger.info("Computing with %d thread(s); set OPSET_NUM_THREADS to choose", num_threads)
+        init_worker_distributed_environment(
+            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, "gloo"
+        )
+        set_random_seed(self.model_config.seed)
+        self.model_runner = OpsetCpuRunner(self.vllm_config, self.device)
+        if self.rank == 0:
+            report_usage_stats(self.vllm_config)
+
+    def load_model(self, **kwargs) -> None:
+        super().load_model(**kwargs)
+        linear.bind(self.model_runner.get_model())
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        super().reload_weights(*args, **kwargs)
+        linear.refresh(self.model_runner.get_model())
+
+    save_sharded_state = _with_weights("save_sharded_state")
+    save_tensorized_model = _with_weights("save_tensorized_model")
+    compute_weight_checksums = _with_weights("compute_weight_checksums")  # this and the next came with 0.30
+    reset_weights = _with_weights("reset_weights")
+
+    def determine_available_memory(self) -> int:
+        return kv_memory.budget(self.vllm_config, self.get_kv_cache_spec().values())
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        # Nothing is compiled.
+        self.log_choices()
+        set_random_seed(self.model_config.seed)
+        return CompilationTimes(language_model=0.0, encoder=0.0)
