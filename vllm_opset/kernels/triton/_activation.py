@@ -1,7 +1,7 @@
 """One launch for all activations: elementwise over rows, a formula in fp32, rounded once.
 
-A formula is a Triton function of an element (or of gate and up, for a gated activation) and of the op's own parameters,
-which reach it as floats.
+A formula is a function of an element (or of gate and up, for a gated activation) and of the op's own parameters, which
+reach it as floats; it goes by its name in `_formulas`.
 """
 
 import torch
@@ -9,35 +9,36 @@ import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton import _launch
+from vllm_opset.kernels.triton._formulas import formula
 from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.kernels.triton._rows import enough_warps, num_rows, row_offset, rows
 from vllm_opset.ops.gated import check_width
 
 
-def unary(formula, x: torch.Tensor, *parameters: float) -> torch.Tensor:
-    """formula(x, *parameters) of each element. Returns a new contiguous tensor of x's shape."""
+def unary(name: str, x: torch.Tensor, *parameters: float) -> torch.Tensor:
+    """The formula of each element. Returns a new contiguous tensor of x's shape."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows_of_one = x if x.dim() else x.unsqueeze(0)
-    _launch_over("unary", _unary, rows_of_one, out, rows_of_one.shape[-1], parameters, FORMULA=formula)
+    _launch_over("unary", _unary, rows_of_one, out, rows_of_one.shape[-1], parameters, FORMULA=name)
     return out
 
 
-def gated(formula, x: torch.Tensor, *parameters: float, interleaved: bool = False) -> torch.Tensor:
-    """formula(gate, up, *parameters), where gate and up are the halves of x's rows, or alternate when interleaved.
+def gated(name: str, x: torch.Tensor, *parameters: float, interleaved: bool = False) -> torch.Tensor:
+    """The formula of gate and up, where gate and up are the halves of x's rows, or alternate when interleaved.
 
     Returns a new contiguous tensor [..., d] for an x of [..., 2 * d].
     """
     check_width(x)
     out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
-    _launch_over("gated", _gated, x, out, out.shape[-1], parameters, FORMULA=formula, INTERLEAVED=interleaved)
+    _launch_over("gated", _gated, x, out, out.shape[-1], parameters, FORMULA=name, INTERLEAVED=interleaved)
     return out
 
 
 def _launch_over(
-    name: str, elementwise, x: torch.Tensor, out: torch.Tensor, columns: int, parameters, **constants
+    launch: str, elementwise, x: torch.Tensor, out: torch.Tensor, columns: int, parameters, **constants
 ) -> None:
     total = num_rows(x)
-    values = _launch.parameters(name, x.device, total)
+    values = _launch.parameters(launch, x.device, total)
     block = min(values["tile"], triton.next_power_of_2(columns))
     held = values["tile"] // block
     elementwise[(triton.cdiv(total, held) * triton.cdiv(columns, block),)](
@@ -65,7 +66,7 @@ def _unary(
     begin(OVERLAP)
     row, column, mask = _tile(total, COLUMNS, ROWS, BLOCK)
     value = tl.load(x + row_offset(row, x_rows) + column * x_rows.column_stride, mask).to(tl.float32)
-    tl.store(out + row.to(tl.int64) * COLUMNS + column, FORMULA(value, *parameters), mask)
+    tl.store(out + row.to(tl.int64) * COLUMNS + column, formula(FORMULA, (value,), parameters), mask)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -86,5 +87,5 @@ def _gated(
     else:
         gate = tl.load(start + column * x_rows.column_stride, mask)
         up = tl.load(start + (COLUMNS + column) * x_rows.column_stride, mask)
-    result = FORMULA(gate.to(tl.float32), up.to(tl.float32), *parameters)
+    result = formula(FORMULA, (gate.to(tl.float32), up.to(tl.float32)), parameters)
     tl.store(out + row.to(tl.int64) * COLUMNS + column, result, mask)

@@ -68,3 +68,27 @@ def quick_gelu(x):
 def relu2(x):
     x = tl.maximum(x, 0.0)
     return x * x
+
+
+@triton.jit
+def formula(NAME: tl.constexpr, values, parameters):
+    """The formula of that name. A kernel is given the name, not the function: what reports a compilation, as vLLM's
+    monitor does, writes down the constants of a kernel.
+    """
+    if NAME == "silu_and_mul":
+        return silu_and_mul(*values)
+    elif NAME == "mul_and_silu":
+        return mul_and_silu(*values)
+    elif NAME == "silu_and_mul_with_clamp":
+        return silu_and_mul_with_clamp(*values, *parameters)
+    elif NAME == "gelu_and_mul":
+        return gelu_and_mul(*values)
+    elif NAME == "gelu_tanh_and_mul":
+        return gelu_tanh_and_mul(*values)
+    elif NAME == "gelu_tanh":
+        return gelu_tanh(*values)
+    elif NAME == "quick_gelu":
+        return quick_gelu(*values)
+    else:
+        tl.static_assert(NAME == "relu2", "there is no formula of that name")
+        return relu2(*values)

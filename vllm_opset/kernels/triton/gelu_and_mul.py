@@ -4,10 +4,10 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _activation, _formulas, _supports
+from vllm_opset.kernels.triton import _activation, _supports
 from vllm_opset.ops.gelu_and_mul import check_approximation
 
-FORMULAS = {"none": _formulas.gelu_and_mul, "tanh": _formulas.gelu_tanh_and_mul}
+FORMULAS = {"none": "gelu_and_mul", "tanh": "gelu_tanh_and_mul"}
 
 
 @kernel(ops.gelu_and_mul, name="triton", supports=_supports.floats)

@@ -4,9 +4,9 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _activation, _formulas, _supports
+from vllm_opset.kernels.triton import _activation, _supports
 
 
 @kernel(ops.gelu_fast, name="triton", supports=_supports.floats)
 def gelu_fast(x: torch.Tensor) -> torch.Tensor:
-    return _activation.unary(_formulas.gelu_tanh, x)
+    return _activation.unary("gelu_tanh", x)

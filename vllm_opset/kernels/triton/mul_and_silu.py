@@ -4,9 +4,9 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _activation, _formulas, _supports
+from vllm_opset.kernels.triton import _activation, _supports
 
 
 @kernel(ops.mul_and_silu, name="triton", supports=_supports.floats)
 def mul_and_silu(x: torch.Tensor) -> torch.Tensor:
-    return _activation.gated(_formulas.mul_and_silu, x)
+    return _activation.gated("mul_and_silu", x)

@@ -4,9 +4,9 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _activation, _formulas, _supports
+from vllm_opset.kernels.triton import _activation, _supports
 
 
 @kernel(ops.quick_gelu, name="triton", supports=_supports.floats)
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    return _activation.unary(_formulas.quick_gelu, x)
+    return _activation.unary("quick_gelu", x)

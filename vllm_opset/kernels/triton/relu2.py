@@ -4,9 +4,9 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _activation, _formulas, _supports
+from vllm_opset.kernels.triton import _activation, _supports
 
 
 @kernel(ops.relu2, name="triton", supports=_supports.floats)
 def relu2(x: torch.Tensor) -> torch.Tensor:
-    return _activation.unary(_formulas.relu2, x)
+    return _activation.unary("relu2", x)

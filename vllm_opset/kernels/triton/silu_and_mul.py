@@ -4,9 +4,9 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _activation, _formulas, _supports
+from vllm_opset.kernels.triton import _activation, _supports
 
 
 @kernel(ops.silu_and_mul, name="triton", supports=_supports.floats)
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    return _activation.gated(_formulas.silu_and_mul, x)
+    return _activation.gated("silu_and_mul", x)
