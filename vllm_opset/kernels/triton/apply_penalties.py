@@ -26,17 +26,17 @@ def apply_penalties(
     counts = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=logits.device)
     prompt, output = prompt_token_ids, output_token_ids
     _apply_penalties[(num_rows,)](
-        logits, logits.stride(), counts, vocab_size, prompt, prompt.stride(), prompt.shape[1],
-        output, output.stride(), output.shape[1], (repetition, presence, frequency),
+        logits, logits.stride(), counts, vocab_size, prompt, *prompt.stride(), prompt.shape[1],
+        output, *output.stride(), output.shape[1], (repetition, presence, frequency),
         (repetition.stride(0), presence.stride(0), frequency.stride(0)),
         TILE=values["tile"], num_warps=values["warps"], **_launch.overlap(logits.device),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_prompt", "num_output"])
+@triton.jit(do_not_specialize=["vocab_size", "prompt_stride", "num_prompt", "output_stride", "num_output"])
 def _apply_penalties(
-    logits, logits_strides, counts, vocab_size, prompt, prompt_strides, num_prompt,
-    output, output_strides, num_output, penalties, strides,
+    logits, logits_strides, counts, vocab_size, prompt, prompt_stride, prompt_step, num_prompt,
+    output, output_stride, output_step, num_output, penalties, strides,
     TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Of the counters only those of tokens that occur are set to zero, counted up, and read."""
@@ -45,26 +45,26 @@ def _apply_penalties(
     repetition = tl.load(penalties[0] + row * strides[0])
     presence = tl.load(penalties[1] + row * strides[1])
     frequency = tl.load(penalties[2] + row * strides[2])
-    prompt += row * prompt_strides[0]
-    output += row * output_strides[0]
+    prompt += row * prompt_stride
+    output += row * output_stride
     logits += row * logits_strides[0]
     counts += row * vocab_size
     for first in range(0, num_prompt, TILE):
-        token, inside = _tokens(prompt, prompt_strides[1], first, num_prompt, vocab_size, TILE)
+        token, inside = _tokens(prompt, prompt_step, first, num_prompt, vocab_size, TILE)
         tl.store(counts + token, 0, inside)
     for first in range(0, num_output, TILE):
-        token, inside = _tokens(output, output_strides[1], first, num_output, vocab_size, TILE)
+        token, inside = _tokens(output, output_step, first, num_output, vocab_size, TILE)
         tl.store(counts + token, 0, inside)
     tl.debug_barrier()
     for first in range(0, num_output, TILE):
-        token, inside = _tokens(output, output_strides[1], first, num_output, vocab_size, TILE)
+        token, inside = _tokens(output, output_step, first, num_output, vocab_size, TILE)
         tl.atomic_add(counts + token, 1, inside, sem="relaxed", scope="cta")
     tl.debug_barrier()
     for first in range(0, num_prompt, TILE):
-        token, inside = _tokens(prompt, prompt_strides[1], first, num_prompt, vocab_size, TILE)
+        token, inside = _tokens(prompt, prompt_step, first, num_prompt, vocab_size, TILE)
         _penalise(logits, logits_strides[1], counts, token, inside, repetition, presence, frequency)
     for first in range(0, num_output, TILE):
-        token, inside = _tokens(output, output_strides[1], first, num_output, vocab_size, TILE)
+        token, inside = _tokens(output, output_step, first, num_output, vocab_size, TILE)
         _penalise(logits, logits_strides[1], counts, token, inside, repetition, presence, frequency)
 
 
