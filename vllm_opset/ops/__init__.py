@@ -1,6 +1,7 @@
 """WHAT: one file per op, its contract. The reference in plain PyTorch is the contract's body; see `contract`."""
 
 from vllm_opset.ops.apply_penalties import apply_penalties
+from vllm_opset.ops.compute_slot_mapping import compute_slot_mapping
 from vllm_opset.ops.contract import Op
 from vllm_opset.ops.fused_add_rms_norm import fused_add_rms_norm
 from vllm_opset.ops.gelu_and_mul import gelu_and_mul
@@ -37,6 +38,7 @@ ALL: tuple[Op, ...] = (
     gelu_fast,
     quick_gelu,
     relu2,
+    compute_slot_mapping,
     reshape_and_cache,
     rope_cache,
     qk_norm_rope_cache,

@@ -1,34 +1,25 @@
-"""Where each new token's key and value go: the slot mapping, which vLLM computes by a Triton kernel."""
+"""Where each new token's key and value go: vLLM's block tables with opset's kernel."""
 
 from types import MethodType
 
-import numpy as np
 import torch
 from vllm.v1.worker.block_table import BlockTable, MultiGroupBlockTable, SlotMappingMode
+
+from vllm_opset import ops, selection
+from vllm_opset.ops.contract import Problem
 
 
 def bind(block_tables: MultiGroupBlockTable) -> None:
     """Gives these block tables, and no others, the method below."""
     for block_table in block_tables.block_tables:
+        device = block_table.slot_mapping.gpu.device.type
+        block_table.opset_kernel = selection.select(ops.compute_slot_mapping, Problem(device, torch.int64)).run
         block_table.compute_slot_mapping = MethodType(compute_slot_mapping, block_table)
 
 
 def compute_slot_mapping(
     self: BlockTable, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """slot = block_table[request, position // block_size] * block_size + position % block_size, for every new token.
-
-    query_start_loc: [num_reqs + 1] int32. positions: [num_tokens] int64. The result goes to the first num_tokens
-    elements of the table's slot_mapping, int64.
-    """
-    if self.slot_mapping_mode == SlotMappingMode.NONE:
-        return
-    positions = positions.numpy()
-    num_tokens = len(positions)
-    requests = np.arange(num_reqs)
-    if num_tokens != num_reqs:
-        requests = np.repeat(requests, np.diff(query_start_loc.numpy()))
-    blocks, offsets = np.divmod(positions, self.block_size)
-    slots = self.slot_mapping.np[:num_tokens]
-    np.multiply(self.block_table.np[requests, blocks], self.block_size, out=slots)
-    slots += offsets
+    """See `ops.compute_slot_mapping`."""
+    if self.slot_mapping_mode != SlotMappingMode.NONE:
+        self.opset_kernel(query_start_loc, positions, self.block_table.gpu, self.block_size, self.slot_mapping.gpu)
