@@ -170,7 +170,7 @@ def test_the_kernel_is_the_chosen_one():
     selection.configure({"opset": {"kernels": {"paged_attention": "reference"}}})
     layer = impl()
     (choice,) = [choice for choice in selection.choices() if choice.op == "paged_attention"]
-    assert choice.kernel.name == "reference" and layer._attend.func is choice.run
+    assert choice.kernel.name == "reference" and layer.attend.func is choice.run
 
 
 def test_the_layout_of_both_interfaces():
@@ -202,9 +202,9 @@ def test_what_it_cannot_do_is_refused_with_the_reason(wanted, reason):
     from vllm_opset.platform import refusals
 
     plain = {"head_size": HEAD_SIZE, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": None}
-    refusals.check_attention(None, AttentionSelectorConfig(**plain, has_sink=True, has_sliding_window=True))
+    refusals.check_attention(None, AttentionSelectorConfig(**plain, has_sink=True, has_sliding_window=True), "here")
     with pytest.raises(refusals.Refusal, match=reason):
-        refusals.check_attention(None, AttentionSelectorConfig(**plain | wanted))
+        refusals.check_attention(None, AttentionSelectorConfig(**plain | wanted), "here")
 
 
 def test_vllm_finds_it_by_name():

@@ -1,6 +1,8 @@
 """The attention of one layer."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 from vllm.platforms import current_platform
@@ -9,6 +11,13 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm_opset import ops, selection
 from vllm_opset.attention.metadata import OpsetMetadata
 from vllm_opset.ops.paged_batch import packed_cache
+
+
+class Before(Protocol):
+    """Work on query and key that a kernel does while it writes the cache."""
+
+    def write_with(self, **problem) -> Callable[..., None]:
+        """The function to call with query, key, value, kv_cache and slot_mapping. problem: what the layer knows."""
 
 
 class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
@@ -40,6 +49,8 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         self.writes_cache = kv_sharing_target_layer_name is None
         self.sinks = sinks
         self.dtype = torch.get_default_dtype()
+        # What is to be done to query and key together with writing the cache (platform/fusion.py).
+        self.before: Before | None = None
 
     def choose_kernels(self, kv_cache_dtype: torch.dtype, block_size: int) -> None:
         """Called when the cache's geometry is known, before the first step."""
@@ -51,8 +62,12 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
             "head_size": self.head_size,
             "block_size": block_size,
         }
-        self._write = selection.select(ops.reshape_and_cache, ops.reshape_and_cache.problem(**cache)).run
-        problem = ops.paged_attention.problem(
+        if self.before is None:
+            write = selection.select(ops.reshape_and_cache, ops.reshape_and_cache.problem(**cache)).run
+            self._write = lambda query, *rest: write(*rest)
+        else:
+            self._write = self.before.write_with(**cache, num_heads=self.num_heads)
+        self.problem = ops.paged_attention.problem(
             **cache,
             num_heads=self.num_heads,
             window=self.window,
@@ -61,8 +76,8 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
             sinks=self.sinks is not None,
             causal=self.attn_type == AttentionType.DECODER,
         )
-        self._attend = partial(
-            selection.select(ops.paged_attention, problem).run,
+        self.attend = partial(
+            selection.select(ops.paged_attention, self.problem).run,
             scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,
@@ -91,8 +106,8 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         if self.attn_type == AttentionType.ENCODER_ONLY:
             kv_cache = packed_cache(key, value)
         elif self.writes_cache and key is not None:
-            self._write(key, value, kv_cache, attn_metadata.slot_mapping)
-        self._attend(query, kv_cache, attn_metadata.batch, output)
+            self._write(query, key, value, kv_cache, attn_metadata.slot_mapping)
+        self.attend(query, kv_cache, attn_metadata.batch, output)
         return output
 
 

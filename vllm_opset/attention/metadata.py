@@ -1,9 +1,15 @@
 """What all layers of a step share: the batch as ops.paged_attention takes it, and where the new tokens go."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
 from vllm_opset.ops.paged_batch import PACKED_BLOCK_SIZE, PagedBatch, packed_batch
@@ -18,6 +24,9 @@ class OpsetMetadata(AttentionMetadata):
 
 
 class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
+    # Kernels take what changes from step to step from tensors; how many queries a request has, from the launch.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.encoder_only = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)

@@ -1,0 +1,70 @@
+"""Rotary embedding, norms of query and key, and cache write in one call: whole models, against the same without it."""
+
+import models
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.window]
+
+NUM_TOKENS = 32
+PARTS = {"rotary_embedding", "reshape_and_cache"}
+FUSED = {"qwen3": "qk_norm_rope_cache", "llama3": "rope_cache", "mistral": "rope_cache", "gemma2": "rope_cache"}
+
+
+def generated(llm) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in models.prompts()],
+        SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False),
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def served(llm) -> set[str]:
+    (report,) = llm.collective_rpc("opset_report")
+    return {row["op"] for row in report if row["calls"] > 0}
+
+
+def fusing(engine, path):
+    return engine(path, max_num_batched_tokens=64, worker_cls="fusing_worker.FusingWorker")
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_tokens_are_the_same(name, engine, tmp_path):
+    models.build(name, tmp_path)
+    with engine(tmp_path, max_num_batched_tokens=64) as llm:
+        expected = generated(llm)
+        assert served(llm) >= PARTS
+    with fusing(engine, tmp_path) as llm:
+        # Once each, when it is tried whether the parts can wait.
+        tried = {row["op"]: row["calls"] for row in llm.collective_rpc("opset_report")[0]}
+        assert generated(llm) == expected
+        assert llm.collective_rpc("lost_parameters") == [[]]
+        calls = {row["op"]: row["calls"] for row in llm.collective_rpc("opset_report")[0]}
+    assert calls[FUSED[name]] > 0
+    assert "reshape_and_cache" not in calls and calls["rotary_embedding"] == tried["rotary_embedding"]
+
+
+def test_parts_that_are_not_all_there_is_do_not_wait(engine, tmp_path, monkeypatch):
+    """A model that does something of its own to the key before its attention."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.models.qwen3 import Qwen3Attention
+
+    class Scaled(Qwen3Attention):
+        def forward(self, positions, hidden_states):
+            qkv, _ = self.qkv_proj(hidden_states)
+            q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+            q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+            k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+            q, k = self.rotary_emb(positions, q * 0.5, k)
+            return self.o_proj(self.attn(q, k, v))[0]
+
+    monkeypatch.setattr("vllm.model_executor.models.qwen3.Qwen3Attention", Scaled)
+    models.build("qwen3", tmp_path)
+    with engine(tmp_path, max_num_batched_tokens=64) as llm:
+        expected = generated(llm)
+    with fusing(engine, tmp_path) as llm:
+        assert generated(llm) == expected
+        assert served(llm) >= PARTS and "qk_norm_rope_cache" not in served(llm)
+        model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+    assert all(isinstance(layer.self_attn.attn, Attention) for layer in model.model.layers)
