@@ -19,10 +19,20 @@ def test_choice(choice, answer, monkeypatch):
     assert [platform.activate(), platform.activate()] == [answer, answer]
 
 
-def test_steps_aside_for_an_accelerator_unless_forced(monkeypatch):
-    monkeypatch.setattr(platform, "_accelerator", lambda: "cuda")
+@pytest.mark.parametrize(
+    ("accelerator", "compiled_kernels", "answer"),
+    [
+        ("cuda", False, "vllm_opset.platform.OpsetCudaPlatform"),
+        ("cuda", True, "vllm_opset.platform.OpsetNativePlatform"),
+        ("xpu", False, None),
+        (None, True, PLATFORM),
+    ],
+)
+def test_the_machine_decides_unless_forced(accelerator, compiled_kernels, answer, monkeypatch):
+    monkeypatch.setattr(platform, "_accelerator", lambda: accelerator)
+    monkeypatch.setattr(platform, "_has_compiled_kernels", lambda: compiled_kernels)
     monkeypatch.setenv("OPSET_PLATFORM", "auto")
-    assert platform.activate() is None
+    assert platform.activate() == answer
     monkeypatch.setenv("OPSET_PLATFORM", "cpu")
     assert platform.activate() == PLATFORM
 
@@ -44,7 +54,9 @@ def run(script: str, **environment) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("module", ["vllm_opset.platform.cpu", "vllm_opset.selection", "vllm_opset.platform.layers"])
+@pytest.mark.parametrize(
+    "module", ["vllm_opset.platform.cpu.platform", "vllm_opset.selection", "vllm_opset.platform.layers"]
+)
 @pytest.mark.window
 def test_module_that_cannot_be_imported_is_named_with_the_cure(module):
     """None in sys.modules makes Python refuse to import the module."""

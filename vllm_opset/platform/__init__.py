@@ -1,7 +1,9 @@
 """vLLM's two entry points: `activate` (vllm.platform_plugins) and `register` (vllm.general_plugins).
 
-OPSET_PLATFORM chooses: `auto` (the default) takes the CPU where PyTorch finds no accelerator, `cpu` takes it anywhere,
-`off` steps aside and leaves stock vLLM.
+OPSET_PLATFORM chooses: `auto` (the default) takes the NVIDIA GPUs that PyTorch finds, and the CPU where PyTorch finds no
+accelerator. On GPUs it is `native`, vLLM's own platform with parts of opset, if vLLM has its compiled kernels, and else
+`cuda`, which does without them. `cpu`, `cuda` and `native` take these in any case; `off` steps aside and leaves stock
+vLLM.
 
 vLLM swallows what a platform plugin raises while it is asked, and skips a plugin that cannot be imported: either way it
 would go on without this one. So this module imports nothing that can fail, and every failure is kept until vLLM fetches
@@ -10,13 +12,21 @@ the platform class by name, which it does outside of any try.
 
 import functools
 import importlib
+import importlib.util
 import logging
 import os
 
-CHOICES = ("auto", "cpu", "off")
+CHOICES = ("auto", "cpu", "cuda", "native", "off")
 CURE = "Mend that, or set OPSET_PLATFORM=off to run vLLM without this plugin."
 
-_CLASSES = {"OpsetCpuPlatform": "vllm_opset.platform.cpu"}
+_CLASSES = {
+    "OpsetCpuPlatform": "vllm_opset.platform.cpu.platform",
+    "OpsetCudaPlatform": "vllm_opset.platform.cuda.platform",
+    "OpsetNativePlatform": "vllm_opset.platform.native.platform",
+}
+_OF_CHOICE = {"cpu": "OpsetCpuPlatform", "cuda": "OpsetCudaPlatform", "native": "OpsetNativePlatform"}
+# vLLM's kernels for NVIDIA GPUs: its builds for other devices have others.
+_COMPILED_KERNELS = "vllm._C_stable_libtorch"
 _failure: Exception | None = None
 
 
@@ -49,7 +59,8 @@ def register() -> None:
             f"vllm-opset should run, but vLLM chose {type(current_platform).__name__}: unset VLLM_TARGET_DEVICE, "
             "or set OPSET_PLATFORM=off to do without vllm-opset."
         )
-    _load("vllm_opset.platform.layers").register()
+    if current_platform.is_out_of_tree():
+        _load("vllm_opset.platform.layers").register()
     # Nothing needs these two yet; what is broken in them is said here, where it is seen, not by a dying engine.
     _load("vllm_opset.attention.backend")
     _load_kernels(current_platform.device_type)
@@ -72,22 +83,37 @@ def _choose() -> str | None:
         raise ValueError(f"OPSET_PLATFORM={choice!r} is not a choice; {nearest(choice, CHOICES)}.")
     if choice == "off":
         return None
-    if choice == "auto" and (accelerator := _accelerator()):
-        _log_once(
-            f"vllm-opset steps aside: it runs on a CPU, and PyTorch finds {accelerator} (OPSET_PLATFORM=cpu forces)"
+    if choice == "auto":
+        choice = _best()
+        if choice not in _OF_CHOICE:
+            _log_once(f"vllm-opset steps aside: it has no platform for {choice} (OPSET_PLATFORM=cpu takes the CPU)")
+            return None
+    if choice == "native" and not _has_compiled_kernels():
+        raise ValueError(
+            "OPSET_PLATFORM=native needs vLLM's own wheel for CUDA; this vLLM has no compiled kernels "
+            "(OPSET_PLATFORM=cuda does without them)."
         )
-        return None
-    return f"{__name__}.OpsetCpuPlatform"
+    return f"{__name__}.{_OF_CHOICE[choice]}"
+
+
+def _best() -> str:
+    """The choice for this machine, or the kind of accelerator that there is no choice for."""
+    accelerator = _accelerator() or "cpu"
+    return "native" if accelerator == "cuda" and _has_compiled_kernels() else accelerator
+
+
+def _has_compiled_kernels() -> bool:
+    return importlib.util.find_spec(_COMPILED_KERNELS) is not None
 
 
 def _accelerator() -> str | None:
-    """The kind of accelerator that PyTorch can use here, found without initialising it."""
+    """The kind of accelerator that PyTorch can use here, found without initialising it. PyTorch calls AMD's "cuda"."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or getattr(torch, accelerator.type).device_count() == 0:
         return None
-    return accelerator.type
+    return "rocm" if torch.version.hip else accelerator.type
 
 
 def _load(module: str):

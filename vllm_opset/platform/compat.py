@@ -13,6 +13,9 @@ release does not know is never called:
 - `ir` serves vLLM's IR, which goes after 0.33.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import torch
 
 
@@ -29,3 +32,40 @@ def without_accelerator() -> None:
 
 def _nothing() -> None:
     pass
+
+
+def define_weak_ref_tensor() -> None:
+    """Defines `_C::weak_ref_tensor`, a tensor over the same memory that does not keep it, if vLLM's kernels lack.
+
+    vLLM's wrapper of CUDA graphs calls it for what a graph returns, in 0.26 to 0.33. Goes when vLLM has a version of
+    its own in Python, or asks its platform for one.
+    """
+    if not hasattr(torch.ops._C, "weak_ref_tensor"):
+        _library.define("weak_ref_tensor(Tensor input) -> Tensor")
+        _library.impl("weak_ref_tensor", _weak_ref_tensor, "CUDA")
+
+
+_library = torch.library.Library("_C", "FRAGMENT")
+
+
+def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    weak = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return nothing.set_(weak, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+@contextlib.contextmanager
+def own_warm_up(warm_up: Callable) -> Iterator[None]:
+    """Within it, vLLM's worker calls this function where it warms up kernels before it captures graphs.
+
+    What vLLM would call warms kernels of its own, and what it imports for that names compiled operators: it raises
+    where they are absent, in 0.26 to 0.33. Goes when a worker can say by a method how it is warmed up.
+    """
+    from vllm.v1.worker import gpu_worker
+
+    original, gpu_worker.kernel_warmup = gpu_worker.kernel_warmup, warm_up
+    try:
+        yield
+    finally:
+        gpu_worker.kernel_warmup = original

@@ -88,6 +88,19 @@ class OpsetSampler(Sampler):
         )
         return logits
 
+    def warm_up(self, device: torch.device) -> None:
+        """Calls all that a request can ask for, so that nothing is compiled then."""
+        logits = torch.zeros(2, self._sample.problem.vocab_size, device=device)
+        ones, twos = torch.ones(2, device=device), torch.full((2,), 2, dtype=torch.int32, device=device)
+        keys, processed = ones.long(), PROCESSED.get(self.logprobs_mode)
+        for asked_for in {None, processed}:
+            self._sample.run(logits, keys, ones, processed=asked_for)
+            self._sample.run(logits, keys, ones, twos, ones / 2, min_p=ones / 4, processed=asked_for)
+        ids = keys[:, None]
+        self._penalise.run(logits, ids, ids, ones, ones, ones)
+        for rows in (logits[:1], logits):  # vLLM compiles a helper, for one row and for several
+            self.gather_logprobs(rows, 1, keys[: len(rows)])
+
     def _argmax_invariant_steps(
         self, logits: torch.Tensor, metadata: SamplingMetadata
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

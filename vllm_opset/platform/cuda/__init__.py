@@ -1,0 +1,1 @@
+"""vLLM without compiled kernels on NVIDIA GPUs."""

@@ -1,0 +1,19 @@
+"""vLLM's passes over a compiled graph, without those that name operators of vLLM's compiled kernels."""
+
+from torch import fx
+from vllm.compilation.passes.pass_manager import PostGradPassManager
+from vllm.compilation.passes.vllm_inductor_pass import VllmInductorPass
+from vllm.config import VllmConfig
+
+
+class _Nothing(VllmInductorPass):
+    """Stands for vLLM's pass that makes its compiled operators work in place: there are none in the graph."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        pass
+
+
+class OpsetPassManager(PostGradPassManager):
+    def configure(self, config: VllmConfig) -> None:
+        super().configure(config)
+        self.fix_functionalization = _Nothing(config)

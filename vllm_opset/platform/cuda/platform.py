@@ -1,0 +1,133 @@
+"""The platform: an out-of-tree vLLM platform whose device is an NVIDIA GPU, for a vLLM without compiled kernels."""
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_opset.platform import compat
+from vllm_opset.platform.base import OpsetPlatform
+from vllm_opset.platform.cuda import refusals
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.kernel import IrOpPriorityConfig
+
+
+class OpsetCudaPlatform(OpsetPlatform):
+    device_name = "cuda"
+    device_type = "cuda"
+    dispatch_key = "CUDA"
+    ray_device_key = "GPU"
+    device_control_env_var = "CUDA_VISIBLE_DEVICES"
+    dist_backend = "nccl"
+    where = "on a GPU, with a vLLM that has no compiled kernels,"
+    rules = refusals.RULES
+    worker = "vllm_opset.platform.cuda.worker.OpsetCudaWorker"
+
+    # Configuration
+
+    @classmethod
+    def pre_register_and_update(cls, parser=None) -> None:
+        # The buffers of vLLM's second model runner need an operator that only its own builds for GPUs have.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        super().apply_config_platform_defaults(vllm_config)
+        compilation = vllm_config.compilation_config
+        if compilation.mode is None:
+            compilation.mode = CompilationMode.NONE
+        if compilation.cudagraph_mode is None and compilation.mode == CompilationMode.NONE:
+            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        if compilation.mode == CompilationMode.NONE and not compilation.custom_ops:
+            compilation.custom_ops = ["all"]
+
+    @classmethod
+    def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
+        """A compiler has to see through the IR's ops, so they are not opset's there."""
+        from vllm.config import CompilationMode
+        from vllm.config.kernel import IrOpPriorityConfig
+
+        if vllm_config.compilation_config.mode == CompilationMode.NONE:
+            return super().get_default_ir_op_priority(vllm_config)
+        return IrOpPriorityConfig.with_default(["native"])
+
+    # Kernels and graphs
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """There are no compiled kernels to import. Capturing a graph needs one operator of theirs."""
+        compat.define_weak_ref_tensor()
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        return True
+
+    @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_static_graph_wrapper_cls(cls) -> str:
+        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
+
+    @classmethod
+    def get_pass_manager_cls(cls) -> str:
+        return "vllm_opset.platform.cuda.passes.OpsetPassManager"
+
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "vllm.lora.punica_wrapper.punica_gpu.PunicaWrapperGPU"
+
+    # Several GPUs
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm.distributed.device_communicators.cuda_communicator.CudaCommunicator"
+
+    @classmethod
+    def use_custom_op_collectives(cls) -> bool:
+        return True
+
+    # The device
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        """All that vLLM knows: GPUs that could not do bfloat16 are refused whole."""
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        torch.cuda.manual_seed_all(seed)
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return torch.cuda.get_device_name(device_id)
+
+    @classmethod
+    def get_device_uuid(cls, device_id: int = 0) -> str:
+        return str(torch.cuda.get_device_properties(device_id).uuid)
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return torch.cuda.get_device_properties(device_id).total_memory
+
+    @classmethod
+    def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated(device)
+
+    @classmethod
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return torch.cuda.get_device_properties(device_id).multi_processor_count
+
+    @classmethod
+    def check_runner_kv_caches_multi_layer(cls) -> None:
+        """Several attention layers may share a place in the model: asked since 0.30."""

@@ -1,0 +1,24 @@
+"""What opset does not do on NVIDIA GPUs with a vLLM that has no compiled kernels."""
+
+from typing import TYPE_CHECKING
+
+from vllm_opset.platform.refusals import RULES as COMMON
+from vllm_opset.platform.refusals import Rule, given
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+STOCK = "run it on vLLM's own wheel for CUDA"
+
+
+def _caches_in_another_dtype(config: "VllmConfig") -> bool:
+    same = () if config.model_config is None else (str(config.model_config.dtype).removeprefix("torch."),)
+    return config.cache_config.cache_dtype not in ("auto", *same)
+
+
+RULES: tuple[Rule, ...] = (
+    *COMMON,
+    Rule("adapters (LoRA)", "merge the adapter into the weights, and leave out --enable-lora", given("lora_config")),
+    Rule("speculative decoding", "leave out --speculative-config", given("speculative_config")),
+    Rule("a KV cache in another dtype than the model's", "leave out --kv-cache-dtype", _caches_in_another_dtype),
+)

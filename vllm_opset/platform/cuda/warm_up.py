@@ -1,0 +1,74 @@
+"""Compiles every kernel that serving can ask for before the first request does.
+
+Launch parameters change at powers of two (kernels/triton/launch.yaml), so that these are all sizes that matter.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_opset.attention.impl import OpsetAttentionImpl
+from vllm_opset.ops.paged_batch import PagedBatch
+
+FEW_QUERIES = 64  # of a request, at most, in what a kernel of paged_attention may do in another way than a prompt
+
+
+def kernels(worker: Worker) -> None:
+    """Called in place of vLLM's own warm-up, before graphs are captured."""
+    runner, scheduler = worker.model_runner, worker.scheduler_config
+    for num_tokens in _powers_up_to(scheduler.max_num_batched_tokens):
+        _step(runner, num_tokens)
+    if not runner.is_pooling_model:
+        _few_queries(runner, scheduler.max_num_seqs * worker.model_config.max_model_len)
+        _slot_mapping(runner)
+        runner.sampler.warm_up(runner.device)
+
+
+def _step(runner: GPUModelRunner, num_tokens: int) -> None:
+    """A step over as many requests as it may have. With attention, if the block table has room for these."""
+    num_reqs = min(num_tokens, runner.max_num_reqs)
+    longest = num_tokens // num_reqs + num_tokens % num_reqs  # as vLLM shares the tokens out
+    runner._dummy_run(
+        num_tokens,
+        cudagraph_runtime_mode=CUDAGraphMode.NONE,
+        force_attention=not runner.is_pooling_model and longest <= runner.max_model_len,
+        profile_seq_lens=min(num_tokens, runner.max_model_len),
+    )
+
+
+def _powers_up_to(largest: int) -> Iterator[int]:
+    """1, 2, 4 … and the largest."""
+    yield from itertools.takewhile(lambda size: size < largest, (1 << n for n in itertools.count()))
+    yield largest
+
+
+def _few_queries(runner: GPUModelRunner, most_keys: int) -> None:
+    """Attends one request with few queries as if it was the only one, or one of many with long contexts."""
+    layers = [layer for layer in runner.compilation_config.static_forward_context.values() if _decodes(layer)]
+    for layer in {layer.impl.problem: layer for layer in layers}.values():
+        impl = layer.impl
+        for num_queries in _powers_up_to(FEW_QUERIES):
+            query = torch.zeros(num_queries, impl.num_heads, impl.head_size, dtype=impl.dtype, device=runner.device)
+            starts, lens, table = (
+                torch.tensor(values, dtype=torch.int32, device=runner.device)
+                for values in ([0, num_queries], [num_queries], [[0] * FEW_QUERIES])
+            )
+            for max_seq_len in _powers_up_to(most_keys):
+                batch = PagedBatch(starts, lens, table, num_queries, max_seq_len)
+                impl.attend(query, layer.kv_cache, batch, torch.empty_like(query))
+
+
+def _decodes(layer: torch.nn.Module) -> bool:
+    impl = getattr(layer, "impl", None)
+    return isinstance(impl, OpsetAttentionImpl) and impl.attn_type == AttentionType.DECODER
+
+
+def _slot_mapping(runner: GPUModelRunner) -> None:
+    """Of one token."""
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=runner.device)
+    runner.input_batch.block_table.compute_slot_mapping(1, starts, torch.zeros_like(starts[:1], dtype=torch.int64))

@@ -1,0 +1,41 @@
+"""One worker process on a GPU."""
+
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from vllm_opset.platform import compat, fusion, sampler, slots
+from vllm_opset.platform.cuda import warm_up
+from vllm_opset.platform.worker import OpsetWorker
+
+OLDEST = (8, 0)  # compute capability: bfloat16, and what Triton's kernels are tuned for
+
+
+class OpsetCudaWorker(OpsetWorker):
+    def init_device(self) -> None:
+        super().init_device()
+        _check_device(self.device)
+        sampler.install(self.model_runner)
+
+    def load_model(self, **kwargs) -> None:
+        super().load_model(**kwargs)
+        fusion.bind(self.model_runner.get_model(), self.vllm_config)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        slots.bind(self.model_runner.input_batch.block_table)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        self.log_choices()
+        with compat.own_warm_up(warm_up.kernels):
+            return super().compile_or_warm_up_model()
+
+
+def _check_device(device: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        name = torch.cuda.get_device_name(device)
+        raise RuntimeError(
+            f"vllm-opset needs a GPU of compute capability 8.0 or newer; {name} has {capability[0]}.{capability[1]}. "
+            "Use another one, or set OPSET_PLATFORM=cpu."
+        )
