@@ -1,6 +1,7 @@
 """The attention backend as vLLM uses it: what it says of itself, and a layer's cache written and attended."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,8 +70,6 @@ def metadata(seq_lens: list[int]):
 
 def builder(spec, *layers):
     """A metadata builder for these layers, as the model runner makes it."""
-    from types import SimpleNamespace
-
     from vllm_opset.attention.metadata import OpsetMetadataBuilder
 
     context = {f"layer {i}": SimpleNamespace(impl=layer) for i, layer in enumerate(layers)}
@@ -161,6 +160,20 @@ def test_layers_that_share_a_cache_do_not_write_it():
         torch.testing.assert_close(cache, before, equal_nan=True)
 
 
+def test_an_fp8_cache_is_scaled_by_what_vllm_keeps_with_the_layer():
+    layer = SimpleNamespace(_k_scale=torch.tensor([0.25]), _v_scale=torch.tensor([4.0]))
+    scaled, plain = impl(kv_cache_dtype="fp8"), impl()
+    query, key, value, output = tensors(6)
+    cache = torch.zeros(empty_cache().shape, dtype=torch.uint8)  # as vLLM allocates it
+    scaled.forward(layer, query, key, value, cache, builder(specs()[0], scaled).build(0, metadata([6])), output)
+    expected = plain.forward(
+        None, query, key, value, empty_cache(), builder(specs()[0], plain).build(0, metadata([6])), output.clone()
+    )
+    torch.testing.assert_close(output, expected, rtol=0.1, atol=0.1)
+    stored = torch.cat((key / 0.25, value / 4), dim=-1).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert {tuple(row) for row in stored.flatten(0, 1).tolist()} <= {tuple(row) for row in cache.flatten(0, 2).tolist()}
+
+
 def test_nothing_is_attended_while_vllm_measures():
     query, key, value, output = tensors(6)
     assert not impl().forward(None, query, key, value, torch.tensor([]), None, output).any()
@@ -170,7 +183,7 @@ def test_the_kernel_is_the_chosen_one():
     selection.configure({"opset": {"kernels": {"paged_attention": "reference"}}})
     layer = impl()
     (choice,) = [choice for choice in selection.choices() if choice.op == "paged_attention"]
-    assert choice.kernel.name == "reference" and layer.attend.func is choice.run
+    assert choice.kernel.name == "reference" and layer._attend.func is choice.run
 
 
 def test_the_layout_of_both_interfaces():
@@ -192,7 +205,7 @@ def test_the_layout_of_both_interfaces():
     [
         ({"attn_type": "encoder_decoder"}, "encoder_decoder"),
         ({"use_mla": True}, "MLA"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
         ({"use_non_causal": True}, "non-causal"),
     ],
 )

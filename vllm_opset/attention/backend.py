@@ -15,7 +15,7 @@ from vllm_opset.attention.metadata import OpsetMetadataBuilder
 
 class OpsetAttentionBackend(AttentionBackend):
     supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
     # One call from vLLM for each layer, which writes the cache and attends.
     forward_includes_kv_cache_update = True
 

@@ -10,7 +10,9 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_opset import ops, selection
 from vllm_opset.attention.metadata import OpsetMetadata
-from vllm_opset.ops.paged_batch import packed_cache
+from vllm_opset.ops.paged_batch import PagedBatch, packed_cache
+
+FP8 = torch.float8_e4m3fn  # what vLLM calls fp8 for short
 
 
 class Before(Protocol):
@@ -44,6 +46,7 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.window = _window(sliding_window, attn_type)
         self.kv_cache_dtype = kv_cache_dtype
+        self.caches_fp8 = kv_cache_dtype.startswith("fp8") and attn_type == AttentionType.DECODER
         self.soft_cap = logits_soft_cap or 0.0
         self.attn_type = attn_type
         self.writes_cache = kv_sharing_target_layer_name is None
@@ -53,18 +56,18 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         self.before: Before | None = None
 
     def choose_kernels(self, kv_cache_dtype: torch.dtype, block_size: int) -> None:
-        """Called when the cache's geometry is known, before the first step."""
+        """Called when the cache's geometry is known, before the first step. kv_cache_dtype: uint8 for fp8, by vLLM."""
         cache = {
             "device": current_platform.device_type,
             "dtype": self.dtype,
-            "kv_cache_dtype": kv_cache_dtype,
+            "kv_cache_dtype": FP8 if self.caches_fp8 else kv_cache_dtype,
             "num_kv_heads": self.num_kv_heads,
             "head_size": self.head_size,
             "block_size": block_size,
         }
         if self.before is None:
             write = selection.select(ops.reshape_and_cache, ops.reshape_and_cache.problem(**cache)).run
-            self._write = lambda query, *rest: write(*rest)
+            self._write = lambda query, *rest, **scales: write(*rest, **scales)
         else:
             self._write = self.before.write_with(**cache, num_heads=self.num_heads)
         self.problem = ops.paged_attention.problem(
@@ -76,7 +79,7 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
             sinks=self.sinks is not None,
             causal=self.attn_type == AttentionType.DECODER,
         )
-        self.attend = partial(
+        self._attend = partial(
             selection.select(ops.paged_attention, self.problem).run,
             scale=self.scale,
             window=self.window,
@@ -106,9 +109,28 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         if self.attn_type == AttentionType.ENCODER_ONLY:
             kv_cache = packed_cache(key, value)
         elif self.writes_cache and key is not None:
-            self._write(query, key, value, kv_cache, attn_metadata.slot_mapping)
-        self.attend(query, kv_cache, attn_metadata.batch, output)
+            kv_cache, scales = self._stored(layer, kv_cache)
+            self._write(query, key, value, kv_cache, attn_metadata.slot_mapping, **scales)
+        self.attend(layer, query, kv_cache, attn_metadata.batch, output)
         return output
+
+    def attend(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: PagedBatch,
+        output: torch.Tensor,
+    ) -> None:
+        """What `forward` does once the cache is written."""
+        kv_cache, scales = self._stored(layer, kv_cache)
+        self._attend(query, kv_cache, batch, output, **scales)
+
+    def _stored(self, layer: torch.nn.Module, kv_cache: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The cache in the dtype that it holds, and the scales of an fp8 one, which vLLM keeps with the layer."""
+        if not self.caches_fp8:
+            return kv_cache, {}
+        return kv_cache.view(FP8), {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
 
 
 def _window(sliding_window: int | None, attn_type: str) -> int | tuple[int, int] | None:

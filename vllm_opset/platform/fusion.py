@@ -53,8 +53,8 @@ class WaitingRope(nn.Module):
             norm = (q_norm.weight, k_norm.weight, q_norm.variance_epsilon), {"weight_offset": q_norm.weight_offset}
         run, (parameters, offset) = selection.select(op, op.problem(**problem)).run, norm
 
-        def write(query, key, value, kv_cache, slot_mapping) -> None:
-            run(query, key, value, *parameters, self.positions, table, neox, kv_cache, slot_mapping, **offset)
+        def write(query, key, value, kv_cache, slot_mapping, **scales) -> None:
+            run(query, key, value, *parameters, self.positions, table, neox, kv_cache, slot_mapping, **scales, **offset)
 
         return write
 
