@@ -8,17 +8,25 @@ from vllm_opset.platform.refusals import Rule, given
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-STOCK = "run it on vLLM's own wheel for CUDA"
+FP8 = ("fp8", "fp8_e4m3")
 
 
 def _caches_in_another_dtype(config: "VllmConfig") -> bool:
     same = () if config.model_config is None else (str(config.model_config.dtype).removeprefix("torch."),)
-    return config.cache_config.cache_dtype not in ("auto", *same)
+    return config.cache_config.cache_dtype not in ("auto", *same, *FP8)
+
+
+def _drafts_by_a_model(config: "VllmConfig") -> bool:
+    return config.speculative_config is not None and config.speculative_config.method != "ngram"
 
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
     Rule("adapters (LoRA)", "merge the adapter into the weights, and leave out --enable-lora", given("lora_config")),
-    Rule("speculative decoding", "leave out --speculative-config", given("speculative_config")),
-    Rule("a KV cache in another dtype than the model's", "leave out --kv-cache-dtype", _caches_in_another_dtype),
+    Rule("drafts of a model", "leave out --speculative-config, or give the method ngram", _drafts_by_a_model),
+    Rule(
+        "a KV cache in this dtype",
+        "leave out --kv-cache-dtype, or give fp8_e4m3",
+        _caches_in_another_dtype,
+    ),
 )

@@ -60,7 +60,7 @@ def _few_queries(runner: GPUModelRunner, most_keys: int) -> None:
             )
             for max_seq_len in _powers_up_to(most_keys):
                 batch = PagedBatch(starts, lens, table, num_queries, max_seq_len)
-                impl.attend(query, layer.kv_cache, batch, torch.empty_like(query))
+                impl.attend(layer, query, layer.kv_cache, batch, torch.empty_like(query))
 
 
 def _decodes(layer: torch.nn.Module) -> bool:
