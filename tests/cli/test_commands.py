@@ -132,8 +132,9 @@ def test_parity_agrees_with_a_right_kernel():
     assert all(check["passed"] for check in checks)
 
 
-def test_parity_finds_a_wrong_kernel_out(users_kernels):
-    finished = command("parity", "silu_and_mul", "--kernel", "wrong", **users_kernels)
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_parity_finds_a_wrong_kernel_out(jobs, users_kernels):
+    finished = command("parity", "silu_and_mul", "--kernel", "wrong", "--jobs", jobs, **users_kernels)
     assert finished.code == 1, finished
     assert "FAILED silu_and_mul=wrong" in finished.output
     assert "times the tolerance" in finished.output

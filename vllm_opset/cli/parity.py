@@ -1,12 +1,15 @@
 """`vllm-opset parity`: every sample input and property of the contracts, against the reference."""
 
+import itertools
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Annotated
 
 import typer
 from rich.progress import track
 
-from vllm_opset import ops
+from vllm_opset import ops, selection
 from vllm_opset.cli.show import AsJson, print_json, print_table
 from vllm_opset.kernel import Kernel, kernels_of, unavailable
 from vllm_opset.ops.contract import Op
@@ -18,16 +21,16 @@ def check(
     names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to check; all without one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or npu.")] = "cpu",
     kernel: Annotated[str | None, typer.Option(help="Only the kernels of this name.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Kernels to check at a time, each in a process of its own.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Check kernels against the references; exits with 1 if one disagrees."""
-    chosen = list(_chosen(names or list(ops.BY_NAME), device, kernel))
+    chosen = [(op.name, candidate.name) for op, candidate in _chosen(names or list(ops.BY_NAME), device, kernel)]
     if not chosen:
         missing = "".join(f"; {provider}: {reason}" for provider, reason in unavailable().items())
         raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}{missing}", param_hint="--kernel")
-    checks = []
-    for op, candidate in track(chosen, "checking", disable=as_json, transient=True):
-        checks.extend(check_kernel(op, candidate, device))
+    results = _in_processes(chosen, device, jobs) if jobs > 1 else (_check(*pair, device) for pair in chosen)
+    checks = list(itertools.chain(*track(results, "checking", total=len(chosen), disable=as_json, transient=True)))
     failures = [check for check in checks if not check.passed]
     if as_json:
         print_json({"device": device, "checks": [_plain(check) for check in checks]})
@@ -37,6 +40,18 @@ def check(
             print(f"FAILED {failure.op}={failure.kernel} {failure.dtype}, {failure.case}: {failure.failure}")
         print(f"{len(checks) - len(failures)} passed, {len(failures)} failed")
     raise typer.Exit(1 if failures else 0)
+
+
+def _check(op: str, kernel: str, device: str) -> list[Check]:
+    return list(check_kernel(ops.BY_NAME[op], kernels_of(op)[kernel], device))
+
+
+def _in_processes(chosen: list[tuple[str, str]], device: str, jobs: int) -> Iterator[list[Check]]:
+    """The checks of each, in their order."""
+    # Not forked: a process that has used a GPU leaves its children none.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), selection.configure) as pool:
+        for future in [pool.submit(_check, *pair, device) for pair in chosen]:
+            yield future.result()
 
 
 def _chosen(names: list[str], device: str, kernel_name: str | None) -> Iterator[tuple[Op, Kernel]]:

@@ -1,0 +1,134 @@
+"""What only a GPU can show of an engine: graphs, the launches of a layer, nothing compiled while serving."""
+
+import itertools
+
+import models
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: runs on one"),
+]
+
+NUM_TOKENS = 48
+SETTINGS = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "compiled": {"compilation_config": {"mode": 3}},
+    "chunks and preemption": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40},
+    "n-gram drafts": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
+    },
+}
+# bf16 has 8 bits of mantissa, and these models spread their logits over some ten units: what fp32 gives moves by
+# a few hundredths, and by more where a sum of several layers is close to zero.
+BF16_LOGPROBS = 0.25
+# The same request in another batch: other tiles, and so other orders of sums, in the matrix products.
+BATCH_LOGPROBS = 0.1
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    return folder, models.build("qwen3", folder)
+
+
+def generate(llm, prompts, **sampling):
+    from vllm import SamplingParams
+
+    settings = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False} | sampling
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(**settings), use_tqdm=False)
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def chosen_logprobs(output) -> torch.Tensor:
+    """Of the tokens of one answer."""
+    answer = output.outputs[0]
+    return torch.tensor([step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tokens_equal_those_of_transformers(setting, qwen, engine):
+    folder, reference = qwen
+    prompts = models.prompts()
+    expected = [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
+    with engine(folder, **SETTINGS[setting]) as llm:
+        assert tokens(generate(llm, prompts)) == expected
+
+
+@pytest.mark.parametrize("arguments", [{}, {"kv_cache_dtype": "fp8"}], ids=["bf16", "bf16, fp8 cache"])
+def test_logprobs_in_bfloat16_are_near_those_in_fp32(arguments, qwen, engine):
+    """Of the reference's own answers, as a prompt, so that one token more or less does not end the comparison."""
+    folder, reference = qwen
+    answers = [prompt + models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in models.prompts()]
+    with engine(folder, dtype="bfloat16", **arguments) as llm:
+        outputs = generate(llm, answers, max_tokens=1, prompt_logprobs=0)
+    bound = BF16_LOGPROBS * (4 if arguments else 1)  # e4m3 keeps 4 bits of mantissa
+    for answer, output in zip(answers, outputs, strict=True):
+        with torch.inference_mode():
+            logprobs = reference(torch.tensor([answer])).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(answer[1:])[:, None])[:, 0]
+        got = torch.tensor(
+            [step[token].logprob for token, step in zip(answer[1:], output.prompt_logprobs[1:], strict=True)]
+        )
+        assert (got - expected).abs().mean() < bound / 4
+        assert (got - expected).abs().max() < bound * 4
+
+
+def test_a_request_answers_in_a_batch_as_alone(qwen, engine):
+    prompts = list(itertools.islice(itertools.cycle(models.prompts()), 32))
+    with engine(qwen[0], dtype="bfloat16", enable_prefix_caching=False) as llm:
+        together = generate(llm, prompts, logprobs=0)
+        for prompt, output in list(zip(prompts, together, strict=True))[:: len(models.LENGTHS) + 1]:
+            (alone,) = generate(llm, [prompt], logprobs=0)
+            same = list(
+                itertools.takewhile(
+                    lambda pair: pair[0] == pair[1], zip(*(tokens([o])[0] for o in (alone, output)), strict=True)
+                )
+            )
+            difference = chosen_logprobs(alone)[: len(same)] - chosen_logprobs(output)[: len(same)]
+            assert len(same) > 0 and difference.abs().max() < BATCH_LOGPROBS
+
+
+def test_nothing_is_compiled_while_serving(qwen, engine):
+    import triton
+
+    compiled = []
+    with engine(qwen[0], dtype="bfloat16") as llm, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["repr"]))
+        generate(llm, models.prompts(), max_tokens=4)
+        generate(llm, models.prompts()[:1], max_tokens=40)
+        generate(llm, models.prompts(), max_tokens=4, temperature=1, top_k=5, top_p=0.9, min_p=0.1, seed=1, logprobs=2)
+        generate(llm, models.prompts(), max_tokens=4, repetition_penalty=1.2, presence_penalty=0.5)
+    assert not compiled
+
+
+def kinds(events) -> list[str]:
+    """Kernels in the order they ran: ours by name, all launches of one matrix product as one "gemm"."""
+    ours = ("_rope_cache", "attend_few", "_fused_add_rms_norm", "_gated")
+    gemms = ("nvjet", "gemm", "cutlass", "splitK", "gemv")
+    names = []
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        kind = event.name if event.name in ours else "gemm" if any(g in event.name for g in gemms) else "other"
+        if kind != "gemm" or names[-1:] != ["gemm"]:
+            names.append(kind)
+    return names
+
+
+def test_a_layer_launches_what_it_should_and_nothing_else(qwen, engine):
+    """Between the attentions of two layers in a decode step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with engine(qwen[0], dtype="bfloat16", enforce_eager=True) as llm:
+        generate(llm, models.prompts()[1:2], max_tokens=4)
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+            generate(llm, models.prompts()[1:2], max_tokens=8)
+    ran = kinds(event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    attentions = [i for i, kind in enumerate(ran) if kind == "attend_few"]
+    layer = ["gemm", "_fused_add_rms_norm", "gemm", "_gated", "gemm", "_fused_add_rms_norm", "gemm", "_rope_cache"]
+    between = [ran[a + 1 : b] for a, b in itertools.pairwise(attentions)]
+    assert between.count(layer) >= 2 * 6, between[:6]  # of three layers, two follow another; of some eight steps
