@@ -11,7 +11,7 @@ import difflib
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,9 @@ from vllm_opset.ops.contract import Op, Problem
 
 # Which providers are tried on a device, first to last. The reference closes every list: it runs anywhere.
 PREFERENCE: Mapping[str, tuple[str, ...]] = {"cpu": ("cpp", "cpu"), "cuda": ("triton",), "npu": ("ascend",)}
-CONFIG_KEYS = ("kernels",)
+# What users can say something about; `native` is for platform/native/parts.py.
+CONFIG_KEYS = ("kernels", "native")
+PAIR = {"OPSET_KERNELS": "op=kernel", "OPSET_NATIVE": "part=on"}
 
 
 class OverrideError(ValueError):
@@ -112,6 +114,30 @@ def fingerprint() -> tuple[str, ...]:
     return tuple(sorted(f"{choice.kernel}@{choice.kernel.provider}[{choice.problem}]" for choice in choices()))
 
 
+def said(key: str, additional_config: Mapping) -> Iterator[tuple[str, object, object]]:
+    """(source, name, value) for all that users say under one of CONFIG_KEYS, what counts most last."""
+    variable = f"OPSET_{key.upper()}"
+    sources = {variable: {key: _pairs(variable)}}
+    if path := os.environ.get("OPSET_CONFIG"):
+        sources[f"OPSET_CONFIG ({path})"] = _read_yaml(path)
+    sources["--additional-config"] = additional_config.get("opset", {})
+    for source, config in sources.items():
+        for other in _mapping(source, config):
+            if other not in CONFIG_KEYS:
+                raise OverrideError(f"{source}: unknown key {other!r}; {nearest(str(other), CONFIG_KEYS)}")
+        for name, value in _mapping(f"{source}: {key}", config.get(key, {})).items():
+            yield source, name, value
+
+
+def why_no_kernel(op: Op, problem: Problem) -> str | None:
+    """Why only the reference can do it on the problem's device, or None if a kernel can. Nothing is chosen."""
+    kernels = [k for k in _in_order_of_preference(kernels_of(op.name), problem) if k.provider != REFERENCE]
+    reasons = [_why_not(kernel, problem) for kernel in kernels]
+    if None in reasons:
+        return None
+    return reasons[0] if reasons else f"there is no kernel for {problem.device} here"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint to close an error about an unknown name: the nearest known ones, or all of them."""
     known = sorted(known)
@@ -186,18 +212,10 @@ def _import_users_kernels() -> None:
 
 def _read_overrides(additional_config: Mapping) -> dict[str, Override]:
     """The kernel asked for of each op; what is read later counts."""
-    sources = {"OPSET_KERNELS": {"kernels": _pairs(os.environ.get("OPSET_KERNELS", ""))}}
-    if path := os.environ.get("OPSET_CONFIG"):
-        sources[f"OPSET_CONFIG ({path})"] = _read_yaml(path)
-    sources["--additional-config"] = additional_config.get("opset", {})
     overrides: dict[str, Override] = {}
-    for source, config in sources.items():
-        for key in _mapping(source, config):
-            if key not in CONFIG_KEYS:
-                raise OverrideError(f"{source}: unknown key {key!r}; {nearest(str(key), CONFIG_KEYS)}")
-        for op_name, kernel_name in _mapping(f"{source}: kernels", config.get("kernels", {})).items():
-            _check_names(source, op_name, kernel_name)
-            overrides[op_name] = Override(kernel_name, source)
+    for source, op_name, kernel_name in said("kernels", additional_config):
+        _check_names(source, op_name, kernel_name)
+        overrides[op_name] = Override(kernel_name, source)
     return overrides
 
 
@@ -224,13 +242,13 @@ def _check_names(source: str, op_name: object, kernel_name: object) -> None:
         raise OverrideError(f"{source}: {op_name} has no kernel {kernel_name!r} here; {hint}")
 
 
-def _pairs(text: str) -> dict[str, str]:
+def _pairs(variable: str) -> dict[str, str]:
     pairs = {}
-    for word in _words(text):
-        op_name, separator, kernel_name = word.partition("=")
+    for word in _words(os.environ.get(variable, "")):
+        name, separator, value = word.partition("=")
         if not separator:
-            raise OverrideError(f"OPSET_KERNELS: {word!r} is not of the form op=kernel")
-        pairs[op_name.strip()] = kernel_name.strip()
+            raise OverrideError(f"{variable}: {word!r} is not of the form {PAIR[variable]}")
+        pairs[name.strip()] = value.strip()
     return pairs
 
 

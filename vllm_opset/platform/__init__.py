@@ -1,6 +1,6 @@
 """vLLM's two entry points: `activate` (vllm.platform_plugins) and `register` (vllm.general_plugins).
 
-OPSET_PLATFORM chooses: `auto` (the default) takes the NVIDIA GPUs that PyTorch finds, and the CPU where PyTorch finds no
+OPSET_PLATFORM chooses: `auto` (the default) takes the NVIDIA GPUs that PyTorch finds, and the CPU where it finds no
 accelerator. On GPUs it is `native`, vLLM's own platform with parts of opset, if vLLM has its compiled kernels, and else
 `cuda`, which does without them. `cpu`, `cuda` and `native` take these in any case; `off` steps aside and leaves stock
 vLLM.

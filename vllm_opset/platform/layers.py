@@ -5,6 +5,7 @@ what the op's contract does not cover, and calls the chosen kernel with as littl
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,8 @@ from vllm_opset.ops.contract import Op
 
 VLLM = "vllm.model_executor.layers"
 HW_AGNOSTIC = "vllm.model_executor.hw_agnostic.layers"
+REGISTRY = "vllm.model_executor.custom_op"
+HW_AGNOSTIC_REGISTRY = "vllm.model_executor.hw_agnostic.custom_op"
 
 
 class OpsetLayer:
@@ -27,8 +30,9 @@ class OpsetLayer:
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        # Not where the user switched the layer off (`custom_ops=["-rms_norm"]`).
-        self.opset_is_wanted = self._forward_method == self.forward_oot and self.covered_by_contract()
+        # Not where the user switched the layer off (`custom_ops=["-rms_norm"]`). vLLM's own platform calls the second.
+        is_on = self._forward_method in (self.forward_oot, self.forward_cuda)
+        self.opset_is_wanted = is_on and self.covered_by_contract()
         self.bind(torch.get_default_dtype())
 
     def bind(self, dtype: torch.dtype) -> None:
@@ -177,6 +181,14 @@ def register() -> None:
             original.register_oot(layer)
             # vLLM has renamed it after its class. The name that users switch the op by stays.
             layer.name = original.name
+
+
+def unregister() -> None:
+    """Takes the replacements back: models that are built from now on have vLLM's layers."""
+    for module in (REGISTRY, HW_AGNOSTIC_REGISTRY):
+        registry = getattr(sys.modules.get(module), "op_registry_oot", {})
+        for name in [name for name, layer in registry.items() if issubclass(layer, OpsetLayer)]:
+            del registry[name]
 
 
 def bind(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -20,13 +20,20 @@ FEW_QUERIES = 64  # of a request, at most, in what a kernel of paged_attention m
 
 def kernels(worker: Worker) -> None:
     """Called in place of vLLM's own warm-up, before graphs are captured."""
+    runner = worker.model_runner
+    model(worker)
+    if not runner.is_pooling_model:
+        _slot_mapping(runner)
+        runner.sampler.warm_up(runner.device)
+
+
+def model(worker: Worker) -> None:
+    """What is before the logits, with a model runner of either kind."""
     runner, scheduler = worker.model_runner, worker.scheduler_config
     for num_tokens in _powers_up_to(scheduler.max_num_batched_tokens):
         _step(runner, num_tokens)
     if not runner.is_pooling_model:
         _few_queries(runner, scheduler.max_num_seqs * worker.model_config.max_model_len)
-        _slot_mapping(runner)
-        runner.sampler.warm_up(runner.device)
 
 
 def _step(runner: GPUModelRunner, num_tokens: int) -> None:

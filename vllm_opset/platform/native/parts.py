@@ -1,0 +1,178 @@
+"""WHICH of opset's parts serve on stock vLLM.
+
+- attention: opset's attention backend, as by `--attention-backend CUSTOM`.
+- sampler: temperature, min-p, top-k, top-p and the draw by one kernel.
+- ops: norms, activations and rotary embeddings, fused by hand; torch.compile is off then.
+
+defaults.yaml says what is on by default on a GPU family. Users say otherwise by `--additional-config
+'{"opset": {"native": {"attention": "on"}}}'`, by the key `native` of the file that OPSET_CONFIG names, or by
+OPSET_NATIVE="attention=on,sampler=off". Where a part that is on by default does not cover the configuration, vLLM's own
+serves; where a user asked for it, that is an error.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import yaml
+from vllm import envs
+
+from vllm_opset import selection
+from vllm_opset.platform.refusals import Refusal, Rule, given, of_model, several
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+STOCK_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+WORKER = "vllm_opset.platform.native.worker.OpsetNativeWorker"
+WHERE = "on vLLM's own CUDA platform"
+OLDEST_FAMILY = 80  # bfloat16, and what the kernels are tuned for
+SWITCH: Mapping[object, bool] = {"on": True, "off": False, True: True, False: False}
+
+
+class Decision(NamedTuple):
+    on: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """cannot: what the part does not do. unmeasured: where it is not on by default, though it can be asked for."""
+
+    cannot: tuple[Rule, ...]
+    unmeasured: tuple[Rule, ...] = ()
+
+
+def _another_worker(config: "VllmConfig") -> bool:
+    return config.parallel_config.worker_cls not in ("auto", STOCK_WORKER, WORKER)
+
+
+def _another_backend(config: "VllmConfig") -> bool:
+    backend = config.attention_config.backend
+    return backend is not None and backend.name != "CUSTOM"
+
+
+def _another_cache(config: "VllmConfig") -> bool:
+    from vllm_opset.attention.backend import OpsetAttentionBackend
+
+    return not OpsetAttentionBackend.supports_kv_cache_dtype(config.cache_config.cache_dtype)
+
+
+def _compiled(config: "VllmConfig") -> bool:
+    from vllm.config import CompilationMode
+
+    return config.compilation_config.mode not in (None, CompilationMode.NONE)
+
+
+def _model(name: str) -> Callable[["VllmConfig"], bool]:
+    return of_model(lambda model: getattr(model, name, False))
+
+
+_LEAVE_IT_OUT = "switch this part off, or leave that out"
+_OTHER_WORKER = Rule("another worker class", "leave out --worker-cls", _another_worker)
+_SPECULATIVE = Rule("speculative decoding", _LEAVE_IT_OUT, given("speculative_config"))
+_BATCH_INVARIANT = Rule("batch invariance", "unset VLLM_BATCH_INVARIANT", lambda config: envs.VLLM_BATCH_INVARIANT)
+_HYBRID = Rule("Mamba, state-space and linear attention", _LEAVE_IT_OUT, _model("has_inner_state"))
+_ENCODER_DECODER = Rule("encoder-decoder models", _LEAVE_IT_OUT, _model("is_encoder_decoder"))
+_POOLING = Rule("pooling models", _LEAVE_IT_OUT, of_model(lambda model: model.runner_type == "pooling"))
+
+PARTS: Mapping[str, Part] = {
+    "attention": Part(
+        cannot=(
+            Rule("another attention backend", "leave out --attention-backend", _another_backend),
+            Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla")),
+            Rule("a KV cache in that dtype", "leave out --kv-cache-dtype", _another_cache),
+            Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
+            Rule("decode context parallelism", _LEAVE_IT_OUT, several("decode_context_parallel_size")),
+            Rule("prefill context parallelism", _LEAVE_IT_OUT, several("prefill_context_parallel_size")),
+            _BATCH_INVARIANT,
+        ),
+        unmeasured=(_SPECULATIVE, _HYBRID, _ENCODER_DECODER, _POOLING),
+    ),
+    "sampler": Part(
+        cannot=(
+            _OTHER_WORKER,
+            _POOLING,
+            _SPECULATIVE,
+            Rule("fp64 sampling noise", "leave out --use-fp64-gumbel", _model("use_fp64_gumbel")),
+            Rule("sampling masks", "leave out --return-sampling-mask", _model("return_sampling_mask")),
+            Rule("watermarks", "leave out --watermark-config", given("watermark_config")),
+            Rule("diffusion models", _LEAVE_IT_OUT, given("diffusion_config")),
+            _BATCH_INVARIANT,
+        )
+    ),
+    "ops": Part(
+        cannot=(
+            _OTHER_WORKER,
+            Rule("torch.compile", "leave out the compilation mode, which is 0 then", _compiled),
+            _BATCH_INVARIANT,
+        ),
+        unmeasured=(
+            _POOLING,
+            _SPECULATIVE,
+            _HYBRID,
+            _ENCODER_DECODER,
+            Rule("quantised weights", _LEAVE_IT_OUT, _model("quantization")),
+            Rule("mixture-of-experts (MoE) models", _LEAVE_IT_OUT, _model("is_moe")),
+            Rule("multimodal models", _LEAVE_IT_OUT, _model("is_multimodal_model")),
+            Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla")),
+            Rule("adapters (LoRA)", _LEAVE_IT_OUT, given("lora_config")),
+            Rule("tensor parallelism", _LEAVE_IT_OUT, several("tensor_parallel_size")),
+            Rule("pipeline parallelism", _LEAVE_IT_OUT, several("pipeline_parallel_size")),
+        ),
+    ),
+}
+
+
+def decide(config: "VllmConfig", family: int) -> dict[str, Decision]:
+    """Whether each part serves, and why.
+
+    family: the GPUs' compute capability, such as 90. Raises Refusal for a part that was asked for and does not cover
+    the configuration, and OverrideError for words that cannot be understood.
+    """
+    said = _said(config)
+    return {name: _decide(name, part, said.get(name), config, family) for name, part in PARTS.items()}
+
+
+@functools.cache
+def defaults() -> Mapping[str, Mapping[str, object]]:
+    return yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text())
+
+
+def _said(config: "VllmConfig") -> dict[str, Decision]:
+    """What users said of each part; what is read later counts."""
+    said = {}
+    if config.attention_config.backend is not None and not _another_backend(config):
+        said["attention"] = Decision(True, "--attention-backend CUSTOM")
+    for source, name, value in selection.said("native", config.additional_config):
+        if name not in PARTS:
+            raise selection.OverrideError(f"{source}: unknown part {name!r}; {selection.nearest(str(name), PARTS)}")
+        if not isinstance(value, str | bool) or value not in SWITCH:
+            raise selection.OverrideError(f"{source}: {name} is on or off, not {value!r}")
+        said[name] = Decision(SWITCH[value], source)
+    return said
+
+
+def _decide(name: str, part: Part, said: Decision | None, config: "VllmConfig", family: int) -> Decision:
+    if said is not None and not said.on:
+        return Decision(False, f"switched off by {said.why}")
+    cannot = _first(part.cannot, config)
+    if said is not None:
+        if family < OLDEST_FAMILY:
+            raise Refusal(f"vllm-opset's {name} needs a GPU of compute capability 8.0 or newer: switch it off.")
+        if cannot is not None:
+            raise cannot.refusal(f"({name}) {WHERE}")
+        return Decision(True, f"asked for by {said.why}")
+    row = defaults().get(f"sm{family}", {})
+    if not row.get(name):
+        return Decision(False, f"not measured to be faster on GPUs of compute capability {family // 10}.{family % 10}")
+    why_not = cannot or _first(part.unmeasured, config)
+    if why_not is not None:
+        return Decision(False, f"vLLM's own serves {why_not.feature}")
+    return Decision(True, f"faster by {row['measured']}")
+
+
+def _first(rules: tuple[Rule, ...], config: "VllmConfig") -> Rule | None:
+    return next((rule for rule in rules if rule.applies(config)), None)

@@ -1,0 +1,99 @@
+"""The platform: vLLM's own for CUDA, with its compiled kernels and all of its features.
+
+With every part off (`parts`) nothing that vLLM does is changed.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms.cuda import CudaPlatform
+
+from vllm_opset import ops, selection
+from vllm_opset.attention import BACKEND
+from vllm_opset.platform.native import parts
+from vllm_opset.platform.refusals import Refusal
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+COMPILED_FOR = "opset_attention"
+USUAL_BLOCK_SIZE = 16  # no kernel depends on it
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class OpsetNativePlatform(CudaPlatform):
+    """See `vllm.platforms.cuda.CudaPlatform`: `_enum` stays CUDA."""
+
+    @classmethod
+    def decide(cls, config: "VllmConfig") -> dict[str, parts.Decision]:
+        """Whether each part serves under a configuration, the same in every process."""
+        return parts.decide(config, cls.get_device_capability().to_int())
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        super().apply_config_platform_defaults(vllm_config)
+        compilation = vllm_config.compilation_config
+        if vllm_config.model_config is None or not cls.decide(vllm_config)["ops"].on:
+            return
+        if compilation.mode is None:
+            compilation.mode = CompilationMode.NONE
+            if compilation.cudagraph_mode is None:
+                compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        if not compilation.custom_ops:
+            compilation.custom_ops = ["all"]
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        selection.configure(vllm_config.additional_config)
+        if vllm_config.model_config is not None:
+            decisions = cls.decide(vllm_config)
+            parallel = vllm_config.parallel_config
+            if any(part.on for part in decisions.values()) and parallel.worker_cls in ("auto", parts.STOCK_WORKER):
+                parallel.worker_cls = parts.WORKER
+            if decisions["attention"].on:
+                # A graph that was compiled for another attention does not fit: this is in the key of vLLM's cache.
+                vllm_config.additional_config = {**vllm_config.additional_config, COMPILED_FOR: BACKEND}
+            for name, part in decisions.items():
+                logger.info_once(f"vllm-opset's {name} is {'on' if part.on else 'off'}: {part.why}")
+        super().check_and_update_config(vllm_config)
+
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads: int | None = None) -> str:
+        from vllm.config import get_current_vllm_config
+
+        config = get_current_vllm_config()
+        if config.model_config is None or not cls.decide(config)["attention"].on:
+            return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        reasons = _why_not(attn_selector_config, num_heads, cls.get_device_capability())
+        if not reasons:
+            return BACKEND
+        if selected_backend is not None:
+            raise Refusal(f"vllm-opset's attention cannot serve a layer of this model: {', '.join(reasons)}.")
+        logger.info_once(f"vLLM's own attention serves some layers, since vllm-opset's does not: {', '.join(reasons)}")
+        return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+
+
+def _why_not(wanted, num_heads: int | None, capability) -> list[str]:
+    """Why opset's attention cannot be what a layer asks for: nothing if it can."""
+    from vllm_opset.attention.backend import OpsetAttentionBackend
+
+    reasons = OpsetAttentionBackend.validate_configuration(device_capability=capability, **wanted._asdict())
+    if reasons:
+        return reasons
+    heads = num_heads or 1
+    quantised = str(wanted.kv_cache_dtype).startswith("fp8")
+    problem = ops.paged_attention.problem(
+        device="cuda",
+        dtype=wanted.dtype,
+        kv_cache_dtype=torch.float8_e4m3fn if quantised else wanted.dtype,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_size=wanted.head_size,
+        block_size=wanted.block_size or USUAL_BLOCK_SIZE,
+    )
+    no_kernel = selection.why_no_kernel(ops.paged_attention, problem)
+    return [no_kernel] if no_kernel else []

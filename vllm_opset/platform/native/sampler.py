@@ -1,0 +1,131 @@
+"""The draw of vLLM's samplers by opset's kernel, from the logits to one token a row.
+
+The second model runner's sampler has no state of a request's random numbers: the key of a draw is made of the request's
+seed and the position of the token, so a seeded request draws the same tokens whatever else is in its batch.
+"""
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.sample.sampler import Sampler as FirstSampler
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
+
+from vllm_opset import ops, selection
+from vllm_opset.ops.top_k_top_p_sample import TopKTopPSampleProblem
+from vllm_opset.platform import sampler as first
+
+logger = init_logger(f"vllm.{__name__}")
+
+# The golden ratio in 64 bits: multiples of it are far apart, so the keys of two requests with small seeds never meet.
+KEY_STEP = 0x9E3779B97F4A7C15 - 2**64
+PROCESSED = ("processed_logits", "processed_logprobs")
+
+
+class OpsetSampler(Sampler):
+    """See `vllm.v1.worker.gpu.sample.sampler.Sampler`, whose state it takes over.
+
+    stock: what vLLM built. logits_dtype: of the model's logits; where vLLM changes them first, they are fp32.
+    """
+
+    def __init__(self, stock: Sampler, logits_dtype: torch.dtype, device: torch.device) -> None:
+        vars(self).update(vars(stock))
+        self.sampling_states = _States(stock.sampling_states)
+        vocab_size = self.sampling_states.vocab_size
+        self._draw = {
+            dtype: selection.select(ops.top_k_top_p_sample, TopKTopPSampleProblem(device.type, dtype, vocab_size)).run
+            for dtype in {logits_dtype, torch.float32}
+        }
+
+    def warm_up(self, device: torch.device) -> None:
+        """Calls all that a request can ask for, so that nothing is compiled then."""
+        vocab_size = self.sampling_states.vocab_size
+        ones, twos = torch.ones(2, device=device), torch.full((2,), 2, dtype=torch.int32, device=device)
+        for dtype, draw in self._draw.items():
+            logits = torch.zeros(2, vocab_size, dtype=dtype, device=device)
+            for processed in {None, "logits" if self.logprobs_mode in PROCESSED else None}:
+                draw(logits, ones.long(), ones, processed=processed)
+                draw(logits, ones.long(), ones, twos, ones / 2, min_p=ones / 4, processed=processed)
+
+    def _sample_random(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        top_k: torch.Tensor | None,
+        top_p: torch.Tensor | None,
+        *whether_others_can,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens and the processed logits, or, if nothing is made of these, the logits."""
+        states, rows = self.sampling_states, expanded_idx_mapping
+        min_p = states.min_p.gpu[rows] if states.min_p.np[idx_mapping_np].any() else None
+        processed = "logits" if self.logprobs_mode in PROCESSED and self._gives_logprobs(idx_mapping_np) else None
+        tokens, kept = self._draw[logits.dtype](
+            logits,
+            draw_keys(states.seeds.gpu[rows], pos),
+            states.temperature.gpu[rows],
+            top_k,
+            top_p,
+            min_p=min_p,
+            processed=processed,
+        )
+        return tokens, logits if kept is None else kept
+
+    def _gives_logprobs(self, idx_mapping_np: np.ndarray) -> bool:
+        return (
+            self.sampling_states.max_num_logprobs(idx_mapping_np) != NO_LOGPROBS
+            or self.logprob_token_ids_state.max_num_token_ids(idx_mapping_np) > 0
+        )
+
+
+class OpsetSamplerOf026(OpsetSampler):
+    """For releases whose sampler does in one method what later ones split into `sample` and `_sample_random`."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        input_ids: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        return_logprobs: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.apply_sampling_params(
+            logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, skip_top_k_top_p=True
+        )
+        top_k, top_p = self.sampling_states.get_top_k_top_p(expanded_idx_mapping, idx_mapping_np)
+        return self._sample_random(logits, expanded_idx_mapping, idx_mapping_np, pos, top_k, top_p)
+
+
+class _States(SamplingStates):
+    """What each request asked for. Temperature and min-p are steps of the op."""
+
+    def __init__(self, stock: SamplingStates) -> None:
+        vars(self).update(vars(stock))
+
+    def apply_temperature(self, *args) -> None:
+        pass
+
+    def apply_min_p(self, *args) -> None:
+        pass
+
+
+def draw_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The key of the draw at each position, int64: another for each position of a seed."""
+    return torch.add(seeds, positions, alpha=KEY_STEP)
+
+
+def install(runner) -> bool:
+    """Replaces the sampler of a model runner of either kind, whose model was loaded, if it is vLLM's."""
+    kind = type(runner.sampler)
+    if kind is FirstSampler:
+        first.install(runner)
+    elif kind is Sampler:
+        in_two = hasattr(Sampler, "_sample_random")
+        sampler = OpsetSampler if in_two else OpsetSamplerOf026
+        runner.sampler = sampler(runner.sampler, runner.model_config.dtype, runner.device)
+    elif runner.sampler is not None:
+        logger.info_once(f"vllm-opset's sampler does not serve: this model brings its own {kind.__name__}")
+    return kind in (FirstSampler, Sampler)

@@ -1,0 +1,58 @@
+"""vLLM's own worker on a GPU, with the parts of opset that are on."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from vllm_opset import selection
+from vllm_opset.platform import fusion, layers, report
+from vllm_opset.platform.cuda import warm_up
+from vllm_opset.platform.native import sampler
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class OpsetNativeWorker(Worker):
+    def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        selection.configure(vllm_config.additional_config)
+        selection.forget()
+        self.parts = {name for name, part in current_platform.decide(vllm_config).items() if part.on}
+
+    def load_model(self, **kwargs) -> None:
+        with _opset_layers() if "ops" in self.parts else nullcontext():
+            super().load_model(**kwargs)
+        if "ops" in self.parts:
+            model = self.model_runner.get_model()
+            layers.bind(model, self.model_config.dtype)
+            fusion.bind(model, self.vllm_config)
+        if "sampler" in self.parts and not sampler.install(self.model_runner):
+            self.parts.remove("sampler")
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        if self.rank == 0:
+            logger.info("%s", report.table())
+        if self.parts & {"attention", "ops"}:
+            warm_up.model(self)
+        if "sampler" in self.parts:
+            self.model_runner.sampler.warm_up(self.device)
+        return super().compile_or_warm_up_model()
+
+    def opset_report(self) -> list[dict]:
+        """Which kernel serves which op in this worker: `llm.collective_rpc("opset_report")`."""
+        return report.rows()
+
+
+@contextmanager
+def _opset_layers() -> Iterator[None]:
+    """Within it, models are built of opset's layers. Another engine of this process may want vLLM's."""
+    layers.register()
+    try:
+        yield
+    finally:
+        layers.unregister()
