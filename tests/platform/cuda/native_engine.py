@@ -1,0 +1,81 @@
+"""Prints as JSON what an engine answers on a small random model. Its platform and parts come from the environment."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from vllm import LLM, SamplingParams
+
+MODEL = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 2000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "bfloat16",
+}
+PROMPTS = [[(7 * i * i + 13 * j) % 2000 for i in range(length)] for j, length in enumerate((1, 5, 16, 40, 77, 300))]
+EVERYONE = list(range(len(PROMPTS)))
+SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
+
+
+def answers(llm: LLM, order: list[int], sampled: list[int] = EVERYONE, **params) -> list[dict]:
+    """The tokens of each prompt and the log-probabilities of the likeliest ones.
+
+    order: of the prompts in the batch. sampled: those with these parameters, and seeds of their own. Others are greedy.
+    """
+    asked = [
+        SamplingParams(
+            max_tokens=16,
+            ignore_eos=True,
+            logprobs=3,
+            detokenize=False,
+            seed=index,
+            **(params if index in sampled else {"temperature": 0.0}),
+        )
+        for index in order
+    ]
+    outputs = llm.generate([{"prompt_token_ids": PROMPTS[i]} for i in order], asked, use_tqdm=False)
+    found = {
+        index: {
+            "tokens": list(output.outputs[0].token_ids),
+            "logprobs": [{str(t): p.logprob for t, p in step.items()} for step in output.outputs[0].logprobs],
+        }
+        for index, output in zip(order, outputs, strict=True)
+    }
+    return [found[index] for index in sorted(found)]
+
+
+def main(backend: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=512,
+            max_num_seqs=16,
+            gpu_memory_utilization=0.3,
+            **({"attention_config": {"backend": backend}} if backend else {}),
+        )
+    found = {
+        "greedy": answers(llm, EVERYONE, temperature=0.0),
+        "seeded": answers(llm, EVERYONE, **SAMPLED),
+        "unfiltered": answers(llm, EVERYONE, temperature=1.0),
+        "reversed": answers(llm, EVERYONE[::-1], **SAMPLED),
+        "among greedy ones": [answers(llm, EVERYONE, [index], **SAMPLED)[index] for index in EVERYONE],
+    }
+    worker = llm.llm_engine.vllm_config.parallel_config.worker_cls
+    if "opset" in worker:
+        found["kernels"] = {row["op"]: row["kernel"] for row in llm.collective_rpc("opset_report")[0]}
+    print(json.dumps({"worker": worker, **found}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:] or [""])

@@ -1,0 +1,232 @@
+"""vLLM's own CUDA platform with opset's parts: when it is taken, which parts serve, and what users are told."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_opset import platform
+from vllm_opset.platform.native import parts
+from vllm_opset.platform.refusals import Refusal
+from vllm_opset.selection import OverrideError
+
+pytestmark = pytest.mark.window
+
+HOPPER, TURING = 90, 75
+NATIVE = "vllm_opset.platform.OpsetNativePlatform"
+MODEL = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+}
+
+
+# When it is taken.
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`machine("cuda", compiled=True)`: what PyTorch finds, and whether vLLM has its kernels for NVIDIA GPUs."""
+
+    def machine(accelerator: str | None, compiled: bool) -> None:
+        monkeypatch.setattr(platform, "_accelerator", lambda: accelerator)
+        found = {"vllm._C_stable_libtorch": object()} if compiled else {}
+        monkeypatch.setattr(platform.importlib.util, "find_spec", found.get)
+
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "compiled", "choice", "answer"),
+    [
+        ("cuda", True, "auto", NATIVE),
+        ("cuda", True, "native", NATIVE),
+        ("cuda", True, "cuda", "vllm_opset.platform.OpsetCudaPlatform"),
+        ("cuda", True, "cpu", "vllm_opset.platform.OpsetCpuPlatform"),
+        ("cuda", True, "off", None),
+        ("cuda", False, "auto", "vllm_opset.platform.OpsetCudaPlatform"),
+        (None, True, "auto", "vllm_opset.platform.OpsetCpuPlatform"),
+        ("rocm", True, "auto", None),
+    ],
+)
+def test_choice(accelerator, compiled, choice, answer, machine, monkeypatch):
+    machine(accelerator, compiled)
+    monkeypatch.setenv("OPSET_PLATFORM", choice)
+    # vLLM asks twice.
+    assert [platform.activate(), platform.activate()] == [answer, answer]
+
+
+def test_asked_for_without_compiled_kernels_is_an_error_with_the_cure(machine, monkeypatch):
+    machine("cuda", compiled=False)
+    monkeypatch.setenv("OPSET_PLATFORM", "native")
+    assert platform.activate() == "vllm_opset.platform.Unusable"
+    with pytest.raises(platform.PluginError, match=r"this vLLM has no compiled kernels.*OPSET_PLATFORM=cuda does"):
+        _ = platform.Unusable
+
+
+# Which parts serve.
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """`config(**arguments)`: a configuration as vLLM has it before its platform looks at it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    monkeypatch.delenv("OPSET_NATIVE", raising=False)
+    monkeypatch.delenv("OPSET_CONFIG", raising=False)
+
+    def config(**changes):
+        made = EngineArgs(str(tmp_path), load_format="dummy", skip_tokenizer_init=True).create_engine_config()
+        # What this machine's own platform has said.
+        made.parallel_config.worker_cls = "auto"
+        made.compilation_config.mode = None
+        for path, value in changes.items():
+            part, _, name = path.rpartition("__")
+            setattr(getattr(made, part) if part else made, name, value)
+        return made
+
+    return config
+
+
+@pytest.fixture
+def everything_is_faster(monkeypatch):
+    row = {**dict.fromkeys(parts.PARTS, True), "measured": "a page"}
+    monkeypatch.setattr(parts, "defaults", lambda: {"sm90": row})
+
+
+def on(config, family: int = HOPPER) -> set[str]:
+    return {name for name, part in parts.decide(config, family).items() if part.on}
+
+
+def test_the_table_is_well_formed():
+    for family, row in parts.defaults().items():
+        assert family.startswith("sm") and int(family.removeprefix("sm")) >= parts.OLDEST_FAMILY
+        assert set(row) == {*parts.PARTS, "measured"}
+        assert all(type(row[part]) is bool for part in parts.PARTS)
+        assert (Path(__file__).parents[3] / row["measured"]).exists()
+
+
+def test_by_default_the_table_says(config, everything_is_faster):
+    decisions = parts.decide(config(), HOPPER)
+    assert {name: part.why for name, part in decisions.items() if part.on} == dict.fromkeys(
+        parts.PARTS, "faster by a page"
+    )
+
+
+def test_a_family_that_was_not_measured_has_nothing_on(config, everything_is_faster):
+    decisions = parts.decide(config(), 100)
+    assert {part for part in decisions.values()} == {
+        (False, "not measured to be faster on GPUs of compute capability 10.0")
+    }
+
+
+@pytest.mark.parametrize("source", ["OPSET_NATIVE", "OPSET_CONFIG", "--additional-config"])
+@pytest.mark.parametrize("word", ["off", "on"])
+def test_users_say_otherwise(source, word, config, everything_is_faster, monkeypatch, tmp_path):
+    changes = {}
+    if source == "OPSET_NATIVE":
+        monkeypatch.setenv("OPSET_NATIVE", f"sampler={word}")
+    elif source == "OPSET_CONFIG":
+        (tmp_path / "opset.yaml").write_text(f"native: {{sampler: {word}}}")
+        monkeypatch.setenv("OPSET_CONFIG", str(tmp_path / "opset.yaml"))
+    else:
+        changes["additional_config"] = {"opset": {"native": {"sampler": word}}}
+    sampler = parts.decide(config(**changes), HOPPER)["sampler"]
+    assert sampler.on == (word == "on") and source in sampler.why
+
+
+def test_attention_backends_that_users_name(config, everything_is_faster):
+    named = parts.decide(config(attention_config__backend=AttentionBackendEnum.CUSTOM), 100)["attention"]
+    assert named == (True, "asked for by --attention-backend CUSTOM")
+    other = parts.decide(config(attention_config__backend=AttentionBackendEnum.FLASH_ATTN), HOPPER)["attention"]
+    assert other == (False, "vLLM's own serves another attention backend")
+
+
+NOT_COVERED = {
+    "attention": {"parallel_config__decode_context_parallel_size": 2},
+    "sampler": {"model_config__use_fp64_gumbel": True},
+    "ops": {"compilation_config__mode": 3},
+}
+
+
+@pytest.mark.parametrize("part", NOT_COVERED)
+def test_what_is_not_covered_is_left_to_vllm_by_default(part, config, everything_is_faster):
+    decisions = parts.decide(config(**NOT_COVERED[part]), HOPPER)
+    assert not decisions[part].on and decisions[part].why.startswith("vLLM's own serves ")
+    assert on(config(**NOT_COVERED[part])) == set(parts.PARTS) - {part}
+
+
+@pytest.mark.parametrize("part", NOT_COVERED)
+def test_what_is_not_covered_but_asked_for_is_refused(part, config, monkeypatch):
+    monkeypatch.setenv("OPSET_NATIVE", f"{part}=on")
+    with pytest.raises(Refusal, match=rf"vllm-opset \({part}\) on vLLM's own CUDA platform does not support .*: "):
+        parts.decide(config(**NOT_COVERED[part]), HOPPER)
+
+
+def test_what_is_not_measured_can_be_asked_for(config, everything_is_faster, monkeypatch):
+    several = config(parallel_config__tensor_parallel_size=2)
+    assert "ops" not in on(several)
+    monkeypatch.setenv("OPSET_NATIVE", "ops=on")
+    assert "ops" in on(several)
+
+
+def test_speculative_decoding_has_vllms_own_sampler(config, everything_is_faster):
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    assert on(config(speculative_config=drafts)) == set()
+
+
+def test_an_older_gpu_is_refused(config, monkeypatch):
+    monkeypatch.setenv("OPSET_NATIVE", "attention=on")
+    with pytest.raises(Refusal, match=r"attention needs a GPU of compute capability 8\.0"):
+        parts.decide(config(), TURING)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("atention=on", "OPSET_NATIVE: unknown part 'atention'; did you mean 'attention'?"),
+        ("attention=yes", "OPSET_NATIVE: attention is on or off, not 'yes'"),
+        ("attention", "OPSET_NATIVE: 'attention' is not of the form part=on"),
+    ],
+)
+def test_wrong_words_are_errors(words, message, config, monkeypatch):
+    made = config()
+    monkeypatch.setenv("OPSET_NATIVE", words)
+    with pytest.raises(OverrideError) as error:
+        parts.decide(made, HOPPER)
+    assert str(error.value) == message
+
+
+# The sampler.
+
+
+def test_keys_of_draws_differ():
+    """Over all positions of many requests with small seeds, as users give them."""
+    from vllm_opset.platform.native.sampler import draw_keys
+
+    seeds, positions = torch.arange(512), torch.arange(4096)
+    keys = draw_keys(seeds[:, None], positions[None, :])
+    assert keys.dtype == torch.int64 and len(keys.unique()) == keys.numel()
+
+
+def test_vllms_second_sampler_is_as_expected():
+    """The method that is replaced takes what is expected of it, in the order that is expected."""
+    from vllm_opset.platform.native.sampler import OpsetSampler, OpsetSamplerOf026, Sampler
+
+    in_two = hasattr(Sampler, "_sample_random")
+    name, mine = ("_sample_random", OpsetSampler) if in_two else ("sample", OpsetSamplerOf026)
+    theirs, own = (list(inspect.signature(getattr(cls, name)).parameters)[2:] for cls in (Sampler, mine))
+    own = [parameter for parameter in own if parameter != "whether_others_can"]
+    assert theirs[: len(own)] == own
+    assert all(word.startswith(("use_", "has_")) for word in theirs[len(own) :])

@@ -1,0 +1,89 @@
+"""Stock vLLM on a GPU with opset's parts off and on. Each engine has a process of its own."""
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or importlib.util.find_spec("vllm._C_stable_libtorch") is None,
+    reason="needs an NVIDIA GPU and stock vLLM: runs on one",
+)
+
+# Two ways to compute attention in bf16, over three layers.
+CLOSE = 0.02
+
+
+@functools.cache
+def answers(native: str, backend: str = "") -> dict:
+    """What an engine answers. native: OPSET_NATIVE, or "stock"."""
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        **({"OPSET_PLATFORM": "off"} if native == "stock" else {"OPSET_PLATFORM": "native", "OPSET_NATIVE": native}),
+    }
+    script = Path(__file__).with_name("native_engine.py")
+    process = subprocess.run(
+        [sys.executable, script, backend], env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr[-5000:]
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+OFF = "attention=off,sampler=off,ops=off"
+SAMPLER = "attention=off,sampler=on,ops=off"
+ALL = "attention=on,sampler=on,ops=on"
+
+
+def stock() -> dict:
+    return answers("stock")
+
+
+def tokens(found: list[dict]) -> list[list[int]]:
+    return [request["tokens"] for request in found]
+
+
+def assert_close(found: dict) -> None:
+    """The log-probabilities of each request's first token: later ones depend on what was drawn."""
+    for one, other in zip(found["greedy"], stock()["greedy"], strict=True):
+        mine, theirs = one["logprobs"][0], other["logprobs"][0]
+        common = mine.keys() & theirs.keys()
+        assert common and all(abs(mine[token] - theirs[token]) < CLOSE for token in common)
+
+
+def test_with_everything_off_it_is_stock_vllm_bit_for_bit():
+    assert answers(OFF) == stock()
+
+
+def test_opsets_attention_answers_where_users_name_it():
+    found = answers("sampler=off,ops=off", "CUSTOM")
+    assert found["kernels"] == {"reshape_and_cache": "triton", "paged_attention": "triton"}
+    assert_close(found)
+
+
+def test_the_sampler_leaves_greedy_requests_as_they_are():
+    found = answers(SAMPLER)
+    assert found["kernels"] == {"top_k_top_p_sample": "triton"}
+    assert found["greedy"] == stock()["greedy"]
+
+
+@pytest.mark.parametrize("native", [SAMPLER, ALL])
+def test_seeded_requests_draw_the_same_tokens_in_any_batch(native):
+    found = answers(native)
+    assert tokens(found["seeded"]) == tokens(found["reversed"]) == tokens(found["among greedy ones"])
+    assert tokens(found["seeded"]) != tokens(found["greedy"])
+
+
+def test_all_parts_together_answer():
+    found = answers(ALL)
+    assert {"rms_norm", "fused_add_rms_norm", "silu_and_mul", "qk_norm_rope_cache"} <= found["kernels"].keys()
+    assert set(found["kernels"].values()) == {"triton"}
+    assert_close(found)
