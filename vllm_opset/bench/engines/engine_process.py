@@ -1,0 +1,52 @@
+"""One vLLM engine behind a pipe: what a benchmark of engines runs in the environment of each.
+
+argv[1]: the arguments of `LLM` as JSON. Writes {"versions", "platform", "device", "compiled"} when the engine is up.
+Then reads one request a line, {"prompts": [[token id]], "sampling": arguments of SamplingParams}, and answers each with
+a line {"seconds", "tokens": [[token id]], "compiled", "peak_bytes"}.
+Needs vLLM alone: it runs where this project is not installed.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+
+
+def serve(engine_args: dict, answers) -> None:
+    import torch
+    import vllm
+    from vllm.platforms import current_platform
+
+    # Beside this file, in the first folder of sys.path.
+    llm = vllm.LLM(**engine_args, worker_extension_cls="engine_probe.Probe")
+    versions = {"vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    name = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
+    found = probe(llm, "device", "compiled")
+    print(json.dumps({"versions": versions, "platform": name, **found}), file=answers)
+    for line in sys.stdin:
+        request = json.loads(line)
+        prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+        sampling = vllm.SamplingParams(**request["sampling"], ignore_eos=True, detokenize=False)
+        begin = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        found = probe(llm, "compiled", "peak_bytes")
+        print(json.dumps({"seconds": seconds, "tokens": tokens, **found}), file=answers)
+
+
+def probe(llm, *what: str) -> dict:
+    """What one worker says: the one that has compiled the most kernels since last asked, or else uses most memory."""
+    busiest = max(
+        llm.collective_rpc("benchmark_probe"), key=lambda worker: (len(worker["compiled"]), worker["peak_bytes"])
+    )
+    return {name: busiest[name] for name in what}
+
+
+# A process that vLLM spawns imports this file again.
+if __name__ == "__main__":
+    # vLLM prints to stdout what it likes; the answers have the pipe to themselves.
+    pipe = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    serve(json.loads(sys.argv[1]), pipe)

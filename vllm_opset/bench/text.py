@@ -1,0 +1,46 @@
+"""What the reports of benchmarks have in common: tables in Markdown, numbers with their spread, the machine's name."""
+
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import psutil
+
+MACHINE_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 with bf16", "avx512f": "AVX-512", "avx2": "AVX2"}
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Its lines."""
+    head = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    return [*head, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def median_and_range(values: Sequence[float], digits: int) -> str:
+    """The median, and the least and the most. digits: after the point."""
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def versions_text(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def asked_for(outputs: Collection[str]) -> str:
+    """The words of this process's command line, without the options `outputs`, which say where things are or go."""
+    words = iter(sys.argv[1:])
+    return shlex.join(word for word in words if word not in outputs or next(words) is None)
+
+
+def describe_cpu() -> str:
+    """Cores, processor, what it has for matrices, and memory."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    vectors = next((name for flag, name in MACHINE_FLAGS.items() if flag in flags), "no AVX2")
+    cores, memory = psutil.cpu_count(), round(psutil.virtual_memory().total / 2**30)
+    return f"{cores} cores of an {model.replace('(R)', '')} with {vectors}, {memory} GiB"

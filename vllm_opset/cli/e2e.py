@@ -1,0 +1,149 @@
+"""`vllm-opset bench e2e`: how fast whole engines are beside each other."""
+
+import fnmatch
+import json
+import signal
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from vllm_opset.bench import shapes
+from vllm_opset.bench.compare import Plan
+from vllm_opset.bench.compare_report import Report, as_plain
+from vllm_opset.bench.engines import Engine, EngineError
+from vllm_opset.bench.text import asked_for
+from vllm_opset.cli.show import print_table
+from vllm_opset.selection import nearest
+
+OUTPUTS = ("--json", "--markdown", "--logs")
+# What an engine can be given beside arguments of LLM.
+SETTINGS = ("env", "site")
+MEMORY_HINT = "If memory is short: all engines are up together; fewer of them, or of the cases (--case), need less."
+
+
+def compare(
+    model: Annotated[str, typer.Option(metavar="SHAPE", help=f"One of {', '.join(shapes.names())}.")],
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="stock[=SITE]", help="vLLM without the plugin, here, or with the packages of another folder first."
+        ),
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=JSON",
+            help="An engine more (or opset or stock, otherwise): arguments of LLM, with env for variables of its "
+            'environment and site for a folder of packages. \'compiled={"compilation_config": {"mode": 3}}\'',
+        ),
+    ] = None,
+    case: Annotated[list[str] | None, typer.Option(help="Only cases that match this shell pattern.")] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Runs of each engine and case that count.")] = 5,
+    cold: Annotated[bool, typer.Option("--cold/--warm", help="Start with empty caches of compiled code.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write a page's section here.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Keep the log of each engine in this folder.")] = None,
+) -> None:
+    """Time whole engines side by side: random weights, the same prompts, by turns, each in a process of its own."""
+    shape = _shape(model)
+    plan = Plan(shape, _cases(shape, case or ["*"]), _engines(against or [], variant or []), repetitions, cold)
+    with tempfile.TemporaryDirectory() as folder, _ended_by_sigterm(), _progress(plan.steps) as step:
+        if logs:
+            logs.mkdir(parents=True, exist_ok=True)
+        try:
+            found = plan.run(Path(folder), logs or Path(folder), step)
+        except EngineError as error:
+            print(f"{error}\n{MEMORY_HINT}", file=sys.stderr)
+            raise typer.Exit(1) from error
+    report = Report(plan, found, f"vllm-opset {asked_for(OUTPUTS)}")
+    if json_file:
+        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    if markdown_file:
+        markdown_file.write_text(report.as_markdown())
+    _print(report)
+
+
+def _print(report: Report) -> None:
+    for title, table in (
+        (f"{report.plan.shape.name}, {report.plan.shape.dtype}, {report.machine}", report.speed()),
+        ("Engines", report.starts()),
+    ):
+        print_table(title, table[0], as_plain(table))
+    print(report.legend())
+
+
+@contextmanager
+def _progress(steps: int):
+    """A function that is told what is done next."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=steps, completed=-1)
+        yield lambda what: progress.update(task, advance=1, description=what)
+
+
+@contextmanager
+def _ended_by_sigterm():
+    """SIGTERM ends the command as an exception does, and with it the engines."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _shape(name: str) -> shapes.Shape:
+    try:
+        return shapes.load(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--model") from error
+
+
+def _cases(shape: shapes.Shape, patterns: list[str]) -> list[shapes.Case]:
+    chosen = [case for case in shape.cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]
+    if not chosen:
+        known = ", ".join(case.name for case in shape.cases)
+        raise typer.BadParameter(
+            f"no case matches {', '.join(patterns)}; {shape.name} has {known}", param_hint="--case"
+        )
+    return chosen
+
+
+def _engines(against: list[str], variants: list[str]) -> list[Engine]:
+    """opset, stock if asked for, and the variants, in that order."""
+    settings: dict[str, dict] = {"opset": {}}
+    for word in against:
+        name, _, site = word.partition("=")
+        if name != "stock":
+            raise typer.BadParameter(f"unknown: {name!r}; {nearest(name, ['stock'])}", param_hint="--against")
+        settings["stock"] = {"env": {"OPSET_PLATFORM": "off"}} | ({"site": site} if site else {})
+    for word in variants:
+        name, _, text = word.partition("=")
+        given, known = _settings(text), settings.setdefault(name, {})
+        settings[name] = known | given | {"env": known.get("env", {}) | given.get("env", {})}
+    return [_engine(name, of_engine) for name, of_engine in settings.items()]
+
+
+def _settings(text: str) -> dict:
+    try:
+        settings = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(
+            f"not JSON after the name and =: {text!r} ({error})", param_hint="--variant"
+        ) from error
+    if not isinstance(settings, dict):
+        raise typer.BadParameter(f"not a JSON object: {text!r}", param_hint="--variant")
+    return settings
+
+
+def _engine(name: str, settings: dict) -> Engine:
+    site = Path(settings["site"]).expanduser().absolute() if "site" in settings else None
+    if site and not site.is_dir():
+        raise typer.BadParameter(f"{name}: there is no folder {site}")
+    args = {key: value for key, value in settings.items() if key not in SETTINGS}
+    return Engine(name, args, settings.get("env", {}), site=site)
