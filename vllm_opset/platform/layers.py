@@ -30,13 +30,12 @@ class OpsetLayer:
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        # Not where the user switched the layer off (`custom_ops=["-rms_norm"]`). vLLM's own platform calls the second.
-        is_on = self._forward_method in (self.forward_oot, self.forward_cuda)
-        self.opset_is_wanted = is_on and self.covered_by_contract()
         self.bind(torch.get_default_dtype())
 
     def bind(self, dtype: torch.dtype) -> None:
-        """Makes the chosen kernels this layer's forward. dtype: of the activations."""
+        """Makes the chosen kernels this layer's forward, within vLLM's configuration. dtype: of the activations."""
+        # Not where the user or a compiler has switched the layer off (`custom_ops=["-rms_norm"]`).
+        self.opset_is_wanted = (self._enforce_enable or self.enabled()) and self.covered_by_contract()
         self._forward_method = self.choose_kernels(dtype) if self.opset_is_wanted else self.forward_native
         # nn.Module calls `forward`: vLLM's would only pass the call on.
         self.forward = self._forward_method
@@ -192,7 +191,7 @@ def unregister() -> None:
 
 
 def bind(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """For a model that was just loaded: its layers may be older than this engine's choices."""
+    """For a model that was just loaded, within vLLM's configuration: its layers may be older than this engine."""
     for module in model.modules():
         if isinstance(module, OpsetLayer):
             module.bind(dtype)

@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -20,7 +20,8 @@ class OpsetWorker(Worker):
 
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
-        layers.bind(self.model_runner.get_model(), self.model_config.dtype)
+        with set_current_vllm_config(self.vllm_config):
+            layers.bind(self.model_runner.get_model(), self.model_config.dtype)
 
     def log_choices(self) -> None:
         """Once the weights are loaded and the layers built, every choice has been made."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
@@ -29,7 +29,8 @@ class OpsetNativeWorker(Worker):
             super().load_model(**kwargs)
         if "ops" in self.parts:
             model = self.model_runner.get_model()
-            layers.bind(model, self.model_config.dtype)
+            with set_current_vllm_config(self.vllm_config):
+                layers.bind(model, self.model_config.dtype)
             fusion.bind(model, self.vllm_config)
         if "sampler" in self.parts and not sampler.install(self.model_runner):
             self.parts.remove("sampler")
