@@ -26,11 +26,16 @@ def apply_penalties(
     counts = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=logits.device)
     prompt, output = prompt_token_ids, output_token_ids
     _apply_penalties[(num_rows,)](
-        logits, logits.stride(), counts, vocab_size, prompt, *prompt.stride(), prompt.shape[1],
-        output, *output.stride(), output.shape[1], (repetition, presence, frequency),
+        logits, logits.stride(), counts, vocab_size, prompt, *_strides(prompt), prompt.shape[1],
+        output, *_strides(output), output.shape[1], (repetition, presence, frequency),
         (repetition.stride(0), presence.stride(0), frequency.stride(0)),
         TILE=values["tile"], num_warps=values["warps"], **_launch.overlap(logits.device),
     )  # fmt: skip
+
+
+def _strides(ids: torch.Tensor) -> tuple[int, int]:
+    """Of lists of tokens. Empty ones may have any, and each would be a variant to compile."""
+    return ids.stride() if ids.numel() else (1, 1)
 
 
 @triton.jit(do_not_specialize=["vocab_size", "prompt_stride", "num_prompt", "output_stride", "num_output"])
