@@ -17,9 +17,6 @@ SETTINGS = {
     "eager": {"enforce_eager": True},
     "compiled": {"compilation_config": {"mode": 3}},
     "chunks and preemption": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40},
-    "n-gram drafts": {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
-    },
 }
 # bf16 has 8 bits of mantissa, and these models spread their logits over some ten units: what fp32 gives moves by
 # a few hundredths, and by more where a sum of several layers is close to zero.
@@ -58,6 +55,14 @@ def test_tokens_equal_those_of_transformers(setting, qwen, engine):
     expected = [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
     with engine(folder, **SETTINGS[setting]) as llm:
         assert tokens(generate(llm, prompts)) == expected
+
+
+def test_references_are_not_captured(qwen, engine):
+    with (
+        pytest.raises(Exception, match=r"reference of paged_attention cannot be captured .*--enforce-eager"),
+        engine(qwen[0], additional_config={"opset": {"kernels": {"paged_attention": "reference"}}}),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("arguments", [{}, {"kv_cache_dtype": "fp8"}], ids=["bf16", "bf16, fp8 cache"])

@@ -41,7 +41,8 @@ class OpsetCudaPlatform(OpsetPlatform):
         if compilation.mode is None:
             compilation.mode = CompilationMode.NONE
         if compilation.cudagraph_mode is None and compilation.mode == CompilationMode.NONE:
-            compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+            pools = vllm_config.model_config is not None and vllm_config.model_config.runner_type == "pooling"
+            compilation.cudagraph_mode = CUDAGraphMode.NONE if pools else CUDAGraphMode.FULL_DECODE_ONLY
         if compilation.mode == CompilationMode.NONE and not compilation.custom_ops:
             compilation.custom_ops = ["all"]
 

@@ -16,14 +16,10 @@ def _caches_in_another_dtype(config: "VllmConfig") -> bool:
     return config.cache_config.cache_dtype not in ("auto", *same, *FP8)
 
 
-def _drafts_by_a_model(config: "VllmConfig") -> bool:
-    return config.speculative_config is not None and config.speculative_config.method != "ngram"
-
-
 RULES: tuple[Rule, ...] = (
     *COMMON,
     Rule("adapters (LoRA)", "merge the adapter into the weights, and leave out --enable-lora", given("lora_config")),
-    Rule("drafts of a model", "leave out --speculative-config, or give the method ngram", _drafts_by_a_model),
+    Rule("speculative decoding", "leave out --speculative-config", given("speculative_config")),
     Rule(
         "a KV cache in this dtype",
         "leave out --kv-cache-dtype, or give fp8_e4m3",
