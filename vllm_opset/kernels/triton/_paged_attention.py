@@ -115,7 +115,7 @@ def _attend(
             score = score * unit + slope[:, None] * distance
             unit = 1.0
         if MASKED:
-            visible = _visible(key_position[None, :] - position[:, None], inside[None, :], LEFT, RIGHT)
+            visible = is_visible(key_position[None, :] - position[:, None], inside[None, :], LEFT, RIGHT)
             score = tl.where(visible, score, float("-inf"))
 
         highest = tl.maximum(top, tl.max(score, 1) * unit)
@@ -129,7 +129,7 @@ def _attend(
 
 
 @triton.jit
-def _visible(distance, inside, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def is_visible(distance, inside, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Which keys which queries see. distance: key position - query position. With as few instructions as can be: one
     comparison serves both sides, and what is outside is beyond the right side anyway if that is zero.
     """

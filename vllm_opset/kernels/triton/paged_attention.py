@@ -1,14 +1,18 @@
 """paged_attention: one launch for any batch, after one that plans the step if its queries are few."""
 
 import functools
+import math
 
 import torch
 import triton
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _supports
+from vllm_opset.kernels.triton import INTERPRETED, _launch, _supports
 from vllm_opset.kernels.triton import _paged_attention_few as _few
+from vllm_opset.kernels.triton import _paged_attention_hopper as _hopper
 from vllm_opset.kernels.triton import _paged_attention_many as _many
 from vllm_opset.ops.paged_attention import PagedAttentionProblem, check_shapes
 from vllm_opset.ops.paged_batch import PagedBatch, window_sides
@@ -22,6 +26,8 @@ MAX_WARPS = 8
 FEW_ROWS = 64  # of a request, at most, for what the launch parameters call few
 MAX_ROWS_FP32 = 32  # without tensor cores, a program's products are unrolled: more rows compile for minutes
 ROW_BYTES = 256  # of a query or key, up to which a tile holds as many as the launch parameters say
+COPY_BYTES = 16  # what a Hopper GPU's copy engine wants addresses and strides to be multiples of
+HOPPER_BYTES = 2  # of an element, that its matrix instructions take here
 
 
 def supports(problem: PagedAttentionProblem) -> str | None:
@@ -62,6 +68,9 @@ def paged_attention(
     block_d = triton.next_power_of_2(head_size)
     row_bytes = block_d * query.element_size()
     few = batch.max_query_len * group <= (MAX_ROWS_FP32 if query.dtype == torch.float32 else FEW_ROWS)
+    if not few and _suits_hopper(query, kv_cache, batch, out, soft_cap, alibi_slopes, k_scale, v_scale):
+        _attend_on_hopper(query, kv_cache, batch, out, scale, left, right, sinks)
+        return
     if few:
         values = _launch.parameters("paged_attention_few", query.device, num_reqs * num_kv_heads * batch.max_seq_len)
     else:
@@ -89,9 +98,7 @@ def paged_attention(
         _few.attend_few[(num_programs * num_kv_heads,)](*inputs, *parts, *plan, num_programs, values["turn"], **options)
     else:
         num_items = (num_tokens // (rows // group) + num_reqs) * num_kv_heads
-        span = batch.max_seq_len
-        if left is not None and right is not None:
-            span = min(span, left + right + min(rows // group, batch.max_query_len))
+        span = _span(batch, left, right, rows // group)
         num_splits = max(1, min(programs // num_items, triton.cdiv(span, max(block_n, values["share"]))))
         workspace = (None,) * 3
         if num_splits > 1:
@@ -100,6 +107,64 @@ def paged_attention(
         _many.attend_many[(num_items * num_splits,)](
             *inputs, *workspace, num_splits, values["share"], SPLIT=num_splits > 1, **options
         )
+
+
+def _suits_hopper(
+    query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, out: torch.Tensor,
+    soft_cap: float, alibi_slopes: torch.Tensor | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None,
+) -> bool:  # fmt: skip
+    """Whether the kernel for Hopper GPUs takes these inputs. It splits no keys, so it wants many tiles."""
+    if INTERPRETED or _launch.family(query.device) != "sm90":
+        return False
+    plain = not soft_cap and alibi_slopes is None and k_scale is None and v_scale is None
+    halves = query.element_size() == HOPPER_BYTES and kv_cache.dtype == query.dtype
+    boxes = query.shape[2] >= _hopper.COLUMNS.value and kv_cache.shape[2] % MIN_ROWS == 0
+    aligned = all(map(_is_aligned, (query, kv_cache, out)))
+    many = 2 * _num_hopper_tiles(query, kv_cache, batch) > _multiprocessors(query.device)
+    return plain and halves and boxes and aligned and many
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine could read it where it lies."""
+    *strides, last = tensor.stride()
+    places = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in strides)]
+    return last == 1 and not any(place % COPY_BYTES for place in places)
+
+
+def _attend_on_hopper(
+    query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, out: torch.Tensor,
+    scale: float, left: int | None, right: int | None, sinks: torch.Tensor | None,
+) -> None:  # fmt: skip
+    num_kv_heads, block_size = kv_cache.shape[1:3]
+    group, head_size = query.shape[1] // num_kv_heads, query.shape[2]
+    block_d = triton.next_power_of_2(head_size)
+    span = _span(batch, left, right, _hopper.ROWS.value // group)
+    values = _launch.parameters("paged_attention_hopper", query.device, span)
+    block_n = values["keys"] * ROW_BYTES // max(ROW_BYTES, block_d * query.element_size())
+    box = [1, 1, math.gcd(block_size, block_n), _hopper.COLUMNS.value]
+    cache = TensorDescriptor.from_tensor(kv_cache, box, NVMMASharedLayout(128, 16, rank=len(box)))
+    num_tiles = _num_hopper_tiles(query, kv_cache, batch)
+    _hopper.attend_many_on_hopper[(min(num_tiles, _multiprocessors(query.device)),)](
+        query, query.stride(), cache, len(kv_cache), out, out.stride(),
+        batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(), len(batch.seq_lens),
+        scale, sinks, num_tiles, batch.once(_tickets, 1),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_SIZE=head_size, BLOCK_SIZE=block_size, LEFT=left, RIGHT=right,
+        BLOCK_N=block_n, BLOCK_D=block_d, STAGES=values["stages"],
+        num_warps=WARPGROUP, **_launch.overlap(query.device),
+    )  # fmt: skip
+
+
+def _num_hopper_tiles(query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch) -> int:
+    num_kv_heads = kv_cache.shape[1]
+    queries = _hopper.ROWS.value // (query.shape[1] // num_kv_heads)
+    return (len(query) // queries + len(batch.seq_lens)) * num_kv_heads
+
+
+def _span(batch: PagedBatch, left: int | None, right: int | None, queries: int) -> int:
+    """The keys that so many queries in a row see, at most."""
+    if left is None or right is None:
+        return batch.max_seq_len
+    return min(batch.max_seq_len, left + right + min(queries, batch.max_query_len))
 
 
 def _plan(

@@ -1,0 +1,97 @@
+"""paged_attention of many queries on a Hopper GPU, which has a kernel of its own for them: all that it takes.
+
+The samples of the contract have too few queries for it.
+"""
+
+import functools
+import importlib
+
+import pytest
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernels_of
+from vllm_opset.kernels.triton import _launch
+from vllm_opset.ops.paged_attention import TOLERANCES
+from vllm_opset.ops.paged_inputs import LAYOUTS, PagedCase
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper generation: runs on one")
+
+# Prompts, chunks of prompts, decoded tokens and an empty request; enough tiles that no keys need to be split.
+MIXED = ((1, 77), (150, 150), (70, 300), (0, 0), (1, 34), (200, 512), (40, 41), (3, 1000), *((1, 20),) * 12)
+CROSS = ((300, 40), (6, 2), (100, 190), (2, 0), *((70, 7),) * 16)
+mixed = functools.partial(PagedCase, MIXED, num_heads=16, num_kv_heads=4)
+CASES = {
+    "plain": mixed(),
+    "MHA": mixed(num_kv_heads=16),
+    "MQA": mixed(num_kv_heads=1),
+    "GQA, 7 heads a group": mixed(num_heads=28),
+    "GQA, 128 heads a group": mixed(num_heads=256, num_kv_heads=2),
+    "shared pages": PagedCase(((90, 100), (3, 60), (80, 90)) * 8, num_heads=16, num_kv_heads=4, shared_pages=3),
+    "far apart scores": mixed(query_std=20.0),
+    "padded rows and requests, loose bounds": mixed(padded_rows=5, loose_bounds=True),
+    **{f"window {window}": mixed(window=window) for window in (1, 20, 129, 500, (99, 0))},
+    "sinks": mixed(sinks=True),
+    "sinks, window": mixed(sinks=True, window=40),
+    "non-causal": mixed(causal=False),
+    **{
+        f"non-causal, window {window}": mixed(causal=False, window=window)
+        for window in ((5, 3), (-1, 3), (60, -1), (20, 150))
+    },
+    "cross attention": PagedCase(CROSS, num_heads=16, num_kv_heads=4, causal=False),
+    **{f"head size {size}": mixed(head_size=size) for size in (80, 120, 128, 192, 256)},
+    **{f"block size {size}": mixed(block_size=size, window=90) for size in (32, 48, 64, 80, 128)},
+    **{layout: mixed(head_size=128, layout=layout) for layout in LAYOUTS},
+}
+RINGS = ({"keys": 128, "stages": 2}, {"keys": 64, "stages": 4})
+
+
+def hopper_agrees(case: PagedCase, dtype: torch.dtype, values: dict[str, int]) -> None:
+    inputs, options = case.make("hopper", "cuda", dtype)
+    query, kv_cache, batch, out = inputs
+    want = out.clone()
+    ops.paged_attention(query, kv_cache, batch, want, **options)
+    with _launch.trial("paged_attention_hopper", values) as asked:
+        for _ in range(2):  # the second one finds what the first one left
+            kernels_of("paged_attention")["triton"].run(*inputs, **options)
+    assert asked, "the case went to another kernel"
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(out, want, rtol=tolerance.rtol, atol=tolerance.atol * case.output_scale())
+
+
+@pytest.mark.parametrize("values", RINGS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_hopper_agrees(name, values):
+    hopper_agrees(CASES[name], torch.bfloat16, values)
+
+
+@pytest.mark.parametrize("name", ["plain", "window 129", "sinks", "head size 256", "block size 48"])
+def test_hopper_agrees_in_fp16(name):
+    hopper_agrees(CASES[name], torch.float16, RINGS[0])
+
+
+@pytest.mark.parametrize("num_programs", [1, 3])
+@pytest.mark.parametrize("values", RINGS, ids=str)
+@pytest.mark.parametrize("name", ["plain", "window 129", "cross attention"])
+def test_hopper_agrees_when_programs_take_many_tiles(name, values, num_programs, monkeypatch):
+    launcher = importlib.import_module("vllm_opset.kernels.triton.paged_attention")
+    monkeypatch.setattr(launcher, "_multiprocessors", lambda device: num_programs)
+    hopper_agrees(CASES[name], torch.bfloat16, values)
+
+
+def test_hopper_gives_the_same_again_and_again():
+    """Programs draw their tiles in another order each time; what a tile's result is must not depend on it."""
+    case = PagedCase(((3000, 5000), (700, 700), (1, 4000)), num_heads=32, num_kv_heads=8, head_size=128)
+    (query, kv_cache, batch, first), options = case.make("again", "cuda", torch.bfloat16)
+    run = kernels_of("paged_attention")["triton"].run
+    run(query, kv_cache, batch, first, **options)
+    graph = torch.cuda.CUDAGraph()
+    outs = torch.zeros(20, *first.shape, dtype=first.dtype, device="cuda")
+    with torch.cuda.graph(graph):
+        for out in outs:
+            run(query, kv_cache, batch, out, **options)
+    for _ in range(10):
+        outs.zero_()
+        graph.replay()
+        assert torch.equal(outs, first.expand_as(outs))
