@@ -232,6 +232,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         "window, long prefill": PagedCase(((300, 300), (1, 90)), num_heads=2, num_kv_heads=1, window=40),
         "soft cap": PagedCase(mixed, soft_cap=1.5, query_std=2.0),
         "soft cap, window": PagedCase(mixed, soft_cap=1.5, window=20),
+        "soft cap, long prefill": PagedCase(((300, 300),), num_heads=2, num_kv_heads=1, soft_cap=1.5),
         "ALiBi": PagedCase(mixed, alibi=True),
         "ALiBi, window, soft cap": PagedCase(mixed, alibi=True, window=20, soft_cap=1.5),
         "ALiBi, non-causal": PagedCase(((9, 9), (2, 30)), alibi=True, causal=False),
