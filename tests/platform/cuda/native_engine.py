@@ -3,26 +3,32 @@
 import json
 import sys
 import tempfile
-from pathlib import Path
 
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 
-MODEL = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 2000,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "torch_dtype": "bfloat16",
-}
-PROMPTS = [[(7 * i * i + 13 * j) % 2000 for i in range(length)] for j, length in enumerate((1, 5, 16, 40, 77, 300))]
+VOCABULARY = 500
+PROMPTS = [[(7 * i * i + 13 * j) % VOCABULARY for i in range(n)] for j, n in enumerate((1, 5, 16, 40, 77, 300))]
 EVERYONE = list(range(len(PROMPTS)))
 SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
+
+
+def save_model(folder: str) -> None:
+    """The same weights every time, spread so widely that what attention does shows in the log-probabilities."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def answers(llm: LLM, order: list[int], sampled: list[int] = EVERYONE, **params) -> list[dict]:
@@ -54,10 +60,9 @@ def answers(llm: LLM, order: list[int], sampled: list[int] = EVERYONE, **params)
 
 def main(backend: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        save_model(folder)
         llm = LLM(
             folder,
-            load_format="dummy",
             skip_tokenizer_init=True,
             max_model_len=512,
             max_num_seqs=16,
