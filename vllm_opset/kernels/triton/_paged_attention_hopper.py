@@ -1,7 +1,7 @@
-"""The device code of paged_attention for many queries on Hopper GPUs: a warp that loads beside warps that multiply.
+"""The device code of paged_attention for many queries on Hopper GPUs: warps that load beside warps that multiply.
 
-A program takes one query tile after the other. Its loading warp (_paged_attention_hopper_load) draws the tiles, posts
-them on a board, and has the copy engine bring their keys and values into rings of STAGES blocks in shared memory. Two
+A program takes one query tile after the other. Two warps (_paged_attention_hopper_load) have the copy engine bring keys
+and values into rings of STAGES blocks in shared memory; one of them draws the tiles and posts them on a board. Two
 groups of 4 warps attend half the rows each: while one exponentiates, the products of the other run.
 """
 
@@ -17,14 +17,16 @@ from vllm_opset.kernels.triton._paged_attention_hopper_load import (
     FIELDS,
     POSTS,
     ROWS,
+    await_post,
     blocks,
-    load,
+    load_keys,
+    load_values,
     read_post,
     start_of,
 )  # fmt: skip
 
 HALF = gl.constexpr(ROWS.value // 2)  # the rows that a matrix instruction of a group of 4 warps takes
-# Of a thread. Two groups, and a third that the loading warp has to itself, use up the multiprocessor's registers.
+# Of a thread. Two groups, and a third that is there for the loading warps, use up the multiprocessor's registers.
 ATTENDING_REGISTERS = gl.constexpr(232)
 LOADING_REGISTERS = gl.constexpr(40)
 
@@ -52,12 +54,13 @@ def attend_many_on_hopper(
     values = value_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_D], BLOCK)
     queries = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_D], BLOCK)
     posts = gl.allocate_shared_memory(gl.int32, [POSTS * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    full, empty = _barriers(2 * STAGES)  # of keys, then of values
-    full_posts, empty_posts = _barriers(POSTS)
+    full_keys, empty_keys = _barriers(STAGES, 2)
+    full_values, empty_values = _barriers(STAGES, 2)
+    full_posts, empty_posts = _barriers(POSTS, 3)
     board = (posts, full_posts, empty_posts)
 
     tensors = (query, query_strides, out, out_strides, sinks)
-    ring = (keys, values, full, empty)
+    ring = (keys, values, full_keys, empty_keys, full_values, empty_values)
     batch = (query_start_loc, seq_lens, block_table, table_strides, num_reqs)
     gl.warp_specialize(
         [
@@ -65,22 +68,24 @@ def attend_many_on_hopper(
                        BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
             (_attend, (1, tensors, queries, ring, board, scale,
                        BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-            (load, (cache, num_pages, (key_boxes, value_boxes), full, empty, board, batch, num_tiles, ticket,
-                    NUM_KV_HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+            (load_keys, (cache, num_pages, key_boxes, full_keys, empty_keys, board, batch, num_tiles, ticket,
+                         NUM_KV_HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+            (load_values, (cache, num_pages, value_boxes, full_values, empty_values, board, block_table, table_strides,
+                           HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
         ],
-        [4, 1],
-        [ATTENDING_REGISTERS, LOADING_REGISTERS],
+        [4, 1, 1],
+        [ATTENDING_REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS],
     )  # fmt: skip
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr):
-    """For each place of a ring, one that says that it is full, and one that says that both groups have emptied it."""
+def _barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
+    """For each place of a ring, one that says that it is full, and one that says that all its readers are done."""
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(COUNT):
         mbarrier.init(full.index(place), count=1)
-        mbarrier.init(empty.index(place), count=2)
+        mbarrier.init(empty.index(place), count=READERS)
     return full, empty
 
 
@@ -91,10 +96,9 @@ def _attend(
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Half the rows of each tile that is posted, up to a post of no queries."""
-    _, full_posts, empty_posts = board
+    _, _, empty_posts = board
     taken, done = 0, 0  # tiles, and blocks of keys
-    mbarrier.wait(full_posts.index(0), 0)
-    num_queries = read_post(board, 0, 0)
+    num_queries = await_post(board, taken)
     while num_queries > 0:
         first_token, first_position = read_post(board, taken, 1), read_post(board, taken, 2)
         seq_len, head = read_post(board, taken, 3), read_post(board, taken, 4)
@@ -104,8 +108,7 @@ def _attend(
             seq_len, head, scale, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
         )  # fmt: skip
         taken += 1
-        mbarrier.wait(full_posts.index(taken % POSTS), taken // POSTS & 1)
-        num_queries = read_post(board, taken, 0)
+        num_queries = await_post(board, taken)
 
 
 @gluon.jit
@@ -119,7 +122,7 @@ def _attend_tile(
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     PLACES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     query, query_strides, out, out_strides, sinks = tensors
-    _, values, full, empty = ring
+    _, values, _, empty_keys, full_values, empty_values = ring
     low, _, num_blocks, num_right, num_masked = blocks(
         first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N
     )
@@ -139,12 +142,12 @@ def _attend_tile(
     total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, SCORES))
 
     score = hopper.warpgroup_mma_wait(0, deps=(_score(q, ring, done, BLOCK_N, STAGES, SCORES),))
-    mbarrier.arrive(empty.index(done % STAGES))
+    mbarrier.arrive(empty_keys.index(done % STAGES))
     start = start_of(0, low, num_blocks, num_right, BLOCK_N)
     weight, top, total, _ = _weigh(
         score, top, total, unit, start, position, seq_len, True, LEFT, RIGHT, BLOCK_N, SCORES, RESULT, q.dtype
     )
-    mbarrier.wait(full.index(STAGES + done % STAGES), done // STAGES & 1)
+    mbarrier.wait(full_values.index(done % STAGES), done // STAGES & 1)
     if start + BLOCK_N > seq_len:
         _clear(values.index(done % STAGES), seq_len - start, BLOCK_N, PLACES)
     for turn in range(1, num_masked):
@@ -160,7 +163,7 @@ def _attend_tile(
     done += num_blocks
     acc = _add(acc, weight, ring, done - 1, STAGES)
     acc, _ = hopper.warpgroup_mma_wait(0, deps=(acc, weight))
-    mbarrier.arrive(empty.index(STAGES + (done - 1) % STAGES))
+    mbarrier.arrive(empty_values.index((done - 1) % STAGES))
 
     if sinks is not None:
         sink = gl.load(sinks + head * GROUP + row % GROUP).to(gl.float32) * LOG2E
@@ -178,8 +181,8 @@ def _attend_tile(
 @gluon.jit
 def _score(q, ring, at, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr):
     """Starts to multiply the queries by a block of keys."""
-    keys, _, full, _ = ring
-    mbarrier.wait(full.index(at % STAGES), at // STAGES & 1)
+    keys, full_keys = ring[0], ring[2]
+    mbarrier.wait(full_keys.index(at % STAGES), at // STAGES & 1)
     zeros = gl.zeros([HALF, BLOCK_N], gl.float32, SCORES)
     return hopper.warpgroup_mma(q, keys.index(at % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -187,8 +190,8 @@ def _score(q, ring, at, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.
 @gluon.jit
 def _add(acc, weight, ring, at, STAGES: gl.constexpr):
     """Starts to add a block of values by their weights."""
-    _, values, full, _ = ring
-    mbarrier.wait(full.index(STAGES + at % STAGES), at // STAGES & 1)
+    values, full_values = ring[1], ring[4]
+    mbarrier.wait(full_values.index(at % STAGES), at // STAGES & 1)
     return hopper.warpgroup_mma(weight, values.index(at % STAGES), acc, is_async=True)
 
 
@@ -199,16 +202,16 @@ def _step(
     SCORES: gl.constexpr, RESULT: gl.constexpr,
 ):  # fmt: skip
     """Adds the values of the block before, and weighs this block's keys."""
-    _, _, _, empty = ring
+    empty_keys, empty_values = ring[3], ring[5]
     score = _score(q, ring, at, BLOCK_N, STAGES, SCORES)
     acc = _add(acc, weight, ring, at - 1, STAGES)
     score = hopper.warpgroup_mma_wait(1, deps=(score,))
-    mbarrier.arrive(empty.index(at % STAGES))
+    mbarrier.arrive(empty_keys.index(at % STAGES))
     following, top, total, decay = _weigh(
         score, top, total, unit, start, position, seq_len, MASKED, LEFT, RIGHT, BLOCK_N, SCORES, RESULT, q.dtype
     )
     acc, _, following = hopper.warpgroup_mma_wait(0, deps=(acc, weight, following))
-    mbarrier.arrive(empty.index(STAGES + (at - 1) % STAGES))
+    mbarrier.arrive(empty_values.index((at - 1) % STAGES))
     return acc * gl.convert_layout(decay, gl.SliceLayout(1, RESULT))[:, None], following, top, total
 
 

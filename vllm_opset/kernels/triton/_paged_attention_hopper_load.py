@@ -1,4 +1,4 @@
-"""The loading warp of _paged_attention_hopper: which tiles come next, and their keys and values."""
+"""The loading warps of _paged_attention_hopper: which tiles come next, and their keys and values."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,16 +10,16 @@ from vllm_opset.kernels.triton._paged_attention_many import REQUESTS
 ROWS = gl.constexpr(128)  # of a query tile
 COLUMNS = gl.constexpr(64)  # of a box: 128 bytes, the width that shared memory is swizzled by
 POSTS = gl.constexpr(2)  # tiles on the board
-FIELDS = gl.constexpr(5)  # of a post
+FIELDS = gl.constexpr(6)  # of a post
 
 
 @gluon.jit
-def load(
+def load_keys(
     cache, num_pages, boxes, full, empty, board, batch, num_tiles, ticket,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Draws tiles and brings their keys and values. The last tiles come first, since they see the most keys."""
+    """Draws tiles, posts them and brings their keys. The last tiles come first, since they see the most keys."""
     query_start_loc, seq_lens, block_table, table_strides, num_reqs = batch
     posted, loaded = 0, 0  # tiles, and blocks of keys
     drawn = gl.program_id(0)
@@ -32,18 +32,41 @@ def load(
         num_queries = min(ROWS // GROUP, query_len - first_query)
         if num_queries > 0:
             first_position = seq_len - query_len + first_query
-            _post(board, posted, (num_queries, first_token + first_query, first_position, seq_len, head))
+            _post(board, posted, (num_queries, first_token + first_query, first_position, seq_len, head, request))
             posted += 1
-            pages = block_table + request.to(gl.int64) * table_strides[0]
             loaded = _load_tile(
-                cache, num_pages, boxes, full, empty, pages, table_strides[1], loaded, head,
-                first_position, num_queries, seq_len, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
+                cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
+                num_queries, first_position, seq_len, head, request,
+                0, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
             )  # fmt: skip
         number = gl.atomic_add(ticket, 1)
         if number == num_tiles - 1:  # of all draws the last: each program has one that finds no tile
             gl.store(ticket, 0)
         drawn = gl.num_programs(0) + number
     _post(board, posted, (0,))
+
+
+@gluon.jit
+def load_values(
+    cache, num_pages, boxes, full, empty, board, block_table, table_strides,
+    HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Brings the values of each tile that is posted, up to a post of no queries."""
+    _, _, empty_posts = board
+    taken, loaded = 0, 0  # tiles, and blocks of values
+    num_queries = await_post(board, taken)
+    while num_queries > 0:
+        first_position, seq_len = read_post(board, taken, 2), read_post(board, taken, 3)
+        head, request = read_post(board, taken, 4), read_post(board, taken, 5)
+        mbarrier.arrive(empty_posts.index(taken % POSTS))
+        loaded = _load_tile(
+            cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
+            num_queries, first_position, seq_len, head, request,
+            HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
+        )  # fmt: skip
+        taken += 1
+        num_queries = await_post(board, taken)
 
 
 @gluon.jit
@@ -61,7 +84,7 @@ def _request_of(tile, query_start_loc, num_reqs, QUERIES: gl.constexpr):
 
 @gluon.jit
 def _post(board, posted, fields):
-    """Tells both groups of their next tile, once they have read the post that was there."""
+    """Tells all others of their next tile, once they have read the post that was there."""
     posts, full, empty = board
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mbarrier.wait(empty.index(posted % POSTS), posted // POSTS & 1 ^ 1)
@@ -71,39 +94,48 @@ def _post(board, posted, fields):
 
 
 @gluon.jit
+def await_post(board, taken):
+    """The number of queries of the next tile, zero after the last one."""
+    _, full_posts, _ = board
+    mbarrier.wait(full_posts.index(taken % POSTS), taken // POSTS & 1)
+    return read_post(board, taken, 0)
+
+
+@gluon.jit
 def read_post(board, taken, FIELD: gl.constexpr):
     """One of the numbers that were posted."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(board[0].index(taken % POSTS * FIELDS + FIELD).load(ONE), 0)
+    posts, _, _ = board
+    return gl.max(posts.index(taken % POSTS * FIELDS + FIELD).load(ONE), 0)
 
 
 @gluon.jit
 def _load_tile(
-    cache, num_pages, boxes, full, empty, pages, page_stride, loaded, head, first_position, num_queries, seq_len,
-    HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
+    num_queries, first_position, seq_len, head, request,
+    FIRST_COLUMN: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Brings a tile's blocks in turn, box by box, and zeros in place of boxes beyond the last key. Returns the count of
     all blocks so far.
     """
     BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
+    pages = block_table + request.to(gl.int64) * table_strides[0]
     low, high, num_blocks, num_right, _ = blocks(first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
     for turn in range(num_blocks):
         start = start_of(turn, low, num_blocks, num_right, BLOCK_N)
         found = ()
         for row in gl.static_range(0, BLOCK_N, BOX_ROWS):
-            place = pages + ((start + row) // BLOCK_SIZE).to(gl.int64) * page_stride
+            place = pages + ((start + row) // BLOCK_SIZE).to(gl.int64) * table_strides[1]
             found += (gl.load(place, start + row < high, num_pages),)  # a page that does not exist: zeros
         stage, phase = (loaded + turn) % STAGES, (loaded + turn) // STAGES & 1
-        for kind in gl.static_range(2):  # keys, then values
-            mbarrier.wait(empty.index(kind * STAGES + stage), phase ^ 1)
-            filled = full.index(kind * STAGES + stage)
-            mbarrier.expect(filled, BLOCK_N * BLOCK_D * cache.dtype.primitive_bitwidth // 8)
-            for column in gl.static_range(0, BLOCK_D, COLUMNS):
-                for row in gl.static_range(0, BLOCK_N, BOX_ROWS):
-                    place = [found[row // BOX_ROWS], head, (start + row) % BLOCK_SIZE, kind * HEAD_SIZE + column]
-                    box = (stage * (BLOCK_D // COLUMNS) + column // COLUMNS) * (BLOCK_N // BOX_ROWS) + row // BOX_ROWS
-                    tma.async_copy_global_to_shared(cache, place, filled, boxes[kind].index(box))
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), BLOCK_N * BLOCK_D * cache.dtype.primitive_bitwidth // 8)
+        for column in gl.static_range(0, BLOCK_D, COLUMNS):
+            for row in gl.static_range(0, BLOCK_N, BOX_ROWS):
+                place = [found[row // BOX_ROWS], head, (start + row) % BLOCK_SIZE, FIRST_COLUMN + column]
+                box = (stage * (BLOCK_D // COLUMNS) + column // COLUMNS) * (BLOCK_N // BOX_ROWS) + row // BOX_ROWS
+                tma.async_copy_global_to_shared(cache, place, full.index(stage), boxes.index(box))
     return loaded + num_blocks
 
 
