@@ -33,7 +33,8 @@ def model(worker: Worker) -> None:
     for num_tokens in _powers_up_to(scheduler.max_num_batched_tokens):
         _step(runner, num_tokens)
     if not runner.is_pooling_model:
-        _few_queries(runner, scheduler.max_num_seqs * worker.model_config.max_model_len)
+        most_queries = min(scheduler.max_num_batched_tokens, worker.model_config.max_model_len)
+        _attention(runner, most_queries, scheduler.max_num_seqs * worker.model_config.max_model_len)
 
 
 def _step(runner: GPUModelRunner, num_tokens: int) -> None:
@@ -54,18 +55,18 @@ def _powers_up_to(largest: int) -> Iterator[int]:
     yield largest
 
 
-def _few_queries(runner: GPUModelRunner, most_keys: int) -> None:
-    """Attends one request with few queries as if it was the only one, or one of many with long contexts."""
+def _attention(runner: GPUModelRunner, most_queries: int, most_keys: int) -> None:
+    """Attends one request, and if it has few queries, as if it was one of many with long contexts."""
     layers = [layer for layer in runner.compilation_config.static_forward_context.values() if _decodes(layer)]
     for layer in {layer.impl.problem: layer for layer in layers}.values():
         impl = layer.impl
-        for num_queries in _powers_up_to(FEW_QUERIES):
+        for num_queries in _powers_up_to(most_queries):
             query = torch.zeros(num_queries, impl.num_heads, impl.head_size, dtype=impl.dtype, device=runner.device)
             starts, lens, table = (
                 torch.tensor(values, dtype=torch.int32, device=runner.device)
-                for values in ([0, num_queries], [num_queries], [[0] * FEW_QUERIES])
+                for values in ([0, num_queries], [num_queries], [[0] * num_queries])
             )
-            for max_seq_len in _powers_up_to(most_keys):
+            for max_seq_len in _powers_up_to(most_keys) if num_queries <= FEW_QUERIES else (num_queries,):
                 batch = PagedBatch(starts, lens, table, num_queries, max_seq_len)
                 impl.attend(layer, query, layer.kv_cache, batch, torch.empty_like(query))
 
