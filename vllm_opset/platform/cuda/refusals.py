@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from vllm_opset.platform.refusals import RULES as COMMON
-from vllm_opset.platform.refusals import Rule, given
+from vllm_opset.platform.refusals import Rule, given, several
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,6 +20,8 @@ RULES: tuple[Rule, ...] = (
     *COMMON,
     Rule("adapters (LoRA)", "merge the adapter into the weights, and leave out --enable-lora", given("lora_config")),
     Rule("speculative decoding", "leave out --speculative-config", given("speculative_config")),
+    # It has not been run on two GPUs yet.
+    Rule("tensor parallelism", "leave out --tensor-parallel-size, and use one GPU", several("tensor_parallel_size")),
     Rule(
         "a KV cache in this dtype",
         "leave out --kv-cache-dtype, or give fp8_e4m3",

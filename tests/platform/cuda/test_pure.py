@@ -1,0 +1,109 @@
+"""The platform for GPUs without vLLM's compiled kernels, as far as that can be seen without a GPU."""
+
+import functools
+import json
+
+import pytest
+import torch
+from vllm.config import CompilationMode
+
+from vllm_opset.platform.cuda.refusals import RULES
+from vllm_opset.platform.refusals import RULES as COMMON
+from vllm_opset.platform.refusals import Refusal, check
+
+pytestmark = pytest.mark.window
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    """What vLLM checks, made on the platform of this machine."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return EngineArgs(str(tmp_path), skip_tokenizer_init=True).create_engine_config()
+
+
+REFUSED = [
+    ("adapters", "lora_config", object()),
+    ("speculative decoding", "speculative_config", object()),
+    ("tensor parallelism", "parallel_config.tensor_parallel_size", 2),
+    ("a KV cache in this dtype", "cache_config.cache_dtype", "fp8_e5m2"),
+]
+
+
+@pytest.mark.parametrize(("feature", "attribute", "value"), REFUSED)
+def test_what_is_not_done_is_refused(feature, attribute, value, config):
+    check(RULES, config, "here")
+    *path, name = attribute.split(".")
+    object.__setattr__(functools.reduce(getattr, path, config), name, value)
+    with pytest.raises(Refusal, match=feature):
+        check(RULES, config, "here")
+
+
+def test_every_rule_of_its_own_is_tested():
+    own = {rule.feature for rule in RULES if rule not in COMMON}
+    assert all(any(feature in rule for feature, *_ in REFUSED) for rule in own) and len(own) == len(REFUSED)
+
+
+def test_an_fp8_cache_is_not_refused(config):
+    object.__setattr__(config.cache_config, "cache_dtype", "fp8")
+    check(RULES, config, "here")
+
+
+@pytest.mark.parametrize(
+    ("asked", "runner", "graphs", "custom_ops"),
+    [
+        (None, "generate", "FULL_DECODE_ONLY", ["all"]),
+        # Pooling models cannot be captured whole, and nothing else can be without torch.compile.
+        (None, "pooling", "NONE", ["all"]),
+        # A compiler sees through vLLM's own code, and decides on graphs as vLLM does.
+        (3, "generate", None, []),
+    ],
+)
+def test_defaults(asked, runner, graphs, custom_ops, config):
+    from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
+
+    compilation = config.compilation_config
+    mode = None if asked is None else CompilationMode(asked)
+    for name, value in (("mode", mode), ("cudagraph_mode", None), ("custom_ops", [])):
+        object.__setattr__(compilation, name, value)
+    object.__setattr__(config.model_config, "runner_type", runner)
+    OpsetCudaPlatform.apply_config_platform_defaults(config)
+    assert compilation.mode == (CompilationMode.NONE if asked is None else mode)
+    assert getattr(compilation.cudagraph_mode, "name", None) == graphs
+    assert compilation.custom_ops == custom_ops
+
+
+def test_a_weak_reference_is_the_same_memory_and_does_not_keep_it():
+    from vllm_opset.platform import compat
+
+    tensor = torch.arange(24.0).view(4, 6)[1:, ::2]
+    weak = compat._weak_ref_tensor(tensor)
+    assert torch.equal(weak, tensor) and weak.stride() == tensor.stride()
+    assert weak.data_ptr() == tensor.data_ptr()
+    weak += 1
+    assert torch.equal(weak, tensor)
+
+
+def test_vllms_warm_up_comes_back():
+    from vllm.v1.worker import gpu_worker
+
+    from vllm_opset.platform import compat
+
+    original, calls = gpu_worker.kernel_warmup, []
+    with compat.own_warm_up(calls.append):
+        gpu_worker.kernel_warmup("worker")
+    assert calls == ["worker"] and gpu_worker.kernel_warmup is original
