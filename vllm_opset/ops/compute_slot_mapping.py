@@ -97,7 +97,7 @@ MIXED = ((1, 77), (3, 3), (0, 0), (19, 60), (1, 1), (6, 50))
 @compute_slot_mapping.sample_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     for name, case in (
-        ("no requests", SlotCase((), padding=3)),
+        ("zero tokens", SlotCase((), padding=3)),
         ("one token", SlotCase(((1, 1),))),
         ("decode", SlotCase(tuple((1, 1 + 7 * i) for i in range(40)))),
         ("a prompt", SlotCase(((1500, 1500),))),

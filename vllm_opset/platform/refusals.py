@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm import envs
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -65,6 +63,13 @@ def given(name: str) -> Callable[["VllmConfig"], bool]:
     return lambda config: getattr(config, name, None) is not None
 
 
+def environment(name: str):
+    """One of vLLM's variables, as vLLM reads it. Imported late: vLLM asks for its platform while it is imported."""
+    from vllm import envs
+
+    return getattr(envs, name)
+
+
 ANOTHER_MODEL = "choose another model"
 WIDER = "use --tensor-parallel-size instead"
 
@@ -95,7 +100,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "batch invariance",
         "unset VLLM_BATCH_INVARIANT; seeded requests draw the same tokens in any batch as it is",
-        lambda config: envs.VLLM_BATCH_INVARIANT,
+        lambda config: environment("VLLM_BATCH_INVARIANT"),
     ),
     Rule(
         "vLLM's second model runner",

@@ -2,10 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from vllm import envs
-
 from vllm_opset.platform.refusals import RULES as COMMON
-from vllm_opset.platform.refusals import Rule, given
+from vllm_opset.platform.refusals import Rule, environment, given
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,12 +32,12 @@ ASKED: tuple[Rule, ...] = (
     Rule(
         "binding threads to cores",
         "unset VLLM_CPU_OMP_THREADS_BIND, and start under taskset or numactl; OPSET_NUM_THREADS sets their number",
-        lambda config: envs.VLLM_CPU_OMP_THREADS_BIND not in ("auto", "nobind"),
+        lambda config: environment("VLLM_CPU_OMP_THREADS_BIND") not in ("auto", "nobind"),
     ),
     Rule(
         "reserving cores",
         "unset VLLM_CPU_NUM_OF_RESERVED_CPU; one core is left free, or set OPSET_NUM_THREADS",
-        lambda config: envs.VLLM_CPU_NUM_OF_RESERVED_CPU is not None,
+        lambda config: environment("VLLM_CPU_NUM_OF_RESERVED_CPU") is not None,
     ),
 )
 

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
-from vllm import envs
 
 from vllm_opset import selection
-from vllm_opset.platform.refusals import Refusal, Rule, given, of_model, several
+from vllm_opset.platform.refusals import Refusal, Rule, environment, given, of_model, several
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,7 +72,9 @@ def _model(name: str) -> Callable[["VllmConfig"], bool]:
 _LEAVE_IT_OUT = "switch this part off, or leave that out"
 _OTHER_WORKER = Rule("another worker class", "leave out --worker-cls", _another_worker)
 _SPECULATIVE = Rule("speculative decoding", _LEAVE_IT_OUT, given("speculative_config"))
-_BATCH_INVARIANT = Rule("batch invariance", "unset VLLM_BATCH_INVARIANT", lambda config: envs.VLLM_BATCH_INVARIANT)
+_BATCH_INVARIANT = Rule(
+    "batch invariance", "unset VLLM_BATCH_INVARIANT", lambda config: environment("VLLM_BATCH_INVARIANT")
+)
 _HYBRID = Rule("Mamba, state-space and linear attention", _LEAVE_IT_OUT, _model("has_inner_state"))
 _ENCODER_DECODER = Rule("encoder-decoder models", _LEAVE_IT_OUT, _model("is_encoder_decoder"))
 _POOLING = Rule("pooling models", _LEAVE_IT_OUT, of_model(lambda model: model.runner_type == "pooling"))
