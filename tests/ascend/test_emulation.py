@@ -5,6 +5,8 @@ import pytest
 import torch
 from emulation import Limits, UndocumentedCall
 
+from vllm_opset.kernels.ascend import _constraints as documented
+
 X = torch.randn(3, 64, dtype=torch.bfloat16)
 MASK = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
 
@@ -40,6 +42,30 @@ def test_an_emulation_of_other_shapes_than_torch_npus_is_refused():
         emulation.registry._check_result("npu::npu_swiglu", X, (X.float(),))
 
 
+def test_all_operators_that_are_documented_are_emulated():
+    assert {name.split("::")[1] for name in emulation.OPERATORS} == set(documented.OPERATORS)
+
+
+def test_shapes_and_dtypes_are_checked_by_torch_npu_but_for_atb():
+    unchecked = {name for name in emulation.OPERATORS if not emulation.registry.has_meta_kernel(name)}
+    assert unchecked and all(name.startswith("atb::") for name in unchecked)
+
+
+def test_add_rms_norm_rounds_the_sum_before_it_is_normalised():
+    x, residual = (torch.randn(4, 256, dtype=torch.bfloat16) for _ in range(2))
+    ones = torch.ones(256, dtype=torch.bfloat16)
+    y, _, total = torch.ops.npu.npu_add_rms_norm(x, residual, ones)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, torch.ops.npu.npu_rms_norm(total, ones)[0])
+    unrounded = torch.ops.npu.npu_rms_norm(x.float() + residual.float(), ones.float())[0]
+    assert (y != unrounded.bfloat16()).any()
+
+
+def test_an_operator_is_refused_where_it_is_not_documented():
+    with emulation.mode(Limits.STRICT, "Ascend310P3"), pytest.raises(UndocumentedCall, match="not for 310P"):
+        torch.ops.npu.npu_swiglu(X)
+
+
 def test_calls_are_counted():
     with emulation.mode(Limits.STRICT) as calls:
         torch.ops.npu.npu_swiglu(X)
@@ -68,7 +94,7 @@ def test_causal_attention_is_torchs():
 
 
 def test_fp32_is_let_through_only_where_that_is_said():
-    with pytest.raises(UndocumentedCall, match="query is"):
+    with pytest.raises(UndocumentedCall, match="takes bfloat16"):
         attention(*packed(torch.float32))
     with emulation.mode(Limits.RELAXED):
         attention(*packed(torch.float32))
@@ -77,8 +103,8 @@ def test_fp32_is_let_through_only_where_that_is_said():
 @pytest.mark.parametrize(
     ("changes", "limit"),
     [
-        ({"actual_seq_lengths": [3, 4]}, "the last of actual_seq_lengths is"),
-        ({"actual_seq_lengths": [7, 3]}, "cumulative"),
+        ({"actual_seq_lengths": [3, 4]}, "must end at row 7"),
+        ({"actual_seq_lengths": [7, 3]}, "must not fall"),
         ({"atten_mask": None}, "want a mask"),
         ({"atten_mask": torch.zeros_like(MASK)}, "upper triangle"),
         ({"atten_mask": MASK.float()}, "bool, int8"),
@@ -104,8 +130,8 @@ def caches(block_size=16) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("slots", "limit"),
     [
-        (torch.tensor([3, 1, -1], dtype=torch.int32), "no slot for padding"),
-        (torch.tensor([3, 1, 64], dtype=torch.int32), "within the cache"),
+        (torch.tensor([3, 1, -1], dtype=torch.int32), "must lie in"),
+        (torch.tensor([3, 1, 64], dtype=torch.int32), "must lie in"),
         (torch.tensor([3, 1, 3], dtype=torch.int32), "one slot"),
     ],
 )

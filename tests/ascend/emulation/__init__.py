@@ -5,16 +5,14 @@ An emulation of what the documents say, not of a device: see ../README.md. Impor
 """
 
 from emulation import attention, cache, elementwise, norms, rotary, sampling
-from emulation.registry import NEVER_CHECKED_BY_META, OPERATORS, Limits, UndocumentedCall, calls, mode
+from emulation.registry import OPERATORS, Limits, UndocumentedCall, mode
 
 __all__ = [
-    "NEVER_CHECKED_BY_META",
     "OPERATORS",
     "Limits",
     "UndocumentedCall",
     "attention",
     "cache",
-    "calls",
     "elementwise",
     "mode",
     "norms",

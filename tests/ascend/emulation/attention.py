@@ -1,7 +1,7 @@
-"""Attention: fused infer attention, packed or over a paged cache, and ATB's paged attention for decoding.
+"""Fused infer attention, packed or over a paged cache: computed in fp32, rounded once.
 
-Computed in fp32 and rounded once. A key that no query sees is not read, and a query that sees no key gives NaN: the
-documents promise neither, so nothing may rest on the second, and nothing is shown about the first.
+A key that no query sees is not read, and a query that sees no key gives NaN: the documents promise neither, so nothing
+may rest on the second, and nothing is shown about the first.
 """
 
 import math
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import torch
 
-from emulation.registry import emulates, require, require_contiguous, require_dtype
+from emulation.registry import documented, emulates, refuse, require
 
 UNLIMITED = 2**31 - 1
-COMPRESSED_MASK = (2048, 2048)
 LEFT_UP_CAUSAL, RIGHT_DOWN_CAUSAL, BAND = 2, 3, 4
+UPPER_TRIANGLE = torch.ones(documented.ATTENTION_MASK, documented.ATTENTION_MASK, dtype=torch.bool).triu(1)
 
 
 @emulates("npu::npu_fused_infer_attention_score")
@@ -22,45 +22,22 @@ def npu_fused_infer_attention_score(
     num_heads=1, scale=1.0, pre_tokens=UNLIMITED, next_tokens=UNLIMITED, input_layout="BSH", num_key_value_heads=0,
     sparse_mode=0, inner_precise=0, block_size=0, softmax_lse_flag=False, **others,
 ):  # fmt: skip
-    return fused(
-        query, key, value, atten_mask, actual_seq_lengths, actual_seq_lengths_kv, block_table, num_heads, scale,
-        pre_tokens, next_tokens, input_layout, num_key_value_heads, sparse_mode, block_size, softmax_lse_flag, None,
-        others,
-    )  # fmt: skip
-
-
-@emulates("npu::npu_fused_infer_attention_score_v2")
-def npu_fused_infer_attention_score_v2(
-    query, key, value, *, atten_mask=None, actual_seq_qlen=None, actual_seq_kvlen=None, block_table=None,
-    learnable_sink=None, num_query_heads=1, num_key_value_heads=0, softmax_scale=1.0, pre_tokens=UNLIMITED,
-    next_tokens=UNLIMITED, input_layout="BSH", sparse_mode=0, block_size=0, inner_precise=0, return_softmax_lse=False,
-    **others,
-):  # fmt: skip
-    return fused(
-        query, key, value, atten_mask, actual_seq_qlen, actual_seq_kvlen, block_table, num_query_heads, softmax_scale,
-        pre_tokens, next_tokens, input_layout, num_key_value_heads, sparse_mode, block_size, return_softmax_lse,
-        learnable_sink, others,
-    )  # fmt: skip
-
-
-def fused(
-    query, key, value, mask, query_ends, kv_lens, block_table, num_heads, scale, pre_tokens, next_tokens, layout,
-    num_kv_heads, sparse_mode, block_size, with_lse, sink, others,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The two versions differ in their names alone."""
-    if layout != "TND" or with_lse or any(value for value in others.values()):
+    if input_layout != "TND" or softmax_lse_flag or any(other not in (None, 0) for other in others.values()):
         raise NotImplementedError(f"only layout TND is emulated, without log-sum-exp, rope and quantisation: {others}")
-    check(query, key, value, mask, query_ends, kv_lens, num_heads, num_kv_heads or num_heads, sparse_mode)
-    if block_table is not None:
-        check_pages(key, value, block_table, query_ends, kv_lens, num_kv_heads or num_heads, block_size)
-        pages = paged(key, value, block_table, kv_lens, num_kv_heads or num_heads)
+    num_kv_heads = num_key_value_heads or num_heads
+    ends, lens = actual_seq_lengths, actual_seq_lengths_kv
+    require(bool(ends) and bool(lens), "with TND both lists of lengths are given")
+    check(query, key, value, atten_mask, num_heads, num_kv_heads, sparse_mode)
+    if block_table is None:
+        check_packed(key, value, ends, lens, len(query))
+        requests = ((key[start:end], value[start:end]) for start, end in ranges(lens))
     else:
-        require(kv_lens[-1] == len(key) == len(value), "the last of actual_seq_lengths_kv is the number of keys")
-        pages = ((key[start:end], value[start:end]) for start, end in ranges(kv_lens))
+        check_paged(query, key, value, block_table, ends, lens, num_kv_heads, block_size)
+        requests = paged(key, value, block_table, lens, num_kv_heads)
     out = torch.empty_like(query)
-    for (start, end), (keys, values) in zip(ranges(query_ends), pages, strict=True):
-        visible = seen(end - start, len(keys), mask, sparse_mode, pre_tokens, next_tokens)
-        out[start:end] = attend(query[start:end], keys, values, visible, scale, sink)
+    for (start, end), (keys, values) in zip(ranges(ends), requests, strict=True):
+        visible = seen(end - start, len(keys), atten_mask, sparse_mode, pre_tokens, next_tokens)
+        out[start:end] = attend(query[start:end], keys, values, visible, scale)
     return out, torch.empty(0)
 
 
@@ -68,21 +45,18 @@ def ranges(ends: list[int]) -> Iterator[tuple[int, int]]:
     return zip([0, *ends[:-1]], ends, strict=True)
 
 
-def paged(key, value, block_table, lens, num_kv_heads) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values [len, heads, size] of each request. The caches are [num_blocks, block_size, heads * size]."""
-    block_size = key.shape[1]
+def paged(key, value, block_table, lens, num_kv_heads) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Keys and values [len, heads, size] of each request, of caches [num_blocks, block_size, heads * size]."""
     for pages, num_keys in zip(block_table, lens, strict=True):
-        pages = pages[: -(-num_keys // block_size)].long()
-        yield tuple(
-            cache[pages].flatten(0, 1)[:num_keys].unflatten(-1, (num_kv_heads, -1)) if cache.dim() == 3
-            else cache[pages].flatten(0, 1)[:num_keys]
-            for cache in (key, value)
-        )  # fmt: skip
+        pages = pages[: -(-num_keys // key.shape[1])].long()
+        rows = (cache[pages].flatten(0, 1)[:num_keys] for cache in (key, value))
+        yield tuple(row.view(num_keys, num_kv_heads, row.shape[-1] // num_kv_heads) for row in rows)
 
 
 def seen(num_queries, num_keys, mask, sparse_mode, pre_tokens, next_tokens) -> torch.Tensor:
-    """Which key each query sees. Only modes 0 and 4 look at pre_tokens and next_tokens; 0 without a mask at nothing."""
+    """Which key each query sees. Modes 1, 2 and 3 do not look at pre_tokens and next_tokens, nor 0 without a mask."""
     query, key = torch.arange(num_queries).unsqueeze(1), torch.arange(num_keys)
+    pre_tokens -= documented.PRE_TOKENS_EXTRA
     last = num_keys - num_queries  # the last query is at the last key
     if sparse_mode == 0:
         if mask is None:
@@ -98,62 +72,43 @@ def seen(num_queries, num_keys, mask, sparse_mode, pre_tokens, next_tokens) -> t
     raise NotImplementedError(f"sparse_mode {sparse_mode} is not emulated")
 
 
-def attend(query, key, value, visible, scale, sink=None) -> torch.Tensor:
+def attend(query, key, value, visible, scale) -> torch.Tensor:
     """query: [n, heads, size]. key, value: [m, kv_heads, size]. visible: [n, m]."""
-    groups = query.shape[1] // key.shape[1]
     unseen = ~visible.any(dim=0)[:, None, None]
+    groups = query.shape[1] // key.shape[1]
     key, value = (x.float().masked_fill(unseen, 0).repeat_interleave(groups, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
-    scores = scores.masked_fill(~visible, -math.inf)
-    if sink is not None:
-        scores = torch.cat((scores, sink.float()[:, None, None].expand(-1, len(query), 1)), dim=-1)
-    weights = scores.softmax(dim=-1)[..., : len(key)]
+    weights = scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
     return torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
 
 
-def check(query, key, value, mask, query_ends, kv_lens, num_heads, num_kv_heads, sparse_mode) -> None:
-    require_dtype(query, torch.float16, torch.bfloat16, what="query")
+def check(query, key, value, mask, num_heads, num_kv_heads, sparse_mode) -> None:
     require(query.dtype == key.dtype == value.dtype, "query, key and value have one dtype")
-    require_contiguous(query=query, key=key, value=value, atten_mask=mask)
+    refuse(documented.contiguous(query=query, key=key, value=value))
     require(query.dim() == 3 and query.shape[1] == num_heads, "query is [T, num_heads, size]")
-    require(num_heads % num_kv_heads == 0 and num_heads // num_kv_heads <= 64, "at most 64 heads share a KV head")
-    require(bool(query_ends) and bool(kv_lens), "with TND both lists of lengths are given")
-    require(list(query_ends) == sorted(query_ends), "actual_seq_lengths are cumulative")
-    require(query_ends[-1] == len(query), "the last of actual_seq_lengths is the number of query tokens")
-    require(len(query_ends) == len(kv_lens) <= 4096, "one length of keys for each request, at most 4096")
+    require(num_heads % num_kv_heads == 0, "num_heads is a multiple of num_key_value_heads")
     if sparse_mode in (LEFT_UP_CAUSAL, RIGHT_DOWN_CAUSAL, BAND):
-        require(mask is not None and mask.shape[-2:] == COMPRESSED_MASK, "modes 2, 3 and 4 want a mask 2048 x 2048")
+        fits = mask is not None and mask.shape[-2:] == UPPER_TRIANGLE.shape
+        require(fits, f"modes 2, 3 and 4 want a mask {tuple(UPPER_TRIANGLE.shape)}")
         require(mask.dtype in (torch.bool, torch.int8, torch.uint8), "the mask is bool, int8 or uint8")
-        require(torch.equal(mask.reshape(COMPRESSED_MASK).bool(), UPPER_TRIANGLE), "the mask is an upper triangle")
+        refuse(documented.contiguous(mask=mask))
+        require(torch.equal(mask.reshape(UPPER_TRIANGLE.shape).bool(), UPPER_TRIANGLE), "it is an upper triangle")
 
 
-UPPER_TRIANGLE = torch.ones(COMPRESSED_MASK, dtype=torch.bool).triu(1)
+def check_packed(key, value, ends, lens, num_rows) -> None:
+    """The lengths of keys are cumulative too."""
+    refuse(documented.attention_lengths(ends, lens, num_rows))
+    refuse(documented.attention_lengths(lens, lens, len(key)))
+    require(key.shape == value.shape, "key and value have one shape")
 
 
-def check_pages(key, value, block_table, query_ends, kv_lens, num_kv_heads, block_size) -> None:
+def check_paged(query, key, value, block_table, ends, lens, num_kv_heads, block_size) -> None:
+    refuse(documented.attention_lengths(ends, lens, len(query)))
+    refuse(documented.attention(query.shape[1], num_kv_heads, query.shape[2], block_size))
+    refuse(documented.contiguous(block_table=block_table))
     require(block_table.dtype == torch.int32 and block_table.dim() == 2, "block_table is int32 [batch, pages]")
-    require_contiguous(block_table=block_table)
-    require(len(block_table) == len(kv_lens), "one row of block_table for each request")
-    require(key.shape == value.shape and key.shape[1] == block_size, "caches are [num_blocks, block_size, …]")
-    require(key[0, 0].numel() <= 65535 and key[0, 0].numel() % num_kv_heads == 0, "a row of a cache is all heads")
-    prefill = any(end - start > 1 for start, end in ranges(query_ends))
-    multiple, most = (128, 512) if prefill else (16, 512)
-    require(block_size % multiple == 0 and block_size <= most, f"block_size is a multiple of {multiple} up to {most}")
-
-
-@emulates("atb::_npu_paged_attention")
-def _npu_paged_attention(
-    query, key_cache, value_cache, num_kv_heads, num_heads, scale_value, block_table, context_lens, out, *,
-    workspace=None,
-):  # fmt: skip
-    """One query token a request, at the end of its keys. context_lens: int32, on the host."""
-    require_dtype(query, torch.float16, torch.bfloat16, what="query")
-    require_contiguous(query=query, key_cache=key_cache, value_cache=value_cache, block_table=block_table, out=out)
-    require(block_table.dtype == context_lens.dtype == torch.int32, "block_table and context_lens are int32")
-    require(key_cache.shape[2] == num_kv_heads and query.shape[1] == num_heads, "heads are as many as is said")
-    require(key_cache.shape[1] <= 128, "block_size is at most 128")
-    require(len(query) == len(block_table) == len(context_lens), "one query token for each request")
-    pages = paged(key_cache, value_cache, block_table, context_lens.tolist(), num_kv_heads)
-    for row, (key, value) in enumerate(pages):
-        visible = torch.ones(1, len(key), dtype=torch.bool)
-        out[row : row + 1] = attend(query[row : row + 1], key, value, visible, scale_value)
+    require(len(block_table) == len(lens), "one row of block_table for each request")
+    require(
+        key.shape == value.shape and key.shape[1] == block_size, "caches are [num_blocks, block_size, heads * size]"
+    )
+    require(key.shape[2:] == (num_kv_heads * query.shape[2],), "a row of a cache is all heads")

@@ -1,7 +1,8 @@
-"""Puts an emulated operator behind torch_npu's own schema, and holds every call of it to what torch_npu knows.
+"""Puts an emulated operator behind torch_npu's own schema, and holds every call of it to what is known of it.
 
 A call goes through torch_npu's schema, so a wrong keyword fails there. It then runs torch_npu's own Meta kernel, where
-there is one, and what that says of shapes and dtypes must be what the emulation gives.
+there is one: what that says of shapes and dtypes must be what the emulation gives. What the documents allow is asked of
+the same functions that the kernels' `supports` asks.
 """
 
 import contextlib
@@ -9,9 +10,12 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import Enum
+from unittest.mock import patch
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from vllm_opset.kernels.ascend import _constraints as documented
 
 
 class UndocumentedCall(Exception):
@@ -19,50 +23,42 @@ class UndocumentedCall(Exception):
 
 
 class Limits(Enum):
-    """What is enforced. STRICT: all that is documented. RELAXED: that, but fp32 is taken wherever bf16 is."""
+    """What is enforced. STRICT: all that is documented. RELAXED: that, but every operator takes fp32 too."""
 
     STRICT = "strict"
     RELAXED = "relaxed"
 
 
 OPERATORS: dict[str, Callable] = {}
-# Of these torch_npu has no Meta kernel: their calls are held to the schema alone.
-NEVER_CHECKED_BY_META: set[str] = set()
-
-# How often each operator was called since the mode was entered.
-calls: Counter[str] = Counter()
-_limits = Limits.STRICT
 _libraries = {namespace: torch.library.Library(namespace, "IMPL") for namespace in ("npu", "atb")}
+_calls: Counter[str] = Counter()
+_limits = Limits.STRICT
 
 
 @contextlib.contextmanager
-def mode(limits: Limits) -> Iterator[Counter[str]]:
-    """Sets what is enforced, and counts calls."""
+def mode(limits: Limits, device_name: str = "Ascend910B3") -> Iterator[Counter[str]]:
+    """Sets what is enforced and what the device calls itself, and counts the calls of each operator."""
     global _limits
     before, _limits = _limits, limits
-    calls.clear()
+    _calls.clear()
+    documented.soc.cache_clear()
     try:
-        yield calls
+        with patch("torch.npu.get_device_name", lambda device=None: device_name):
+            yield _calls
     finally:
         _limits = before
+        documented.soc.cache_clear()
 
 
 def require(condition: bool, limit: str) -> None:
-    """Raises UndocumentedCall unless the condition holds. limit: what the documentation says."""
+    """Raises UndocumentedCall unless the condition holds. limit: what the documents say."""
     if not condition:
         raise UndocumentedCall(limit)
 
 
-def require_dtype(tensor: torch.Tensor, *dtypes: torch.dtype, what: str) -> None:
-    """One of the documented dtypes, or fp32 where that is let through."""
-    if _limits is Limits.RELAXED and torch.bfloat16 in dtypes:
-        dtypes = (*dtypes, torch.float32)
-    require(tensor.dtype in dtypes, f"{what} is {' or '.join(map(str, dtypes))}, not {tensor.dtype}")
-
-
-def require_contiguous(**tensors: torch.Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        require(tensor is None or tensor.is_contiguous(), f"{name} must be contiguous")
+def refuse(reason: str | None) -> None:
+    """Raises UndocumentedCall for a reason against a call."""
+    require(reason is None, reason or "")
 
 
 def emulates(name: str, meta_wants: int = 0) -> Callable[[Callable], Callable]:
@@ -72,15 +68,14 @@ def emulates(name: str, meta_wants: int = 0) -> Callable[[Callable], Callable]:
     """
     namespace, operator = name.split("::")
     overload = getattr(getattr(torch.ops, namespace), operator).default
-    has_meta = torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta")
-    if not has_meta:
-        NEVER_CHECKED_BY_META.add(name)
+    has_meta = has_meta_kernel(name)
 
     def register(emulation: Callable) -> Callable:
         _check_signature(emulation, overload._schema)
 
         def run(*args, **kwargs):
-            calls[name] += 1
+            _calls[name] += 1
+            _check_documented(operator, args)
             ask_meta = has_meta and len(args) >= meta_wants
             expected = overload(*_on_meta(args), **_on_meta(kwargs)) if ask_meta else None
             result = emulation(*args, **kwargs)
@@ -95,17 +90,26 @@ def emulates(name: str, meta_wants: int = 0) -> Callable[[Callable], Callable]:
     return register
 
 
+def has_meta_kernel(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta")
+
+
+def _check_documented(operator: str, args: tuple) -> None:
+    """Product and dtype. The first floating-point argument has the dtype that the documents speak of."""
+    limits, family = documented.OPERATORS[operator], documented.soc()
+    require(family in limits.socs, f"{operator} is documented for {limits.socs}, not for {family}")
+    dtype = next(x.dtype for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.is_floating_point())
+    dtypes = limits.dtypes if _limits is Limits.STRICT else (*limits.dtypes, torch.float32)
+    require(dtype in dtypes, f"{operator} takes {documented.names(dtypes)}, not {documented.names([dtype])}")
+
+
 def _check_signature(emulation: Callable, schema: torch.FunctionSchema) -> None:
     """An emulation must name its parameters as the operator does, with the same defaults."""
-    has = {
-        name: parameter.default
-        for name, parameter in inspect.signature(emulation).parameters.items()
-        if parameter.kind is not parameter.VAR_KEYWORD
-    }
+    parameters = inspect.signature(emulation).parameters.values()
+    has = {parameter.name: parameter.default for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD}
     wanted = {argument.name: _default(argument) for argument in schema.arguments}
-    differing = {name: default for name, default in has.items() if wanted.get(name, ...) != default}
-    if differing:
-        raise TypeError(f"{schema.name} takes {wanted}, but its emulation {differing}")
+    if any(name not in wanted or wanted[name] != default for name, default in has.items()):
+        raise TypeError(f"{schema.name} takes {wanted}, but its emulation {has}")
 
 
 def _default(argument: torch.Argument):
@@ -118,8 +122,7 @@ def _on_meta(values):
 
 def _check_result(name: str, result, expected) -> None:
     def shapes(values) -> list[tuple]:
-        values = values if isinstance(values, tuple) else (values,)
-        return [(tuple(value.shape), value.dtype) for value in values if value is not None]
+        return [(tuple(value.shape), value.dtype) for value in tree_leaves(values) if value is not None]
 
     if shapes(result) != shapes(expected):
         raise AssertionError(f"the emulation of {name} gives {shapes(result)}, torch_npu says {shapes(expected)}")

@@ -2,10 +2,9 @@
 
 import torch
 
-from emulation.registry import emulates, require, require_contiguous, require_dtype
+from emulation.registry import documented, emulates, refuse, require
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-# `npu_mrope`'s documents call the second mode by both names; torch_npu asks only whether it is "half".
+# npu_mrope's documents call the second style of pairs by the first of these names, and callers by the second.
 INTERLEAVED = ("interleave", "interleaved")
 
 
@@ -25,35 +24,23 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: bool) ->
 
 def rows_of(table: torch.Tensor, positions: torch.Tensor, half: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [T, 1, rotary_dim] of tokens, from a table that has one of each for a pair."""
-    widen = (lambda x: torch.cat((x, x), dim=-1)) if half else (lambda x: x.repeat_interleave(2, dim=-1))
     cos, sin = table[positions.long()].unsqueeze(1).chunk(2, dim=-1)
-    return widen(cos), widen(sin)
+    if half:
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
 
 
 @emulates("npu::npu_rotary_mul")
 def npu_rotary_mul(input, r1, r2, rotary_mode="half", rotate=None):
     if rotate is not None:
         raise NotImplementedError("a matrix in place of a mode is not emulated")
-    require(rotary_mode in ("half", "interleave"), "rotary_mode is 'half' or 'interleave'")
+    require(rotary_mode in ("half", INTERLEAVED[0]), "rotary_mode is 'half' or 'interleave'")
     require(input.dim() == r1.dim() == r2.dim() == 4, "all are four-dimensional")
-    for tensor in (input, r1, r2):
-        require_dtype(tensor, *FLOATS, what="each tensor")
-    size = input.shape[-1]
-    require(size < 896 and size % 2 == 0, "heads are even and less than 896 wide")
-    require(r1.shape == r2.shape and r1.shape[-1] == size, "r1 and r2 have one shape, as wide as a head")
+    refuse(documented.rotary_mul(input.shape[-1], r1.shape[-1]))
+    require(input.shape[-1] % 2 == 0, "heads are even")
+    require(r1.shape == r2.shape, "r1 and r2 have one shape")
     require(all(r in (1, n) for r, n in zip(r1.shape, input.shape, strict=True)), "r1 broadcasts to input")
     return turned(input, r1, r2, rotary_mode == "half")
-
-
-@emulates("npu::npu_apply_rotary_pos_emb")
-def npu_apply_rotary_pos_emb(query, key, cos, sin, layout="BSND", rotary_mode="half"):
-    """Writes to query and key, and returns them."""
-    require(layout == "BSND" and rotary_mode == "half", "layout 'BSND' and mode 'half' are emulated")
-    require(query.dim() == key.dim() == cos.dim() == sin.dim() == 4, "all are four-dimensional")
-    require(query.shape[-1] in (64, 128) and cos.shape[-1] == query.shape[-1], "heads of 64 or 128, fully rotated")
-    require(query.dtype == key.dtype == cos.dtype == sin.dtype, "all have one dtype")
-    require_contiguous(query=query, key=key, cos=cos, sin=sin)
-    return query.copy_(turned(query, cos, sin, True)), key.copy_(turned(key, cos, sin, True))
 
 
 @emulates("npu::npu_mrope")
@@ -65,11 +52,7 @@ def npu_mrope(
         raise NotImplementedError("sections and an interleaved table are not emulated")
     require(rotary_mode in ("half", *INTERLEAVED), "rotary_mode is 'half' or 'interleave'")
     check_table(positions, query, key, cos_sin_cache, head_size)
-    rotary_dim = cos_sin_cache.shape[1]
-    multiple = 16 if query.dtype == torch.float32 else 32
-    require(
-        rotary_dim % multiple == 0 and head_size % multiple == 0, f"head and rotary_dim are multiples of {multiple}"
-    )
+    refuse(documented.mrope(query.dtype, head_size, cos_sin_cache.shape[1]))
     return tuple(through_table(x, positions, cos_sin_cache, head_size, rotary_mode == "half") for x in (query, key))
 
 
@@ -77,15 +60,14 @@ def npu_mrope(
 def _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style):
     """In place. The whole head is rotated."""
     check_table(positions, query, key, cos_sin_cache, head_size)
-    require(cos_sin_cache.shape[1] == head_size, "the whole head is rotated")
-    require_contiguous(positions=positions, query=query, key=key, cos_sin_cache=cos_sin_cache)
+    refuse(documented.full_width(head_size, cos_sin_cache.shape[1]))
+    refuse(documented.contiguous(positions=positions, query=query, key=key, cos_sin_cache=cos_sin_cache))
     for x in (query, key):
         x.copy_(through_table(x, positions, cos_sin_cache, head_size, is_neox_style))
 
 
 def check_table(positions, query, key, table, head_size) -> None:
     require(query.dim() == key.dim() == table.dim() == 2, "query, key and cos_sin_cache are two-dimensional")
-    require_dtype(query, *FLOATS, what="query")
     require(query.dtype == key.dtype == table.dtype, "query, key and cos_sin_cache have one dtype")
     require(positions.dtype in (torch.int32, torch.int64), "positions are int32 or int64")
     require(bool(((positions >= 0) & (positions < len(table))).all()), "positions are rows of cos_sin_cache")

@@ -2,9 +2,7 @@
 
 import torch
 
-from emulation.registry import emulates, require, require_dtype
-
-MAX_K = 1024
+from emulation.registry import documented, emulates, require
 
 
 @emulates("npu::npu_top_k_top_p", meta_wants=3)
@@ -24,13 +22,11 @@ def npu_top_k_top_p(logits, p=None, k=None):
 
 def check(logits: torch.Tensor, p: torch.Tensor | None, k: torch.Tensor | None) -> None:
     require(logits.dim() == 2, "logits are two-dimensional")
-    require_dtype(logits, torch.float16, torch.bfloat16, torch.float32, what="logits")
     require(p is not None or k is not None, "one of p and k must be given")
     if p is not None:
         require(p.dtype == logits.dtype and p.shape == logits.shape[:1], "p is [rows], of logits' dtype")
         require(bool(((p >= 0) & (p <= 1)).all()), "p lies in 0 … 1")
     if k is not None:
         require(k.dtype == torch.int32 and k.shape == logits.shape[:1], "k is int32 [rows]")
-        require(
-            bool(((k >= 1) & (k <= min(MAX_K, logits.shape[1]))).all()), f"k lies in 1 … {MAX_K} and the vocabulary"
-        )
+        most = min(documented.TOP_K_MAX, logits.shape[1])
+        require(bool(((k >= 1) & (k <= most)).all()), f"k lies in 1 … {documented.TOP_K_MAX}, and in the vocabulary")
