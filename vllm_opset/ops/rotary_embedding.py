@@ -156,6 +156,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     for neox, style in ((True, "NeoX"), (False, "GPT-J")):
         yield sample(f"{style}", neox=neox)
         yield sample(f"{style}, partial", size=96, rotary=24, neox=neox)
+        yield sample(f"{style}, half of each head", size=128, rotary=64, neox=neox)
         yield sample(f"{style}, one pair", size=16, rotary=2, neox=neox)
         yield sample(f"{style}, odd head size", size=5, rotary=4, neox=neox)
         yield sample(f"{style}, slices of a fused projection", neox=neox, layout=samples.side_by_side)
