@@ -1,10 +1,10 @@
-"""fused_add_rms_norm by npu_add_rms_norm.
+"""fused_add_rms_norm by npu_add_rms_norm, in fp32 whatever the dtype.
 
 Source: its schema, (y, rstd, x1 + x2), and CANN's page of aclnnAddRmsNorm; docs have no page of it. Two inputs and a
-weight of one dtype. A weight in fp32, and Gemma's weight + 1, have all of it computed in fp32. The results are copied
-to x and residual: npu_add_rms_norm_v2 writes in place, but nothing says which result goes where.
-Not documented: whether the norm is that of the sum before it is rounded, as the contract wants it, or after. The two
-differ by less than the tolerance; the contract's law `norm_of_the_unrounded_sum` tells them apart on hardware.
+weight of one dtype. In 16 bits, by the reference results in the tests of CANN's ops-nn, A2 and A3 round the sum before
+they normalise it; the contract normalises it unrounded. In fp32 there is nothing to tell apart, at the price of
+converting both inputs. The results are copied to x and residual: npu_add_rms_norm_v2 writes in place, but nothing says
+which result goes where.
 """
 
 import torch
@@ -34,8 +34,8 @@ def fused_add_rms_norm(
     check_arguments(x, residual, weight)
     if x.numel() == 0:
         return
-    scale = gamma(x, weight, weight_offset)
-    both = rows(x, scale.dtype), rows(residual, scale.dtype)
+    both = rows(x, torch.float32), rows(residual, torch.float32)
+    scale = gamma(x, weight, weight_offset).float()
     y, _, total = npu.npu_add_rms_norm(*both, scale, epsilon=epsilon)
     x.copy_(y.view(x.shape))
     residual.copy_(total.view(x.shape))
