@@ -13,7 +13,7 @@ import torch
 from vllm_opset.ops import samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
 from vllm_opset.ops.paged_batch import PagedBatch, keys_and_values, window_sides
-from vllm_opset.ops.paged_inputs import SHAPES, UNTOUCHED, PagedCase, bench_samples, packed_sample
+from vllm_opset.ops.paged_inputs import APART, LAYOUTS, UNTOUCHED, PagedCase, bench_samples, packed_sample
 
 # The weights of the softmax are rounded to the dtype of the values before the second product, as every fused kernel
 # does: half a unit in the last place of each weight. The errors of the keys are independent, so they add up to that
@@ -258,10 +258,35 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         "fp8 cache, window, soft cap": PagedCase(mixed, cache_dtype=torch.float8_e4m3fn, window=20, soft_cap=1.5),
         **{f"head size {size}": PagedCase(mixed, head_size=size) for size in (80, 96, 112, 120, 128, 192, 256)},
         **{f"block size {size}": PagedCase(mixed, block_size=size, window=40) for size in (32, 48, 64, 80, 128)},
-        **{layout: PagedCase(mixed, layout=layout, padded_rows=2) for layout in SHAPES},
+        **{f"{APART}, {name}": PagedCase(layout=APART, **case) for name, case in _apart_cases().items()},
+        **{layout: PagedCase(mixed, layout=layout, padded_rows=2) for layout in LAYOUTS},
     }.items():
         yield case.sample(name, device, dtype)
     yield packed_sample(device, dtype)
+
+
+def _apart_cases() -> dict[str, dict]:
+    """Pages of 128 tokens, the size that devices with keys and values apart have in common."""
+    mixed = {"requests": ((1, 177), (1, 3), (19, 19), (6, 150), (0, 0), (1, 134)), "block_size": 128}
+    return {
+        "small pages": {"requests": ((1, 77), (19, 19), (0, 0), (6, 50))},
+        "decode": {"requests": ((1, 1), (1, 128), (1, 129), (1, 300)), "block_size": 128},
+        "prefill": {"requests": ((5, 5), (128, 128), (150, 150)), "block_size": 128},
+        "chunked prefill": {"requests": ((7, 140), (20, 152)), "block_size": 128, "loose_bounds": True},
+        "mixed, padded rows and requests": mixed | {"padded_rows": 3},
+        "zero tokens": {"requests": ((0, 0), (0, 0)), "block_size": 128, "padded_rows": 3},
+        "MHA": mixed | {"num_kv_heads": 4},
+        "MQA": mixed | {"num_kv_heads": 1},
+        "GQA, 7 heads a group": mixed | {"num_heads": 14},
+        "head size 128": mixed | {"head_size": 128},
+        "shared pages": mixed | {"requests": ((1, 140), (5, 160), (1, 133)), "shared_pages": 1},
+        "far apart scores": mixed | {"query_std": 20.0},
+        "window of 1": mixed | {"window": 1},
+        "window": mixed | {"window": 20},
+        "window, freed pages": mixed | {"window": 20, "requests": ((1, 300), (3, 200), (9, 9))},
+        "window as a pair": mixed | {"window": (19, 0)},
+        "window wider than any sequence": mixed | {"window": 500},
+    }
 
 
 @paged_attention.illegal_inputs
@@ -282,8 +307,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("out of other heads", out=lambda given: given["out"][:, :2])
     yield sample("a cache of another head size", kv_cache=lambda given: given["kv_cache"][..., :32])
     yield sample(
-        "KV heads that cannot share the query heads",
-        kv_cache=lambda given: given["kv_cache"].repeat_interleave(3, dim=1),
+        "KV heads that cannot share the query heads", kv_cache=lambda given: torch.cat([given["kv_cache"]] * 3, dim=1)
     )
     yield sample("one slope for all heads", alibi_slopes=lambda given: torch.ones(1, device=device))
     yield sample("one sink for all heads", sinks=lambda given: torch.ones(1, device=device))

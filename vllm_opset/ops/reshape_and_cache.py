@@ -12,7 +12,7 @@ import torch
 from vllm_opset.ops import samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, op
 from vllm_opset.ops.paged_batch import keys_and_values
-from vllm_opset.ops.paged_inputs import NAN, SHAPES, poisoned_cache
+from vllm_opset.ops.paged_inputs import APART, LAYOUTS, NAN, poisoned_cache
 
 EXACT = Tolerance(0.0, 0.0, "copied")
 TOLERANCES = {
@@ -126,6 +126,7 @@ def _inputs(
 @reshape_and_cache.sample_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     some = [31, 32, 0, 79, 5, 6, 64]
+    apart = {"layout": APART}
     for name, slots, options in (
         ("zero tokens", [], {}),
         ("one token", [17], {}),
@@ -141,7 +142,16 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         ("block size 1", [3, 0], {"block_size": 1}),
         ("fp8 cache", some, {"cache_dtype": torch.float8_e4m3fn}),
         *((f"head size {size}", some, {"head_size": size}) for size in (80, 120, 128, 256)),
-        *((layout, some, {"layout": layout}) for layout in SHAPES),
+        *((layout, some, {"layout": layout}) for layout in LAYOUTS),
+        (APART, some, apart),
+        (f"{APART}, zero tokens", [], apart),
+        (f"{APART}, a prompt", list(range(16, 56)), apart),
+        (f"{APART}, int32 slots", some, apart | {"slot_dtype": torch.int32}),
+        (f"{APART}, tokens without a slot", [-1, 31, -1, 0, 1, 79, -1], apart),
+        (f"{APART}, no token has a slot", [-1, -1], apart),
+        (f"{APART}, fewer slots than tokens", some, apart | {"padded_rows": 3}),
+        (f"{APART}, odd number of heads", some, apart | {"num_kv_heads": 3}),
+        (f"{APART}, block size 128", [*some, 128, 639], apart | {"block_size": 128, "head_size": 128}),
     ):
         yield Sample(
             name, lambda name=name, slots=slots, options=options: _inputs(name, device, dtype, slots, **options)
