@@ -15,7 +15,7 @@ def case(
     requests: Sequence[tuple[int, int]], *, layout: str = APART, block_size: int = BLOCK_SIZE, **options
 ) -> PagedCase:
     """A case with such a cache, unless it asks for another. Shared pages need sequences that are as long."""
-    if "shared_pages" in options:
+    if options.get("shared_pages", 0) * block_size > min(seq_len for _, seq_len in requests):
         requests = tuple((query_len, 8 * seq_len) for query_len, seq_len in requests)
     return PagedCase(requests, layout=layout, block_size=block_size, **options)
 
