@@ -19,7 +19,7 @@ def unavailable() -> str | None:
     if "torch_npu" in sys.modules:
         return None
     if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed: pip install the torch-npu of this torch's release"
+        return "torch_npu is not installed; where there is an NPU, pip install the torch-npu of this torch's release"
     missing = [library for library in CANN_LIBRARIES if not _loads(library)]
     if missing:
         return (

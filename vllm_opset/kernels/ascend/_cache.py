@@ -2,8 +2,7 @@
 
 No strides of a cache with each value beside its key can be those of two contiguous tensors, and the operators take no
 others (docs of npu_scatter_pa_kv_cache and npu_fused_infer_attention_score). So the NPU platform allocates, for each
-layer, one storage [2, num_blocks, block_size, num_kv_heads, head_size], keys first, or two of [num_blocks, …]-shaped
-halves in it, and gives the kernels the view
+layer, one storage [2, num_blocks, block_size, num_kv_heads, head_size], keys first, and gives the kernels the view
 
     storage.permute(1, 3, 2, 0, 4)    # [num_blocks, num_kv_heads, block_size, 2, head_size]
 

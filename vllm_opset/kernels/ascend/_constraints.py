@@ -90,23 +90,27 @@ PRE_TOKENS_EXTRA = 0
 
 @functools.cache
 def soc() -> str:
-    """The family of this machine's NPU: A2, A3, A5, 310P, or what it calls itself."""
-    name = torch.npu.get_device_name()
-    return next((family for prefix, family in SOC_NAMES.items() if name.startswith(prefix)), name)
+    """The family of this machine's NPU."""
+    return family(torch.npu.get_device_name())
+
+
+def family(name: str) -> str:
+    """A2, A3, A5 or 310P, by what a device calls itself; of others, that."""
+    return next((known for prefix, known in SOC_NAMES.items() if name.startswith(prefix)), name)
 
 
 def refused(operator: str, problem: Problem, namespace: str = "npu") -> str | None:
     """Why the operator cannot be called on this NPU for this dtype, or None."""
-    limits, family = OPERATORS[operator], soc()
+    limits, here = OPERATORS[operator], soc()
     if not hasattr(getattr(torch.ops, namespace), operator):
         cure = "source the set_env.sh of NNAL (ATB)" if namespace == "atb" else "install a newer torch-npu"
         return f"torch_npu has no {operator} here: {cure}"
-    if family not in limits.socs:
-        return f"{operator} is documented for {', '.join(limits.socs)}, not for {family}"
+    if here not in limits.socs:
+        return f"{operator} is documented for {', '.join(limits.socs)}, not for {here}"
     if problem.dtype not in limits.dtypes:
         return f"{operator} takes {names(limits.dtypes)}, not {names([problem.dtype])}"
-    if problem.dtype == torch.bfloat16 and family not in BF16_SOCS:
-        return f"there is no bfloat16 on {family}"
+    if problem.dtype == torch.bfloat16 and here not in BF16_SOCS:
+        return f"there is no bfloat16 on {here}"
     return None
 
 
