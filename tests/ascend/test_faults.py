@@ -9,8 +9,8 @@ from collections.abc import Callable
 import emulation
 import pytest
 import torch
+from checks import KERNELS, run_checks
 from emulation import Limits
-from kernels import KERNELS, run_checks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 

@@ -2,8 +2,8 @@
 
 import emulation
 import pytest
+from checks import DEVICES, KERNELS, run_checks
 from emulation import Limits
-from kernels import DEVICES, KERNELS, run_checks
 
 each_kernel = pytest.mark.parametrize(("op", "kernel"), KERNELS, ids=lambda value: getattr(value, "name", value))
 
