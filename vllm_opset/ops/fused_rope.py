@@ -52,6 +52,8 @@ def check_arguments(
             "query and key must be [T, heads, head_size], of one T and head_size, "
             f"not {list(query.shape)} and {list(key.shape)}"
         )
+    if kv_cache.dim() != 4:
+        raise ValueError(f"the cache must have the value beside the key, not be {list(kv_cache.shape)}")
     check_rotary(positions, query, key, key.shape[2], cos_sin_cache)
     check_cache(key, value, kv_cache, slot_mapping)
 

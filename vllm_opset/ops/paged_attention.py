@@ -12,8 +12,8 @@ import torch
 
 from vllm_opset.ops import samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
-from vllm_opset.ops.paged_batch import PagedBatch, window_sides
-from vllm_opset.ops.paged_inputs import LAYOUTS, UNTOUCHED, PagedCase, bench_samples, packed_sample
+from vllm_opset.ops.paged_batch import PagedBatch, keys_and_values, window_sides
+from vllm_opset.ops.paged_inputs import APART, LAYOUTS, UNTOUCHED, PagedCase, bench_samples, packed_sample
 
 # The weights of the softmax are rounded to the dtype of the values before the second product, as every fused kernel
 # does: half a unit in the last place of each weight. The errors of the keys are independent, so they add up to that
@@ -34,6 +34,8 @@ REFERENCE_ROWS = 1024
 class PagedAttentionProblem(Problem):
     """What is known when a layer's cache is laid out. dtype: of query and out. soft_cap, alibi, sinks: whether used.
 
+    kv_apart: whether the cache has keys and values in dimensions of their own.
+
     Raises ValueError if the heads cannot be shared out or the window holds no key.
     """
 
@@ -47,6 +49,7 @@ class PagedAttentionProblem(Problem):
     alibi: bool = False
     sinks: bool = False
     causal: bool = True
+    kv_apart: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -102,8 +105,8 @@ def _cached(
     """The keys and values of one request, [seq_len, num_kv_heads, head_size] each."""
     block_size = kv_cache.shape[2]
     position = torch.arange(seq_len, device=kv_cache.device)
-    tokens = kv_cache[pages[position // block_size].long(), :, position % block_size].to(dtype)
-    key, value = tokens.chunk(2, dim=-1)
+    place = pages[position // block_size].long(), slice(None), position % block_size
+    key, value = (half[place].to(dtype) for half in keys_and_values(kv_cache))
     return key if k_scale is None else key * k_scale, value if v_scale is None else value * v_scale
 
 
@@ -152,8 +155,10 @@ def check_shapes(
     num_heads, head_size = query.shape[1:]
     if out.shape != query.shape or out.dtype != query.dtype:
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, query {query.dtype} {tuple(query.shape)}")
-    if kv_cache.shape[3] != 2 * head_size:
-        raise ValueError(f"a cache row of {kv_cache.shape[3]} does not hold key and value of head size {head_size}")
+    if kv_cache.shape[3:].numel() != 2 * head_size:
+        raise ValueError(
+            f"a cache row of {kv_cache.shape[3:].numel()} does not hold key and value of head size {head_size}"
+        )
     if num_heads % kv_cache.shape[1]:
         raise ValueError(f"{num_heads} query heads cannot share {kv_cache.shape[1]} KV heads evenly")
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
@@ -178,6 +183,7 @@ def _(
         alibi=alibi_slopes is not None,
         sinks=sinks is not None,
         causal=batch.causal,
+        kv_apart=kv_cache.dim() == 5,
     )
 
 
@@ -195,7 +201,7 @@ def _(query, kv_cache, batch, out, *, window=None, **_) -> Cost:
     pairs = int((last - first + 1).sum())
     keys = seq_lens if left is None else torch.minimum(seq_lens, query_lens + left)
     _, num_heads, head_size = query.shape
-    num_kv_heads, row_bytes = kv_cache.shape[1], kv_cache.shape[3] * kv_cache.element_size()
+    num_kv_heads, row_bytes = kv_cache.shape[1], kv_cache.shape[3:].numel() * kv_cache.element_size()
     token_bytes = num_heads * head_size * (query.element_size() + out.element_size())
     return Cost(
         bytes=len(request) * token_bytes + int(keys[query_lens > 0].sum()) * num_kv_heads * row_bytes,
@@ -252,10 +258,35 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         "fp8 cache, window, soft cap": PagedCase(mixed, cache_dtype=torch.float8_e4m3fn, window=20, soft_cap=1.5),
         **{f"head size {size}": PagedCase(mixed, head_size=size) for size in (80, 96, 112, 120, 128, 192, 256)},
         **{f"block size {size}": PagedCase(mixed, block_size=size, window=40) for size in (32, 48, 64, 80, 128)},
+        **{f"{APART}, {name}": PagedCase(layout=APART, **case) for name, case in _apart_cases().items()},
         **{layout: PagedCase(mixed, layout=layout, padded_rows=2) for layout in LAYOUTS},
     }.items():
         yield case.sample(name, device, dtype)
     yield packed_sample(device, dtype)
+
+
+def _apart_cases() -> dict[str, dict]:
+    """Pages of 128 tokens, the size that devices with keys and values apart have in common."""
+    mixed = {"requests": ((1, 177), (1, 3), (19, 19), (6, 150), (0, 0), (1, 134)), "block_size": 128}
+    return {
+        "small pages": {"requests": ((1, 77), (19, 19), (0, 0), (6, 50))},
+        "decode": {"requests": ((1, 1), (1, 128), (1, 129), (1, 300)), "block_size": 128},
+        "prefill": {"requests": ((5, 5), (128, 128), (150, 150)), "block_size": 128},
+        "chunked prefill": {"requests": ((7, 140), (20, 152)), "block_size": 128, "loose_bounds": True},
+        "mixed, padded rows and requests": mixed | {"padded_rows": 3},
+        "zero tokens": {"requests": ((0, 0), (0, 0)), "block_size": 128, "padded_rows": 3},
+        "MHA": mixed | {"num_kv_heads": 4},
+        "MQA": mixed | {"num_kv_heads": 1},
+        "GQA, 7 heads a group": mixed | {"num_heads": 14},
+        "head size 128": mixed | {"head_size": 128},
+        "shared pages": mixed | {"requests": ((1, 140), (5, 160), (1, 133)), "shared_pages": 1},
+        "far apart scores": mixed | {"query_std": 20.0},
+        "window of 1": mixed | {"window": 1},
+        "window": mixed | {"window": 20},
+        "window, freed pages": mixed | {"window": 20, "requests": ((1, 300), (3, 200), (9, 9))},
+        "window as a pair": mixed | {"window": (19, 0)},
+        "window wider than any sequence": mixed | {"window": 500},
+    }
 
 
 @paged_attention.illegal_inputs
@@ -274,9 +305,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
     yield sample("out of another dtype", out=lambda given: given["out"].double())
     yield sample("out of other heads", out=lambda given: given["out"][:, :2])
-    yield sample("a cache of another head size", kv_cache=lambda given: given["kv_cache"][..., :64])
+    yield sample("a cache of another head size", kv_cache=lambda given: given["kv_cache"][..., :32])
     yield sample(
-        "KV heads that cannot share the query heads", kv_cache=lambda given: given["kv_cache"].repeat(1, 3, 1, 1)
+        "KV heads that cannot share the query heads", kv_cache=lambda given: torch.cat([given["kv_cache"]] * 3, dim=1)
     )
     yield sample("one slope for all heads", alibi_slopes=lambda given: torch.ones(1, device=device))
     yield sample("one sink for all heads", sinks=lambda given: torch.ones(1, device=device))

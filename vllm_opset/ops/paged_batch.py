@@ -4,6 +4,10 @@ A KV cache is [num_blocks, num_kv_heads, block_size, 2 * head_size] with any str
 last dimension, the value in the second. Position p of a request lies in slot p % block_size of the page that its row
 of the block table names at p // block_size. `packed_cache` and `packed_batch` show tensors without a cache, such as an
 encoder's, as if they were one.
+
+Some devices want all keys in one piece of memory and all values in another, which no strides of such a tensor can say:
+the value of a token would have to follow its key. There the cache is [num_blocks, num_kv_heads, block_size, 2,
+head_size], the same with its last dimension split, and its problem says `kv_apart`.
 """
 
 from collections.abc import Callable
@@ -73,6 +77,16 @@ def window_sides(window: int | tuple[int, int] | None, causal: bool) -> tuple[in
     if min(left, right) < (0 if isinstance(window, int) else -1):
         raise ValueError(f"a window of {window} holds no key: give at least 1, or (left, right) with -1 for no limit")
     return None if left < 0 else left, 0 if causal else None if right < 0 else right
+
+
+def keys_and_values(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and the values of either form of cache: views [num_blocks, num_kv_heads, block_size, head_size]."""
+    return kv_cache.unbind(3) if kv_cache.dim() == 5 else kv_cache.chunk(2, dim=-1)
+
+
+def only_packed(problem: Any) -> str | None:
+    """What a kernel's `supports` says of keys and values apart, if it takes them side by side."""
+    return "it takes a cache that has each value beside its key, and here they lie apart" if problem.kv_apart else None
 
 
 def packed_batch(query_start_loc: torch.Tensor, max_query_len: int, causal: bool = False) -> PagedBatch:

@@ -9,7 +9,7 @@ import torch
 
 from vllm_opset.ops import samples
 from vllm_opset.ops.contract import Sample
-from vllm_opset.ops.paged_batch import PagedBatch, packed_batch, packed_cache, window_sides
+from vllm_opset.ops.paged_batch import PagedBatch, keys_and_values, packed_batch, packed_cache, window_sides
 
 NAN = float("nan")
 # What rows hold that must be left as they are.
@@ -24,6 +24,11 @@ LAYOUTS = {
     "HND, layers interleaved": lambda n, h, s, w: ((n, 3, h, s, w), lambda storage: storage[:, 1]),
     "NHD, layers interleaved": lambda n, h, s, w: ((n, 3, s, h, w), lambda storage: storage[:, 1].transpose(1, 2)),
     "HND, padded rows": lambda n, h, s, w: ((n, h, s, w + 8), lambda storage: storage[..., :w]),
+}
+# A cache [num_blocks, num_kv_heads, block_size, 2, width / 2].
+APART = "keys and values apart"
+SHAPES = LAYOUTS | {
+    APART: lambda n, h, s, w: ((2, n, s, h, w // 2), lambda storage: storage.permute(1, 3, 2, 0, 4)),
 }
 
 
@@ -119,7 +124,8 @@ class PagedCase:
                     block_table[row, index] = block_table[0, index]
                 else:
                     block_table[row, index] = free.pop()
-                    kv_cache[block_table[row, index], :, : len(page)] = page.transpose(0, 1)
+                    for half, part in zip(keys_and_values(kv_cache), page.chunk(2, dim=-1), strict=True):
+                        half[block_table[row, index], :, : len(page)] = part.transpose(0, 1)
         return kv_cache, block_table
 
     def first_seen(self) -> list[int]:
@@ -158,8 +164,8 @@ class PagedCase:
 def poisoned_cache(
     layout: str, num_blocks: int, num_kv_heads: int, block_size: int, like: torch.Tensor
 ) -> torch.Tensor:
-    """A cache full of NaN in a layout of `LAYOUTS`, with the rows' width, dtype and device of `like`."""
-    shape, view = LAYOUTS[layout](num_blocks, num_kv_heads, block_size, like.shape[-1])
+    """A cache full of NaN in a layout of `SHAPES`, with the rows' width, dtype and device of `like`."""
+    shape, view = SHAPES[layout](num_blocks, num_kv_heads, block_size, like.shape[-1])
     return view(torch.full(shape, NAN, device=like.device).to(like.dtype))
 
 

@@ -3,6 +3,7 @@
 Semantics: vLLM's `reshape_and_cache_flash` (csrc/cache_kernels.cu), on a cache that holds key and value side by side.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -10,7 +11,8 @@ import torch
 
 from vllm_opset.ops import samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, op
-from vllm_opset.ops.paged_inputs import LAYOUTS, NAN, poisoned_cache
+from vllm_opset.ops.paged_batch import keys_and_values
+from vllm_opset.ops.paged_inputs import APART, LAYOUTS, NAN, poisoned_cache
 
 EXACT = Tolerance(0.0, 0.0, "copied")
 TOLERANCES = {
@@ -21,12 +23,13 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class ReshapeAndCacheProblem(Problem):
-    """dtype: of key and value."""
+    """dtype: of key and value. kv_apart: whether the cache has keys and values in dimensions of their own."""
 
     kv_cache_dtype: torch.dtype
     num_kv_heads: int
     head_size: int
     block_size: int
+    kv_apart: bool = False
 
 
 @op(problem=ReshapeAndCacheProblem, mutates=("kv_cache",), tolerances=TOLERANCES)
@@ -41,7 +44,8 @@ def reshape_and_cache(
     """kv_cache[slot // block_size, :, slot % block_size] = (key, value) of each token, where its slot is not negative.
 
     key, value: [T, num_kv_heads, head_size], any strides. kv_cache: [num_blocks, num_kv_heads, block_size,
-    2 * head_size], any strides; the key goes to the first half of the last dimension. slot_mapping: int32 or int64
+    2 * head_size], any strides; the key goes to the first half of the last dimension. Or that dimension is split into
+    [2, head_size], any strides: see `paged_batch`. slot_mapping: int32 or int64
     [T'], T' <= T; tokens from T' on are padding, as are negative slots (vLLM: −1). No two tokens have the same slot.
     k_scale, v_scale: fp32, one element, what keys and values are divided by before they are rounded to an fp8 cache;
     what is then beyond its range becomes its largest value.
@@ -51,17 +55,15 @@ def reshape_and_cache(
     block_size = kv_cache.shape[2]
     tokens = torch.nonzero(slot_mapping >= 0).squeeze(1)
     slots = slot_mapping[tokens].long()
-    halves = (
-        to_cache_dtype(key[tokens], k_scale, kv_cache.dtype),
-        to_cache_dtype(value[tokens], v_scale, kv_cache.dtype),
-    )
-    kv_cache[slots // block_size, :, slots % block_size] = torch.cat(halves, dim=-1)
+    keys, values = keys_and_values(kv_cache)
+    for half, new, scale in ((keys, key, k_scale), (values, value, v_scale)):
+        half[slots // block_size, :, slots % block_size] = to_cache_dtype(new[tokens], scale, kv_cache.dtype)
 
 
 def check_arguments(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Refuses shapes that do not fit each other."""
-    num_tokens, (_, num_kv_heads, _, width) = len(slot_mapping), kv_cache.shape
-    if key.shape != value.shape or key.shape[0] < num_tokens or key.shape[1:] != (num_kv_heads, width // 2):
+    num_tokens, num_kv_heads, head_size = len(slot_mapping), kv_cache.shape[1], kv_cache.shape[3:].numel() // 2
+    if key.shape != value.shape or key.shape[0] < num_tokens or key.shape[1:] != (num_kv_heads, head_size):
         raise ValueError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} do not fit {num_tokens} slots "
             f"of a cache {tuple(kv_cache.shape)}"
@@ -80,14 +82,17 @@ def to_cache_dtype(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dty
 
 @reshape_and_cache.problem_of
 def _(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None) -> ReshapeAndCacheProblem:
-    _, num_kv_heads, block_size, width = kv_cache.shape
-    return ReshapeAndCacheProblem(key.device.type, key.dtype, kv_cache.dtype, num_kv_heads, width // 2, block_size)
+    _, num_kv_heads, block_size, *row = kv_cache.shape
+    head_size, apart = math.prod(row) // 2, len(row) == 2
+    return ReshapeAndCacheProblem(
+        key.device.type, key.dtype, kv_cache.dtype, num_kv_heads, head_size, block_size, apart
+    )
 
 
 @reshape_and_cache.cost
 def _(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None) -> Cost:
     """Reads and writes of the tokens that have a slot."""
-    elements = int((slot_mapping >= 0).sum()) * kv_cache.shape[1] * kv_cache.shape[3]
+    elements = int((slot_mapping >= 0).sum()) * kv_cache.shape[1] * kv_cache.shape[3:].numel()
     return Cost(bytes=elements * (key.element_size() + kv_cache.element_size()) + slot_mapping.nbytes, flops=0)
 
 
@@ -121,6 +126,7 @@ def _inputs(
 @reshape_and_cache.sample_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     some = [31, 32, 0, 79, 5, 6, 64]
+    apart = {"layout": APART}
     for name, slots, options in (
         ("zero tokens", [], {}),
         ("one token", [17], {}),
@@ -137,6 +143,15 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         ("fp8 cache", some, {"cache_dtype": torch.float8_e4m3fn}),
         *((f"head size {size}", some, {"head_size": size}) for size in (80, 120, 128, 256)),
         *((layout, some, {"layout": layout}) for layout in LAYOUTS),
+        (APART, some, apart),
+        (f"{APART}, zero tokens", [], apart),
+        (f"{APART}, a prompt", list(range(16, 56)), apart),
+        (f"{APART}, int32 slots", some, apart | {"slot_dtype": torch.int32}),
+        (f"{APART}, tokens without a slot", [-1, 31, -1, 0, 1, 79, -1], apart),
+        (f"{APART}, no token has a slot", [-1, -1], apart),
+        (f"{APART}, fewer slots than tokens", some, apart | {"padded_rows": 3}),
+        (f"{APART}, odd number of heads", some, apart | {"num_kv_heads": 3}),
+        (f"{APART}, block size 128", [*some, 128, 639], apart | {"block_size": 128, "head_size": 128}),
     ):
         yield Sample(
             name, lambda name=name, slots=slots, options=options: _inputs(name, device, dtype, slots, **options)

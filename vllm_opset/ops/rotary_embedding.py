@@ -26,11 +26,12 @@ from vllm_opset.ops.contract import Cost, Problem, Sample, accumulator, op
 
 @dataclass(frozen=True)
 class RotaryProblem(Problem):
-    """head_size, rotary_dim, is_neox_style: as in the op."""
+    """head_size, rotary_dim, is_neox_style: as in the op. table_dtype: of cos_sin_cache; None for that of query."""
 
     head_size: int
     rotary_dim: int
     is_neox_style: bool
+    table_dtype: torch.dtype | None = None
 
 
 @op(problem=RotaryProblem, mutates=("query", "key"))
@@ -101,7 +102,11 @@ def check_arguments(
 
 @rotary_embedding.problem_of
 def _(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True) -> RotaryProblem:
-    return RotaryProblem(query.device.type, query.dtype, head_size, cos_sin_cache.shape[-1], is_neox_style)
+    rotary_dim, table_dtype = (
+        cos_sin_cache.shape[-1],
+        None if cos_sin_cache.dtype == query.dtype else cos_sin_cache.dtype,
+    )
+    return RotaryProblem(query.device.type, query.dtype, head_size, rotary_dim, is_neox_style, table_dtype)
 
 
 @rotary_embedding.cost
@@ -151,6 +156,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     for neox, style in ((True, "NeoX"), (False, "GPT-J")):
         yield sample(f"{style}", neox=neox)
         yield sample(f"{style}, partial", size=96, rotary=24, neox=neox)
+        yield sample(f"{style}, half of each head", size=128, rotary=64, neox=neox)
         yield sample(f"{style}, one pair", size=16, rotary=2, neox=neox)
         yield sample(f"{style}, odd head size", size=5, rotary=4, neox=neox)
         yield sample(f"{style}, slices of a fused projection", neox=neox, layout=samples.side_by_side)

@@ -6,6 +6,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpp._build import INT, POINTER, function
 from vllm_opset.kernels.cpu import reshape_and_cache as in_torch
+from vllm_opset.ops.paged_batch import only_packed
 from vllm_opset.ops.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
 
 run = function("reshape_and_cache", *[POINTER] * 4, *[INT] * 12, returns=INT)
@@ -15,7 +16,7 @@ def supports(problem: ReshapeAndCacheProblem) -> str | None:
     """Caches of the keys' own dtype, whichever."""
     if problem.kv_cache_dtype != problem.dtype:
         return f"it copies, and {problem.dtype} to {problem.kv_cache_dtype} must be converted"
-    return None
+    return only_packed(problem)
 
 
 @kernel(ops.reshape_and_cache, name="cpp", supports=supports)

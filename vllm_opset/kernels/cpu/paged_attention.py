@@ -13,7 +13,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpu._paged_plan import Chunk, geometry, make_plan
 from vllm_opset.ops.paged_attention import PagedAttentionProblem, check_shapes
-from vllm_opset.ops.paged_batch import PagedBatch, window_sides
+from vllm_opset.ops.paged_batch import PagedBatch, only_packed, window_sides
 
 # Of the scores that a soft cap or sinks need: what the second-level cache of a core holds.
 SCORES_BYTES = 1 << 20
@@ -23,7 +23,7 @@ def supports(problem: PagedAttentionProblem) -> str | None:
     """float32, bfloat16 and float16."""
     if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"no fused attention in {problem.dtype}"
-    return None
+    return only_packed(problem)
 
 
 @kernel(ops.paged_attention, name="cpu", supports=supports)

@@ -4,10 +4,16 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.ops.reshape_and_cache import check_arguments, to_cache_dtype
+from vllm_opset.ops.paged_batch import only_packed
+from vllm_opset.ops.reshape_and_cache import ReshapeAndCacheProblem, check_arguments, to_cache_dtype
 
 
-@kernel(ops.reshape_and_cache, name="cpu")
+def supports(problem: ReshapeAndCacheProblem) -> str | None:
+    """Everything in the contract but keys and values apart."""
+    return only_packed(problem)
+
+
+@kernel(ops.reshape_and_cache, name="cpu", supports=supports)
 def reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None) -> None:
     check_arguments(key, value, kv_cache, slot_mapping)
     num_tokens = len(slot_mapping)

@@ -15,7 +15,7 @@ from vllm_opset.kernels.triton import _paged_attention_few as _few
 from vllm_opset.kernels.triton import _paged_attention_hopper as _hopper
 from vllm_opset.kernels.triton import _paged_attention_many as _many
 from vllm_opset.ops.paged_attention import PagedAttentionProblem, check_shapes
-from vllm_opset.ops.paged_batch import PagedBatch, window_sides
+from vllm_opset.ops.paged_batch import PagedBatch, only_packed, window_sides
 
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 128  # query heads of a KV head: rows of the largest tile
@@ -38,7 +38,7 @@ def supports(problem: PagedAttentionProblem) -> str | None:
         return f"a tile holds up to {MAX_GROUP} query heads of a KV head"
     if problem.kv_cache_dtype not in (problem.dtype, torch.float8_e4m3fn):
         return f"a KV cache in {problem.kv_cache_dtype} with queries in {problem.dtype}: make it the same, or fp8 e4m3"
-    return _supports.kv_cache(problem)
+    return only_packed(problem) or _supports.kv_cache(problem)
 
 
 @kernel(ops.paged_attention, name="triton", supports=supports)

@@ -10,10 +10,16 @@ from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton._cache import cached, slot_start
 from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.kernels.triton._rows import enough_warps
-from vllm_opset.ops.reshape_and_cache import check_arguments
+from vllm_opset.ops.paged_batch import only_packed
+from vllm_opset.ops.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
 
 
-@kernel(ops.reshape_and_cache, name="triton", supports=_supports.kv_cache)
+def supports(problem: ReshapeAndCacheProblem) -> str | None:
+    """fp32, bf16 and fp16; a KV cache of these or, from compute capability 8.9 on, of fp8 e4m3."""
+    return only_packed(problem) or _supports.kv_cache(problem)
+
+
+@kernel(ops.reshape_and_cache, name="triton", supports=supports)
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,

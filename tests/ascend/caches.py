@@ -1,0 +1,47 @@
+"""The contracts' samples with a KV cache as the NPU's operators want it: keys and values apart, in blocks of 128."""
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from unittest.mock import patch
+
+from vllm_opset.ops.paged_inputs import APART, PagedCase
+
+BLOCK_SIZE = 128
+
+
+def case(
+    requests: Sequence[tuple[int, int]], *, layout: str = APART, block_size: int = BLOCK_SIZE, **options
+) -> PagedCase:
+    """A case with such a cache, unless it asks for another. Shared pages need sequences that are as long."""
+    if options.get("shared_pages", 0) * block_size > min(seq_len for _, seq_len in requests):
+        requests = tuple((query_len, 8 * seq_len) for query_len, seq_len in requests)
+    return PagedCase(requests, layout=layout, block_size=block_size, **options)
+
+
+# In place of the contract's, so that its laws are held to over several blocks.
+MIXED = case(((1, 377), (150, 150), (70, 300), (1, 34)))
+# What spans several blocks, and meets their ends.
+LONG = {
+    "decode over blocks": case(((1, 128), (1, 129), (1, 700), (1, 1), (1, 256))),
+    "chunks that begin and end at a block": case(((128, 384), (127, 384), (129, 385), (1, 385))),
+    "GQA over blocks, heads of 128": case(((1, 300), (140, 290), (0, 0)), num_heads=8, num_kv_heads=1, head_size=128),
+    "windows over blocks": case(((1, 500), (200, 410), (300, 300)), window=130),
+    "a window that frees blocks": case(((1, 700), (5, 600)), window=128),
+    "a window of one, over blocks": case(((1, 257), (3, 256)), window=1),
+    "padded rows and requests, over blocks": case(((1, 200), (0, 0), (90, 290), (0, 0)), padded_rows=7),
+}
+
+
+@contextlib.contextmanager
+def caches_apart() -> Iterator[None]:
+    """Within it, all samples and laws that say nothing about their cache have such a one."""
+    attention = importlib.import_module("vllm_opset.ops.paged_attention")
+    cache = importlib.import_module("vllm_opset.ops.reshape_and_cache")
+    with (
+        patch.object(attention, "PagedCase", case),
+        patch.object(attention, "MIXED", MIXED),
+        patch.object(cache, "_inputs", partial(cache._inputs, layout=APART)),
+    ):
+        yield

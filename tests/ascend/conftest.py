@@ -1,0 +1,26 @@
+"""Loads torch_npu over stand-ins for the driver, and the emulation of its operators.
+
+torch_npu has an environment of its own, which `make test-ascend` makes: beside any other tests it would break the
+import of torch. Where it is not installed, nothing of this folder is collected.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+
+if importlib.util.find_spec("torch_npu") is None:
+    collect_ignore_glob = ["*"]
+else:
+    import stubs
+
+    STUBS = stubs.load()
+    import torch_npu  # noqa: F401
+
+    torch.set_num_threads(1)  # the samples are small
+
+
+@pytest.fixture(scope="session")
+def missing_libraries() -> list[str]:
+    """The libraries of Ascend's driver that this machine lacks."""
+    return STUBS

@@ -1,0 +1,77 @@
+"""Stand-ins for the libraries of Ascend's driver, so that torch_npu can be imported where there is none.
+
+torch_npu's wheel is linked against seven libraries of CANN. What the wheel itself says it wants of them is compiled
+here: a function of each name, which does nothing and returns 0. Over them torch_npu imports, with its real operator
+schemas, its real Meta kernels and its real Python wrappers, finds no device, and can run nothing on one.
+
+Needs `nm`, `readelf` and `g++`, which come together.
+"""
+
+import ctypes
+import importlib.util
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+# What holds the functions; the other libraries are empty and linked against it, for torch_npu asks each by its name.
+ALL_FUNCTIONS = "libascendcl.so"
+
+
+def load() -> list[str]:
+    """Compiles and loads the stand-ins for all libraries that torch_npu needs and this machine lacks.
+
+    Call it before torch_npu is imported. Returns the names of the libraries.
+    """
+    torch_npu, torch = _package("torch_npu"), _package("torch")
+    wanting = [*torch_npu.glob("_C*.so"), *(torch_npu / "lib").glob("lib*.so")]
+    missing = sorted(name for name in _needed(wanting) if not _exists(name, torch_npu / "lib", torch / "lib"))
+    functions = _undefined(wanting) - _defined([*wanting, *(torch / "lib").glob("*.so*")])
+    with tempfile.TemporaryDirectory() as folder:
+        for name in sorted(missing, key=lambda name: name != ALL_FUNCTIONS):
+            path = _compile(Path(folder), name, functions if name == ALL_FUNCTIONS else set())
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    return missing
+
+
+def _package(name: str) -> Path:
+    """Where a package lies, without importing it."""
+    return Path(importlib.util.find_spec(name).origin).parent
+
+
+def _needed(libraries: list[Path]) -> set[str]:
+    return set(re.findall(r"\(NEEDED\).*\[(.*)\]", _run("readelf", "--dynamic", *libraries)))
+
+
+def _exists(name: str, *folders: Path) -> bool:
+    if any((folder / name).exists() for folder in folders):
+        return True
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+def _undefined(libraries: list[Path]) -> set[str]:
+    """The functions that must come from elsewhere, but for those of the system, most of which bear versions."""
+    symbols = re.findall(r"^ +U (\w+)$", _run("nm", "--dynamic", "--undefined-only", *libraries), re.MULTILINE)
+    here = ctypes.CDLL(None)
+    return {symbol for symbol in symbols if not hasattr(here, symbol)}
+
+
+def _defined(libraries: list[Path]) -> set[str]:
+    return set(re.findall(r" \w (\w+)", _run("nm", "--dynamic", "--defined-only", *libraries)))
+
+
+def _compile(folder: Path, name: str, functions: set[str]) -> Path:
+    source = "".join(f'extern "C" long {function}() {{ return 0; }}\n' for function in sorted(functions))
+    command = ["g++", "-x", "c++", "-", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name)]
+    if name != ALL_FUNCTIONS:
+        command += ["-Wl,--no-as-needed", "-x", "none", str(folder / ALL_FUNCTIONS)]
+    subprocess.run(command, input=source, text=True, check=True)
+    return folder / name
+
+
+def _run(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

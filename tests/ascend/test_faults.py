@@ -1,0 +1,132 @@
+"""Faults that the parity suite must find: each changes the arguments of one operator that the kernels call.
+
+So a fault does not depend on how a kernel is written, and what is shown is that the emulation and the suite would see a
+kernel that has it.
+"""
+
+from collections.abc import Callable
+
+import emulation
+import pytest
+import torch
+from checks import KERNELS, run_checks
+from emulation import Limits
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def eps_for_epsilon(given: dict) -> dict:
+    return {"eps": 1e-6}
+
+
+def another_epsilon(given: dict) -> dict:
+    return {"epsilon": 1e-5}
+
+
+def weights_of_other_columns(given: dict) -> dict:
+    return {"gamma": given["gamma"].roll(1)}
+
+
+def halves_the_wrong_way_round(given: dict) -> dict:
+    return {"input": torch.cat(given["input"].chunk(2, dim=-1)[::-1], dim=-1)}
+
+
+def the_wrong_half_activated(given: dict) -> dict:
+    return {"activate_left": not given.get("activate_left", False)}
+
+
+def the_other_style_of_pairs(given: dict) -> dict:
+    return {"rotary_mode": "interleave" if given.get("rotary_mode", "half") == "half" else "half"}
+
+
+def the_other_style(given: dict) -> dict:
+    return {"is_neox_style": not given["is_neox_style"]}
+
+
+def int64_slots(given: dict) -> dict:
+    return {"slot_indices": given["slot_indices"].long()}
+
+
+def the_mode_of_nz_caches(given: dict) -> dict:
+    return {"cache_mode": "PA_NZ"}
+
+
+def other_slots(given: dict) -> dict:
+    return {"slot_mapping": given["slot_mapping"].flip(0)}
+
+
+def no_mask(given: dict) -> dict:
+    return {"sparse_mode": 0, "atten_mask": None}
+
+
+def pre_tokens_off_by_one(given: dict) -> dict:
+    return {"pre_tokens": given.get("pre_tokens", 0) + 1}
+
+
+def strided_keys_and_values(given: dict) -> dict:
+    return {name: torch.cat((given[name],) * 2, dim=-1).chunk(2, dim=-1)[0] for name in ("key", "value")}
+
+
+def one_key_too_few(given: dict) -> dict:
+    return {"actual_seq_lengths_kv": [max(0, length - 1) for length in given["actual_seq_lengths_kv"]]}
+
+
+def pages_of_other_requests(given: dict) -> dict:
+    return {"block_table": given["block_table"].roll(1, dims=0)}
+
+
+def one_token_too_many(given: dict) -> dict:
+    return {} if given.get("k") is None else {"k": (given["k"] + 1).clamp(max=given["logits"].shape[1])}
+
+
+FUSED_ATTENTION = "npu::npu_fused_infer_attention_score"
+FAULTS = [
+    ("rms_norm", "npu::npu_rms_norm", eps_for_epsilon),
+    ("rms_norm", "npu::npu_rms_norm", another_epsilon),
+    ("rms_norm", "npu::npu_rms_norm", weights_of_other_columns),
+    ("fused_add_rms_norm", "npu::npu_add_rms_norm", another_epsilon),
+    ("fused_add_rms_norm", "npu::npu_add_rms_norm", weights_of_other_columns),
+    ("silu_and_mul", "npu::npu_swiglu", halves_the_wrong_way_round),
+    ("gelu_and_mul", "npu::npu_geglu", the_wrong_half_activated),
+    ("rotary_embedding", "npu::npu_mrope", the_other_style_of_pairs),
+    ("rotary_embedding", "npu::npu_rotary_mul", the_other_style_of_pairs),
+    ("rotary_embedding", "atb::_npu_rotary_embedding", the_other_style),
+    ("reshape_and_cache", "atb::_npu_reshape_and_cache", int64_slots),
+    ("reshape_and_cache", "npu::npu_scatter_pa_kv_cache", the_mode_of_nz_caches),
+    ("reshape_and_cache", "npu::npu_scatter_pa_kv_cache", other_slots),
+    ("paged_attention", FUSED_ATTENTION, no_mask),
+    ("paged_attention", FUSED_ATTENTION, pre_tokens_off_by_one),
+    ("paged_attention", FUSED_ATTENTION, strided_keys_and_values),
+    ("paged_attention", FUSED_ATTENTION, one_key_too_few),
+    ("paged_attention", FUSED_ATTENTION, pages_of_other_requests),
+    ("top_k_top_p_sample", "npu::npu_top_k_top_p", one_token_too_many),
+]
+
+
+class Faulty(TorchDispatchMode):
+    """Changes the arguments of every call of one operator."""
+
+    def __init__(self, operator: str, change: Callable[[dict], dict]) -> None:
+        super().__init__()
+        self.operator, self.change, self.met = operator, change, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name != self.operator:
+            return func(*args, **(kwargs or {}))
+        self.met = True
+        names = (argument.name for argument in func._schema.arguments)
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        return func(**given | self.change(given))
+
+
+@pytest.mark.parametrize(
+    ("op_name", "operator", "change"), FAULTS, ids=[f"{operator}-{change.__name__}" for _, operator, change in FAULTS]
+)
+def test_a_fault_is_found(op_name, operator, change):
+    calling = 0
+    for op, kernel in KERNELS:
+        if op.name == op_name:
+            with emulation.mode(Limits.STRICT), Faulty(operator, change) as faulty:
+                found = any(not check.passed for check in run_checks(op, kernel, Limits.STRICT))
+            assert found or not faulty.met, f"{kernel} passes"
+            calling += faulty.met
+    assert calling, f"no kernel of {op_name} calls {operator}: take this fault out"

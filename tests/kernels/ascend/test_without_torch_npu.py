@@ -1,0 +1,84 @@
+"""What there is of the Ascend kernels where torch_npu is not: why they cannot be had, and what caches they take."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernels import ascend
+from vllm_opset.kernels.ascend import _cache, _constraints
+from vllm_opset.ops.paged_inputs import APART, LAYOUTS, poisoned_cache
+
+
+def test_without_torch_npu_the_reason_says_so():
+    assert ascend.unavailable().startswith("torch_npu is not installed")
+
+
+def test_without_cann_the_reason_names_the_libraries_and_the_cure(tmp_path):
+    """In a process of its own, with a torch_npu that must not be imported to find out."""
+    package = tmp_path / "torch_npu" / "__init__.py"
+    package.parent.mkdir()
+    package.write_text("raise AssertionError('imported')")
+    code = (
+        "import sys; sys.path.append(sys.argv[1]); from vllm_opset.kernels import ascend; print(ascend.unavailable())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=Path(ops.__file__).parents[2], capture_output=True, text=True
+    )
+    assert "libascendcl.so" in run.stdout and "set_env.sh" in run.stdout, run.stdout + run.stderr
+
+
+def test_a_cache_that_is_allocated_as_said_gives_two_contiguous_ones():
+    storage = torch.arange(2 * 3 * 16 * 2 * 8).view(2, 3, 16, 2, 8)
+    key_cache, value_cache = _cache.caches(storage.permute(1, 3, 2, 0, 4))
+    assert torch.equal(key_cache, storage[0]) and torch.equal(value_cache, storage[1])
+    assert key_cache.data_ptr() == storage.data_ptr() and key_cache.is_contiguous() and value_cache.is_contiguous()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_packed_cache_is_refused_by_name(layout):
+    cache = poisoned_cache(layout, 3, 2, 16, torch.empty(16))
+    with pytest.raises(ValueError, match=r"in one piece each: allocate it as \[2, num_blocks"):
+        _cache.caches(cache)
+    key = torch.zeros(1, 2, 8)
+    problem = ops.reshape_and_cache.describe(key, key, cache, torch.zeros(1, dtype=torch.int64))
+    assert "must lie apart" in _cache.supports(problem)
+
+
+def test_a_cache_apart_in_another_order_is_refused_by_the_call():
+    with pytest.raises(ValueError, match="does not hold keys and values in one piece each"):
+        _cache.caches(torch.zeros(3, 2, 16, 2, 8))
+    _cache.caches(poisoned_cache(APART, 3, 2, 16, torch.empty(16)))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Ascend910B3", "A2"),
+        ("Ascend910_9362", "A3"),
+        ("Ascend950PR_9589", "A5"),
+        ("Ascend310P3", "310P"),
+        ("Ascend910A", "Ascend910A"),
+    ],
+)
+def test_families_are_known_by_the_names_of_devices(name, expected):
+    assert _constraints.family(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "word"),
+    [
+        ((8, 2, 128, 128), None),
+        ((8, 2, 64, 128), None),
+        ((8, 2, 80, 128), "head sizes"),
+        ((8, 2, 128, 16), "--block-size 128"),
+        ((128, 1, 64, 128), "of a KV head"),
+        ((512, 512, 128, 128), "up to 256 heads"),
+    ],
+)
+def test_shapes_that_documents_agree_on(shape, word):
+    reason = _constraints.attention(*shape)
+    assert reason is None if word is None else word in reason

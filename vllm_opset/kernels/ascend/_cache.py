@@ -1,0 +1,41 @@
+"""The KV cache as the NPU's operators take it: two tensors, [num_blocks, block_size, num_kv_heads, head_size] each.
+
+No strides of a cache with each value beside its key can be those of two contiguous tensors, and the operators take no
+others (docs of npu_scatter_pa_kv_cache and npu_fused_infer_attention_score). So the NPU platform allocates, for each
+layer, one storage [2, num_blocks, block_size, num_kv_heads, head_size], keys first, and gives the kernels the view
+
+    storage.permute(1, 3, 2, 0, 4)    # [num_blocks, num_kv_heads, block_size, 2, head_size]
+
+which is the contract's cache with keys and values apart (`ops.paged_batch`). A cache packed otherwise is refused by
+`supports`, one that is apart but lies otherwise by the call.
+"""
+
+import torch
+
+from vllm_opset.ops.paged_attention import PagedAttentionProblem
+from vllm_opset.ops.paged_batch import keys_and_values
+from vllm_opset.ops.reshape_and_cache import ReshapeAndCacheProblem
+
+LAYOUT = "[2, num_blocks, block_size, num_kv_heads, head_size]"
+
+
+def supports(problem: PagedAttentionProblem | ReshapeAndCacheProblem) -> str | None:
+    """Keys and values apart, in the dtype of the activations."""
+    if not problem.kv_apart:
+        return f"keys and values must lie apart: allocate the cache as {LAYOUT} and pass its view of 5 dimensions"
+    if problem.kv_cache_dtype != problem.dtype:
+        return (
+            f"a KV cache in {problem.kv_cache_dtype} with activations in {problem.dtype}: leave --kv-cache-dtype auto"
+        )
+    return None
+
+
+def caches(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The key cache and the value cache, contiguous views. Raises ValueError for a cache that lies otherwise."""
+    key_cache, value_cache = (half.transpose(1, 2) for half in keys_and_values(kv_cache))
+    if not key_cache.is_contiguous() or not value_cache.is_contiguous():
+        raise ValueError(
+            f"a KV cache {list(kv_cache.shape)} with strides {list(kv_cache.stride())} does not hold keys and values "
+            f"in one piece each: allocate it as {LAYOUT} and pass .permute(1, 3, 2, 0, 4) of that"
+        )
+    return key_cache, value_cache

@@ -1,0 +1,188 @@
+"""What the documents allow: limits of torch_npu's operators, for `supports` and for whoever emulates the operators.
+
+Sources, as they are called below:
+- docs: torch_npu's own docstrings (torch_npu/_op_plugin_docs.py of 2.13.0), by operator;
+- CANN: the pages of the aclnn functions that the operators end in;
+- vllm-ascend: what Huawei's plugin for vLLM does (v0.23 and main of August 2026), where the documents are silent.
+Nothing here was tried on hardware. What documents disagree about is one named constant with both sources beside it.
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_opset.ops.contract import Problem
+
+A2, A3, A5, P310 = "A2", "A3", "A5", "310P"
+# How the names of devices (torch.npu.get_device_name) begin; 910B and 910_93 before the older 910.
+SOC_NAMES = {"Ascend910B": A2, "Ascend910_93": A3, "Ascend950": A5, "Ascend310P": P310}
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one operator. dtypes: of the activations. socs: where it may be called. source: who says so."""
+
+    dtypes: tuple[torch.dtype, ...]
+    socs: tuple[str, ...]
+    source: str
+
+
+# Conflict: docs of npu_scatter_pa_kv_cache name A2 and A3; a comment in InfiniOps (CANN 8.5.1) says that it is there
+# on A5 alone, and vllm-ascend went back to the ATB operator in a release. The docs are followed; on A2 and A3 the ATB
+# operator comes first, so that this one runs where an override names it.
+SCATTER_PA_KV_CACHE_SOCS = (A2, A3, A5)
+
+OPERATORS = {
+    "npu_rms_norm": Limits(FLOATS, (A2, A3, A5, P310), "docs, which name no product; vllm-ascend calls it on all"),
+    "npu_add_rms_norm": Limits(FLOATS, (A2, A3), "CANN aclnnAddRmsNorm; vllm-ascend avoids it on 310P"),
+    "npu_layer_norm_eval": Limits(FLOATS, (A2, A3, A5, P310), "docs, which name no product: as F.layer_norm"),
+    "npu_swiglu": Limits(FLOATS, (A2, A3), "docs for A2; vllm-ascend calls it on A3"),
+    "npu_geglu": Limits(FLOATS, (A2, A3), "docs for A2 (bf16); CANN aclnnGeGluV3"),
+    "npu_gelu": Limits(FLOATS, (A2, A3), "CANN aclnnGeluV2; not in docs"),
+    "npu_fast_gelu": Limits(FLOATS, (A2, A3, P310), "docs"),
+    "npu_mrope": Limits(FLOATS, (A2, A3), "docs for dtypes, CANN aclnnRopeWithSinCosCache for products"),
+    "npu_rotary_mul": Limits(FLOATS, (A2, A3), "docs, jit_compile=False"),
+    "_npu_rotary_embedding": Limits(HALVES, (A2, A3), "not in docs; vllm-ascend"),
+    "npu_scatter_pa_kv_cache": Limits(FLOATS, SCATTER_PA_KV_CACHE_SOCS, "docs; see SCATTER_PA_KV_CACHE_SOCS"),
+    "_npu_reshape_and_cache": Limits(HALVES, (A2, A3), "not in docs; vllm-ascend v0.23"),
+    "npu_fused_infer_attention_score": Limits(HALVES, (A2, A3), "docs"),
+    "npu_top_k_top_p": Limits(FLOATS, (A2, A3), "docs"),
+}
+# No bf16 there: docs of npu_fast_gelu, the one that tells products apart.
+BF16_SOCS = (A2, A3, A5)
+
+# docs of npu_mrope: rotary_dim a multiple of 32 in 16 bits, of 16 in fp32; CANN: the head size too.
+MROPE_MULTIPLE = {2: 32, 4: 16}
+# docs of npu_rotary_mul: D < 896 and even; B * N < 1000 (interleave; in half, each).
+ROTARY_MUL_MAX_WIDTH = 894
+ROTARY_MUL_MAX_HEADS = 999
+# Conflict: docs of npu_mrope and npu_rotary_mul call it "interleave", vllm-ascend passes "interleaved" to npu_mrope.
+# op-plugin's code compares with "half" alone, so either should do.
+INTERLEAVED = "interleave"
+
+# docs of npu_top_k_top_p: k in [1, 1024].
+TOP_K_MAX = 1024
+
+# Paged attention. docs of npu_fused_infer_attention_score say both that TND does not go with paging and how a paged
+# cache lies under TND; vllm-ascend always calls it so.
+# Conflict: head sizes under TND. docs: 192 (v1), 128 and 192 (v2); CANN 8 refuses what is not 64, 128 or 192
+# (vllm-ascend #9632); CANN's newest page for A2 says up to 256 with GQA. 64 and 128 run in vllm-ascend.
+ATTENTION_HEAD_SIZES = (64, 128)
+# Conflict: block sizes. docs: 128 … 512 in multiples of 128 for several queries, multiples of 16 up to 512 for one, and
+# 128 recommended; CANN: multiples of 16 up to 1024 under TND, and up to 128 with GQA. 128 is in all of them.
+ATTENTION_BLOCK_SIZES = (128,)
+ATTENTION_MAX_HEADS = 256  # docs: N <= 256
+ATTENTION_MAX_GROUP = 64  # docs: num_heads / num_key_value_heads <= 64
+ATTENTION_MAX_ROW = 65535  # docs: KV_N * D <= 65535 for a cache [blocks, block_size, KV_N * D]
+ATTENTION_MAX_REQUESTS = 4096  # CANN: batch <= 4096 under TND
+ATTENTION_MAX_CACHE = 2**31 - 1  # docs: elements of key, and of value, within int32, where a request has one query
+ATTENTION_MASK = 2048  # docs: what sparse modes 2, 3 and 4 want is [2048, 2048], upper triangle one
+# Conflict: what pre_tokens means. The formula in the docs of npu_fusion_attention masks tril(-pre_tokens - 1), so a
+# query sees pre_tokens keys before its own, W - 1 for vLLM's window W; vllm-ascend passes W. This is added to the
+# number of keys before its own that a query is to see.
+PRE_TOKENS_EXTRA = 0
+
+
+@functools.cache
+def soc() -> str:
+    """The family of this machine's NPU."""
+    return family(torch.npu.get_device_name())
+
+
+def family(name: str) -> str:
+    """A2, A3, A5 or 310P, by what a device calls itself; of others, that."""
+    return next((known for prefix, known in SOC_NAMES.items() if name.startswith(prefix)), name)
+
+
+def refused(operator: str, problem: Problem, namespace: str = "npu") -> str | None:
+    """Why the operator cannot be called on this NPU for this dtype, or None."""
+    limits, here = OPERATORS[operator], soc()
+    if not hasattr(getattr(torch.ops, namespace), operator):
+        cure = "source the set_env.sh of NNAL (ATB)" if namespace == "atb" else "install a newer torch-npu"
+        return f"torch_npu has no {operator} here: {cure}"
+    if here not in limits.socs:
+        return f"{operator} is documented for {', '.join(limits.socs)}, not for {here}"
+    if problem.dtype not in limits.dtypes:
+        return f"{operator} takes {names(limits.dtypes)}, not {names([problem.dtype])}"
+    if problem.dtype == torch.bfloat16 and here not in BF16_SOCS:
+        return f"there is no bfloat16 on {here}"
+    return None
+
+
+def mrope(dtype: torch.dtype, head_size: int, rotary_dim: int) -> str | None:
+    """Widths that npu_mrope takes."""
+    multiple = MROPE_MULTIPLE[dtype.itemsize]
+    if head_size % multiple or rotary_dim % multiple:
+        return f"npu_mrope wants multiples of {multiple}, not head_size={head_size} and rotary_dim={rotary_dim}"
+    return None
+
+
+def rotary_mul(head_size: int, rotary_dim: int) -> str | None:
+    """Widths that npu_rotary_mul takes."""
+    if head_size > ROTARY_MUL_MAX_WIDTH:
+        return f"npu_rotary_mul takes heads of up to {ROTARY_MUL_MAX_WIDTH}, not {head_size}"
+    return full_width(head_size, rotary_dim)
+
+
+def full_width(head_size: int, rotary_dim: int) -> str | None:
+    """For operators that rotate whole heads."""
+    if rotary_dim != head_size:
+        return f"it rotates whole heads of {head_size}, not {rotary_dim} of their elements"
+    return None
+
+
+def attention(num_heads: int, num_kv_heads: int, head_size: int, block_size: int) -> str | None:
+    """Shapes that npu_fused_infer_attention_score takes, in layout TND over a paged cache."""
+    if head_size not in ATTENTION_HEAD_SIZES:
+        return f"documents agree on head sizes {_any(ATTENTION_HEAD_SIZES)}, not {head_size}"
+    if block_size not in ATTENTION_BLOCK_SIZES:
+        return f"documents agree on block size {_any(ATTENTION_BLOCK_SIZES)}, not {block_size}: set --block-size 128"
+    if num_heads > ATTENTION_MAX_HEADS or num_heads // num_kv_heads > ATTENTION_MAX_GROUP:
+        return (
+            f"up to {ATTENTION_MAX_HEADS} heads, and {ATTENTION_MAX_GROUP} of a KV head, not {num_heads} and "
+            f"{num_heads // num_kv_heads}"
+        )
+    if num_kv_heads * head_size > ATTENTION_MAX_ROW:
+        return f"num_kv_heads * head_size may be up to {ATTENTION_MAX_ROW}, not {num_kv_heads * head_size}"
+    return None
+
+
+def attention_lengths(query_ends: list[int], seq_lens: list[int], num_rows: int) -> str | None:
+    """Host lists of npu_fused_infer_attention_score in layout TND. query_ends: without a leading 0."""
+    if len(query_ends) != len(seq_lens) or len(query_ends) > ATTENTION_MAX_REQUESTS:
+        return f"{len(query_ends)} ends for {len(seq_lens)} lengths, of {ATTENTION_MAX_REQUESTS} at most"
+    if sorted(query_ends) != query_ends or min(seq_lens, default=0) < 0:
+        return "query ends must not fall, and lengths not be negative"
+    if num_rows != (query_ends[-1] if query_ends else 0):
+        return f"the last query must end at row {num_rows}"
+    return None
+
+
+def scatter_slots(slots: torch.Tensor, num_slots: int) -> str | None:
+    """Slots of npu_scatter_pa_kv_cache: docs: in [0, num_slots - 1]. Reads them, so for emulation alone."""
+    outside = ((slots < 0) | (slots >= num_slots)).any()
+    return f"slots must lie in [0, {num_slots - 1}]" if outside else None
+
+
+def atb_slots(slots: torch.Tensor) -> str | None:
+    """Slots of _npu_reshape_and_cache: int32, for int64 ones write nothing (vllm-ascend #706); negative are skipped."""
+    return None if slots.dtype == torch.int32 else f"slots must be int32, not {names([slots.dtype])}"
+
+
+def contiguous(**tensors: torch.Tensor) -> str | None:
+    """Operators that the docs say take no other tensors."""
+    strided = [name for name, tensor in tensors.items() if not tensor.is_contiguous()]
+    return f"{', '.join(strided)} must be contiguous" if strided else None
+
+
+def names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _any(values: tuple[int, ...]) -> str:
+    return " and ".join(map(str, values))
