@@ -1,6 +1,7 @@
 """Every Triton kernel, on a machine without a GPU: right in Triton's interpreter, and compiled for a Hopper GPU.
 
-Triton decides at import whether it interprets, so both happen in processes of their own, one for all ops.
+Triton decides at import whether it interprets, so both happen in processes of their own: two at a time, as these are
+among the longest tests there are.
 """
 
 import json
@@ -8,6 +9,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,15 +30,21 @@ def _json_of(*arguments: str, **environment: str) -> dict:
 @pytest.fixture(scope="session")
 def interpreted() -> list[dict]:
     """All checks of parity, in the interpreter."""
-    arguments = ("-c", PARITY, "parity", *OPS, "--kernel", "triton", "--device", "cpu", "--json")
+    arguments = ("-c", PARITY, "parity", *OPS, "--kernel", "triton", "--device", "cpu", "--jobs", "2", "--json")
     return _json_of(*arguments, TRITON_INTERPRET="1")["checks"]
 
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory) -> dict[str, list[dict]]:
     """The variants of each op's kernels that its samples ask for."""
-    script = Path(__file__).with_name("compile_only.py")
-    return _json_of(str(script), *OPS, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
+    script, cache = Path(__file__).with_name("compile_only.py"), tmp_path_factory.mktemp("triton")
+
+    def compile_for(ops: list[str]) -> dict[str, list[dict]]:
+        return _json_of(str(script), *ops, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(cache))
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(compile_for, (OPS[::2], OPS[1::2]))
+    return first | second
 
 
 @pytest.mark.parametrize("op", OPS)
