@@ -150,13 +150,12 @@ def test_two_engines_side_by_side(tmp_path):
     assert "max_num_seqs=4" in page
 
 
-@pytest.mark.engine
 def test_an_engine_that_fails_ends_the_command_with_its_log_and_leaves_no_process(tmp_path):
-    broken = 'broken={"no_such_argument": 1}'
+    """The first one: another would take as long to start as all of this."""
+    broken = 'opset={"no_such_argument": 1}'
     finished = command("--model", "tiny", "--warm", "--variant", broken, "--logs", tmp_path)
     assert finished.code == 1, finished
-    assert "broken ended" in finished.err and "no_such_argument" in finished.err
-    assert (tmp_path / "opset.log").exists(), "one engine was up"
+    assert "opset ended" in finished.err and "no_such_argument" in finished.err
     assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
 
 
