@@ -38,6 +38,7 @@ def npu_rotary_mul(input, r1, r2, rotary_mode="half", rotate=None):
     require(input.dim() == r1.dim() == r2.dim() == 4, "all are four-dimensional")
     refuse(documented.rotary_mul(input.shape[-1], r1.shape[-1]))
     require(input.shape[-1] % 2 == 0, "heads are even")
+    require(input.shape[0] * input.shape[2] <= documented.ROTARY_MUL_MAX_HEADS, "less than 1000 heads, B * N in BSND")
     require(r1.shape == r2.shape, "r1 and r2 have one shape")
     require(all(r in (1, n) for r, n in zip(r1.shape, input.shape, strict=True)), "r1 broadcasts to input")
     return turned(input, r1, r2, rotary_mode == "half")

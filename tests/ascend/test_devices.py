@@ -1,0 +1,68 @@
+"""Every kernel on tensors of the meta device, which have shapes but no values, as it runs on one that is not the CPU.
+
+What runs on the CPU may make a tensor there, or read one back, and not notice; here both are errors. torch_npu's real
+Meta kernels answer for its operators.
+"""
+
+import emulation
+import pytest
+import torch
+from caches import caches_apart
+from checks import KERNELS
+from emulation import Limits
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from vllm_opset.kernels.ascend import paged_attention
+from vllm_opset.ops.paged_batch import PagedBatch
+
+# The largest k is read back, by design.
+READS_BACK = "top_k_top_p_sample"
+OTHERS = [(op, kernel) for op, kernel in KERNELS if op.name != READS_BACK]
+
+
+class OneDevice(TorchDispatchMode):
+    """No operator of torch_npu may see a tensor of the CPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("npu", "atb"):
+            assert {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)} == {"meta"}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def meta_kernels_of_atb():
+    """torch_npu has none: these write in place and return nothing."""
+    library = torch.library.Library("atb", "IMPL")
+    for operator in ("_npu_reshape_and_cache", "_npu_rotary_embedding"):
+        library.impl(operator, lambda *args, **kwargs: None, "Meta")
+    yield
+    library._destroy()
+
+
+def on_meta(values):
+    return tree_map_only(PagedBatch, batch_on_meta, tree_map_only(torch.Tensor, lambda x: x.to("meta"), values))
+
+
+def batch_on_meta(batch: PagedBatch) -> PagedBatch:
+    """With the lengths read back before, as by an earlier layer of the step."""
+    tensors = on_meta((batch.query_start_loc, batch.seq_lens, batch.block_table))
+    moved = PagedBatch(*tensors, batch.max_query_len, batch.max_seq_len, batch.causal)
+    moved._made[paged_attention.read_lengths, ()] = paged_attention.Lengths(
+        *on_meta(tuple(batch.once(paged_attention.read_lengths)))
+    )
+    return moved
+
+
+@pytest.mark.parametrize(("op", "kernel"), OTHERS, ids=lambda value: getattr(value, "name", value))
+def test_kernel_stays_on_its_device(op, kernel, meta_kernels_of_atb):
+    ran = 0
+    with emulation.mode(Limits.STRICT), caches_apart():
+        for sample in (sample for dtype in op.dtypes for sample in op.samples("cpu", dtype)):
+            args, kwargs = sample.make()
+            if kernel.supports(op.describe(*args, **kwargs)) is None:
+                with OneDevice():
+                    result = kernel.call(*on_meta(args), **on_meta(kwargs))
+                assert all(x.device.type == "meta" for x in tree_leaves(result) if x is not None), sample.name
+                ran += 1
+    assert ran, "not one sample was run"
