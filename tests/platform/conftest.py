@@ -1,5 +1,8 @@
 """vLLM with the plugin, in this process."""
 
+import json
+from collections.abc import Callable
+
 import pytest
 
 
@@ -9,3 +12,15 @@ def registered(inspect_models_here):
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+
+
+@pytest.fixture
+def configure(tmp_path) -> Callable:
+    """`configure(model, **arguments)`: what `LLM(model, **arguments)` checks before it starts anything."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def configure(model: dict, **arguments):
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        return EngineArgs(str(tmp_path), skip_tokenizer_init=True, **arguments).create_engine_config()
+
+    return configure

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from replays import assert_same_bits
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
@@ -58,15 +59,4 @@ def test_attention_over_a_cache_beyond_32_bit_offsets(query_len):
 def test_attention_splits_keys_again_and_again():
     """Programs of a tile meet in one place, a thousand times: any that reads too early gives other bits."""
     case = PagedCase(((1, 3000), (1, 5000), (1, 70)), num_heads=8, head_size=128)
-    (query, kv_cache, batch, first), options = case.make("again", "cuda", torch.bfloat16)
-    run = kernels_of("paged_attention")["triton"].run
-    run(query, kv_cache, batch, first, **options)
-    graph = torch.cuda.CUDAGraph()
-    outs = torch.zeros(100, *first.shape, dtype=first.dtype, device="cuda")
-    with torch.cuda.graph(graph):
-        for out in outs:
-            run(query, kv_cache, batch, out, **options)
-    for _ in range(10):
-        outs.zero_()
-        graph.replay()
-        assert torch.equal(outs, first.expand_as(outs))
+    assert_same_bits(case, 100)

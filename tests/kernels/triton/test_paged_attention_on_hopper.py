@@ -8,6 +8,7 @@ import importlib
 
 import pytest
 import torch
+from replays import assert_same_bits
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
@@ -83,15 +84,4 @@ def test_hopper_agrees_when_programs_take_many_tiles(name, values, num_programs,
 def test_hopper_gives_the_same_again_and_again():
     """Programs draw their tiles in another order each time; what a tile's result is must not depend on it."""
     case = PagedCase(((3000, 5000), (700, 700), (1, 4000)), num_heads=32, num_kv_heads=8, head_size=128)
-    (query, kv_cache, batch, first), options = case.make("again", "cuda", torch.bfloat16)
-    run = kernels_of("paged_attention")["triton"].run
-    run(query, kv_cache, batch, first, **options)
-    graph = torch.cuda.CUDAGraph()
-    outs = torch.zeros(20, *first.shape, dtype=first.dtype, device="cuda")
-    with torch.cuda.graph(graph):
-        for out in outs:
-            run(query, kv_cache, batch, out, **options)
-    for _ in range(10):
-        outs.zero_()
-        graph.replay()
-        assert torch.equal(outs, first.expand_as(outs))
+    assert_same_bits(case, 20)

@@ -1,27 +1,16 @@
 """What is not supported is refused in one line that names it and the cure."""
 
 import functools
-import json
 
 import pytest
 import torch
+from small_models import LLAMA, SMALL
 
 from vllm_opset.platform.cpu.refusals import ASKED, RULES
 from vllm_opset.platform.refusals import Refusal, check
 
 pytestmark = pytest.mark.window
 
-SMALL = {
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "torch_dtype": "float32",
-}
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SMALL}
 DEEPSEEK = {
     "model_type": "deepseek_v2",
     "architectures": ["DeepseekV2ForCausalLM"],
@@ -49,18 +38,6 @@ WHISPER = {
     "torch_dtype": "float32",
 }
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
-
-
-@pytest.fixture
-def configure(tmp_path):
-    """`configure(model, **arguments)`: what `LLM(model, **arguments)` checks before it starts anything."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    def configure(model: dict, **arguments):
-        (tmp_path / "config.json").write_text(json.dumps(model))
-        return EngineArgs(str(tmp_path), skip_tokenizer_init=True, **arguments).create_engine_config()
-
-    return configure
 
 
 def test_what_is_supported_is_configured(configure):

@@ -1,11 +1,11 @@
 """vLLM's own CUDA platform with opset's parts: when it is taken, which parts serve, and what users are told."""
 
 import inspect
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from small_models import QWEN3
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_opset import platform
@@ -17,19 +17,6 @@ pytestmark = pytest.mark.window
 
 HOPPER, TURING = 90, 75
 NATIVE = "vllm_opset.platform.OpsetNativePlatform"
-MODEL = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-}
-
 
 # When it is taken.
 
@@ -78,16 +65,13 @@ def test_asked_for_without_compiled_kernels_is_an_error_with_the_cure(machine, m
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
+def config(configure, monkeypatch):
     """`config(**arguments)`: a configuration as vLLM has it before its platform looks at it."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
     monkeypatch.delenv("OPSET_NATIVE", raising=False)
     monkeypatch.delenv("OPSET_CONFIG", raising=False)
 
     def config(**changes):
-        made = EngineArgs(str(tmp_path), load_format="dummy", skip_tokenizer_init=True).create_engine_config()
+        made = configure(QWEN3, load_format="dummy")
         # What this machine's own platform has said.
         made.parallel_config.worker_cls = "auto"
         made.compilation_config.mode = None

@@ -71,7 +71,7 @@ def test_opsets_attention_answers_where_users_name_it():
 
 def test_the_sampler_leaves_greedy_requests_as_they_are():
     found = answers(SAMPLER)
-    assert found["kernels"] == {"top_k_top_p_sample": "triton"}
+    assert found["kernels"] == {"top_k_top_p_sample": "triton", "apply_penalties": "triton"}
     assert found["greedy"] == stock()["greedy"]
 
 

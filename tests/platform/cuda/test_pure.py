@@ -1,10 +1,11 @@
 """The platform for GPUs without vLLM's compiled kernels, as far as that can be seen without a GPU."""
 
 import functools
-import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from small_models import LLAMA
 from vllm.config import CompilationMode
 
 from vllm_opset.platform.cuda.refusals import RULES
@@ -13,32 +14,15 @@ from vllm_opset.platform.refusals import Refusal, check
 
 pytestmark = pytest.mark.window
 
-LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-}
-
 
 @pytest.fixture
-def config(tmp_path):
+def config(configure):
     """What vLLM checks, made on the platform of this machine."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    return EngineArgs(str(tmp_path), skip_tokenizer_init=True).create_engine_config()
+    return configure(LLAMA)
 
 
 REFUSED = [
-    ("adapters", "lora_config", object()),
-    ("speculative decoding", "speculative_config", object()),
+    ("speculative decoding with a model that drafts", "speculative_config", SimpleNamespace(method="eagle")),
     ("tensor parallelism", "parallel_config.tensor_parallel_size", 2),
     ("a KV cache in this dtype", "cache_config.cache_dtype", "fp8_e5m2"),
 ]

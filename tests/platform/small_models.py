@@ -1,0 +1,14 @@
+"""config.json of models too small to be of use: what platforms check before anything is loaded."""
+
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SMALL}
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **SMALL, "torch_dtype": "bfloat16"}
