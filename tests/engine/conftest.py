@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 # An engine in the test's own process starts in a few seconds.
 ENVIRONMENT = {
@@ -13,6 +14,8 @@ ENVIRONMENT = {
     "OPSET_COUNT_CALLS": "1",
     "OPSET_NUM_THREADS": "1",
 }
+# A GPU has room for engines of other tests beside this one, and for what an engine that ended has not given back.
+ON_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
 
 
 @contextmanager
@@ -22,6 +25,8 @@ def running(path, **arguments) -> Iterator:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     defaults = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, "seed": 0, "disable_log_stats": False}
+    if torch.cuda.is_available():
+        defaults |= ON_GPU
     if not (path / "tokenizer.json").exists():
         defaults["skip_tokenizer_init"] = True
     with pytest.MonkeyPatch.context() as patch:

@@ -4,6 +4,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from processes import Finished, run
 from readme import block
 
@@ -35,7 +36,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """All of them, two at a time: most of what they do is importing vLLM."""
+    """All of them, two at a time where there is no GPU to fill: most of what they do is importing vLLM."""
     folder = tmp_path_factory.mktemp("scripts")
 
     def start(name: str, script: str, variables: dict[str, str]) -> Finished:
@@ -43,7 +44,7 @@ def runs(tmp_path_factory):
         path.write_text(USES_THREADS + script)
         return run("python", path, OMP_NUM_THREADS=4, **variables)
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(1 if torch.cuda.is_available() else 2) as pool:
         yield {name: pool.submit(start, name, *case) for name, case in CASES.items()}
 
 

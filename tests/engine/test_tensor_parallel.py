@@ -7,10 +7,14 @@ import sys
 
 import models
 import pytest
+import torch
 
 NUM_TOKENS = 16
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none: runs on a machine with two"),
+]
 
 # No `if __name__ == "__main__"`: it must do without.
 PLAIN = f"""

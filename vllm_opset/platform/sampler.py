@@ -161,6 +161,8 @@ def install(runner: "GPUModelRunner") -> None:
     """Replaces the sampler of a V1 model runner that was just built."""
     model_config = runner.model_config
     runner.sampler = OpsetSampler(model_config.logprobs_mode, model_config.get_vocab_size(), runner.device)
+    if hasattr(runner, "rejection_sampler"):  # of drafts; it samples the token after the last draft
+        runner.rejection_sampler.sampler = runner.sampler
 
 
 def count_draws(runner: "GPUModelRunner") -> None:

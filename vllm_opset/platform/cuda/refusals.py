@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from vllm_opset.platform.refusals import RULES as COMMON
-from vllm_opset.platform.refusals import Rule, given, several
+from vllm_opset.platform.refusals import Rule, several
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,8 +18,11 @@ def _caches_in_another_dtype(config: "VllmConfig") -> bool:
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
-    Rule("adapters (LoRA)", "merge the adapter into the weights, and leave out --enable-lora", given("lora_config")),
-    Rule("speculative decoding", "leave out --speculative-config", given("speculative_config")),
+    Rule(
+        "speculative decoding with a model that drafts",
+        'give --speculative-config with {"method": "ngram"}, or leave it out',
+        lambda config: config.speculative_config is not None and config.speculative_config.method != "ngram",
+    ),
     # It has not been run on two GPUs yet.
     Rule("tensor parallelism", "leave out --tensor-parallel-size, and use one GPU", several("tensor_parallel_size")),
     Rule(

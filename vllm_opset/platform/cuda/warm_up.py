@@ -4,11 +4,16 @@ Launch parameters change at powers of two (kernels/triton/launch.yaml), so that 
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.sample.rejection_sampler import rejection_sample
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -16,25 +21,34 @@ from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.ops.paged_batch import PagedBatch
 
 FEW_QUERIES = 64  # of a request, at most, in what a kernel of paged_attention may do in another way than a prompt
+THREADS = 8  # that compile at the same time: Triton lets go of Python's lock in most of its passes
 
 
 def kernels(worker: Worker) -> None:
     """Called in place of vLLM's own warm-up, before graphs are captured."""
     runner = worker.model_runner
-    model(worker)
+    around = []
     if not runner.is_pooling_model:
-        _slot_mapping(runner)
-        runner.sampler.warm_up(runner.device)
+        around = [partial(_slot_mapping, runner), partial(runner.sampler.warm_up, runner.device)]
+        if runner.speculative_config is not None:
+            around.append(partial(_rejection, runner))
+    model(worker, around)
 
 
-def model(worker: Worker) -> None:
-    """What is before the logits, with a model runner of either kind."""
+def model(worker: Worker, around: Sequence[Callable] = ()) -> None:
+    """What is before the logits, with a model runner of either kind, and what else is to be called beside it."""
     runner, scheduler = worker.model_runner, worker.scheduler_config
-    for num_tokens in _powers_up_to(scheduler.max_num_batched_tokens):
-        _step(runner, num_tokens)
+    calls = list(around)
     if not runner.is_pooling_model:
         most_queries = min(scheduler.max_num_batched_tokens, worker.model_config.max_model_len)
-        _attention(runner, most_queries, scheduler.max_num_seqs * worker.model_config.max_model_len)
+        calls += _attention(runner, most_queries, scheduler.max_num_seqs * worker.model_config.max_model_len)
+    with ThreadPoolExecutor(THREADS, initializer=torch.cuda.set_device, initargs=(runner.device,)) as pool:
+        begun = [pool.submit(torch.inference_mode()(call)) for call in calls]
+        for num_tokens in _powers_up_to(scheduler.max_num_batched_tokens):
+            _step(runner, num_tokens)
+        for call in begun:
+            call.result()
+    runner.maybe_remove_all_loras(runner.lora_config)
 
 
 def _step(runner: GPUModelRunner, num_tokens: int) -> None:
@@ -46,6 +60,8 @@ def _step(runner: GPUModelRunner, num_tokens: int) -> None:
         cudagraph_runtime_mode=CUDAGraphMode.NONE,
         force_attention=not runner.is_pooling_model and longest <= runner.max_model_len,
         profile_seq_lens=min(num_tokens, runner.max_model_len),
+        remove_lora=False,
+        num_active_loras=0 if runner.lora_config is None else runner.lora_config.max_loras,
     )
 
 
@@ -55,20 +71,25 @@ def _powers_up_to(largest: int) -> Iterator[int]:
     yield largest
 
 
-def _attention(runner: GPUModelRunner, most_queries: int, most_keys: int) -> None:
-    """Attends one request, and if it has few queries, as if it was one of many with long contexts."""
+def _attention(runner: GPUModelRunner, most_queries: int, most_keys: int) -> Iterator[Callable]:
+    """What attends one request, and if it has few queries, as if it was one of many with long contexts."""
     layers = [layer for layer in runner.compilation_config.static_forward_context.values() if _decodes(layer)]
     for layer in {layer.impl.problem: layer for layer in layers}.values():
-        impl = layer.impl
         for num_queries in _powers_up_to(most_queries):
-            query = torch.zeros(num_queries, impl.num_heads, impl.head_size, dtype=impl.dtype, device=runner.device)
-            starts, lens, table = (
-                torch.tensor(values, dtype=torch.int32, device=runner.device)
-                for values in ([0, num_queries], [num_queries], [[0] * num_queries])
-            )
-            for max_seq_len in _powers_up_to(most_keys) if num_queries <= FEW_QUERIES else (num_queries,):
-                batch = PagedBatch(starts, lens, table, num_queries, max_seq_len)
-                impl.attend(layer, query, layer.kv_cache, batch, torch.empty_like(query))
+            lengths = _powers_up_to(most_keys) if num_queries <= FEW_QUERIES else (num_queries,)
+            yield partial(_attend, layer, runner.device, num_queries, lengths)
+
+
+def _attend(layer: torch.nn.Module, device: torch.device, num_queries: int, lengths: Iterator[int]) -> None:
+    impl = layer.impl
+    query = torch.zeros(num_queries, impl.num_heads, impl.head_size, dtype=impl.dtype, device=device)
+    starts, lens, table = (
+        torch.tensor(values, dtype=torch.int32, device=device)
+        for values in ([0, num_queries], [num_queries], [[0] * num_queries])
+    )
+    for max_seq_len in lengths:
+        batch = PagedBatch(starts, lens, table, num_queries, max_seq_len)
+        impl.attend(layer, query, layer.kv_cache, batch, torch.empty_like(query))
 
 
 def _decodes(layer: torch.nn.Module) -> bool:
@@ -80,3 +101,14 @@ def _slot_mapping(runner: GPUModelRunner) -> None:
     """Of one token."""
     starts = torch.tensor([0, 1], dtype=torch.int32, device=runner.device)
     runner.input_batch.block_table.compute_slot_mapping(1, starts, torch.zeros_like(starts[:1], dtype=torch.int64))
+
+
+def _rejection(runner: GPUModelRunner) -> None:
+    """vLLM's kernel for drafts of greedy requests; the one for others is compiled when vLLM measures memory."""
+    drafts = SpecDecodeMetadata.make_dummy([[0]], runner.device)
+    logits = torch.zeros(1, runner.model_config.get_vocab_size(), device=runner.device)
+    rejection_sample(
+        drafts.draft_token_ids, drafts.num_draft_tokens, drafts.max_spec_len, drafts.cu_num_draft_tokens,
+        None, logits, torch.zeros(1, 1, dtype=torch.int32, device=runner.device),
+        SimpleNamespace(all_greedy=True, all_random=False),
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""Features of engines that opset has on GPUs alone: tokens that are drafted, and adapters of the weights."""
+
+import json
+
+import models
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: runs on one"),
+]
+
+NUM_TOKENS = 48
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+RANK, ALPHA = 8, 16
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# bf16 has 8 bits of mantissa; the logits of these models spread over some ten units.
+BF16_LOGPROBS = 0.25
+
+
+def generate(llm, prompts, lora_request=None, **sampling):
+    from vllm import SamplingParams
+
+    settings = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False} | sampling
+    prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm.generate(prompts, SamplingParams(**settings), use_tqdm=False, lora_request=lora_request)
+
+
+def compiled_in(patch) -> list[str]:
+    """The Triton kernels that are compiled from now on."""
+    import triton
+
+    names = []
+    patch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **info: names.append(info["repr"]))
+    return names
+
+
+@pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
+def test_drafts_by_n_grams_change_no_token(arguments, engine, tmp_path, monkeypatch):
+    reference = models.build("qwen3", tmp_path)
+    prompts = [prompt * 3 for prompt in models.prompts() if len(prompt) < 60]  # that have something to repeat
+    expected = [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
+    with engine(tmp_path, speculative_config=DRAFTS, **arguments) as llm:
+        compiled = compiled_in(monkeypatch)
+        assert [list(output.outputs[0].token_ids) for output in generate(llm, prompts)] == expected
+        generate(llm, prompts, temperature=1, top_k=20, top_p=0.9, seed=1)
+        drafted = [metric for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_accepted_tokens"]
+        assert sum(metric.value for metric in drafted) > 0
+    assert not compiled
+
+
+def adapter(model, folder) -> None:
+    """A random adapter of all matrices of the layers, saved to the folder, and merged into the model."""
+    torch.manual_seed(3)
+    tensors = {}
+    for name, module in model.named_modules():
+        if name.endswith(ADAPTED):
+            down, up = torch.randn(RANK, module.in_features) * 0.1, torch.randn(module.out_features, RANK) * 0.1
+            tensors |= {
+                f"base_model.model.{name}.lora_A.weight": down,
+                f"base_model.model.{name}.lora_B.weight": up,
+            }
+            module.weight.data += ALPHA / RANK * up @ down
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ADAPTED, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def mean_error(model, prompts, outputs) -> float:
+    """Of the log-probabilities of the tokens that were chosen, to what the model gives for them in fp32."""
+    errors = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        with torch.inference_mode():
+            logprobs = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        errors += [
+            abs(step[token].logprob - row[token].item())
+            for token, step, row in zip(answer, output.outputs[0].logprobs, logprobs, strict=True)
+        ]
+    return sum(errors) / len(errors)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
+def test_an_adapter_answers_as_merged_weights_do(arguments, engine, tmp_path, monkeypatch):
+    from vllm.lora.request import LoRARequest
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "adapter").mkdir()
+    base, merged = (models.build("qwen3", tmp_path / "model") for _ in range(2))
+    adapter(merged, tmp_path / "adapter")
+    prompts = models.prompts()
+    adapted = [index % 2 == 1 for index in range(len(prompts))]
+    request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    with engine(tmp_path / "model", dtype="bfloat16", enable_lora=True, **arguments) as llm:
+        compiled = compiled_in(monkeypatch)
+        outputs = generate(llm, prompts, [request if yes else None for yes in adapted], max_tokens=16, logprobs=0)
+    for model, with_adapter in ((base, False), (merged, True)):
+        chosen = [
+            pair for pair, yes in zip(zip(prompts, outputs, strict=True), adapted, strict=True) if yes is with_adapter
+        ]
+        other = base if with_adapter else merged
+        assert mean_error(model, *zip(*chosen, strict=True)) < BF16_LOGPROBS / 4
+        assert mean_error(other, *zip(*chosen, strict=True)) > BF16_LOGPROBS
+    assert not compiled
