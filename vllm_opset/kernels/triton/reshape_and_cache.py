@@ -9,7 +9,7 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton._cache import cached, slot_start
 from vllm_opset.kernels.triton._launch import begin
-from vllm_opset.kernels.triton._rows import enough_warps
+from vllm_opset.kernels.triton._rows import KEPT, enough_warps
 from vllm_opset.ops.paged_batch import only_packed
 from vllm_opset.ops.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
 
@@ -54,8 +54,9 @@ def _reshape_and_cache(
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < total) & (column < HEAD_SIZE)
     token, head = (row // NUM_KV_HEADS).to(tl.int64), row % NUM_KV_HEADS
-    k = tl.load(key + token * key_strides[0] + head * key_strides[1] + column * key_strides[2], mask)
-    v = tl.load(value + token * value_strides[0] + head * value_strides[1] + column * value_strides[2], mask)
+    key += token * key_strides[0] + head * key_strides[1] + column * key_strides[2]
+    value += token * value_strides[0] + head * value_strides[1] + column * value_strides[2]
+    k, v = tl.load(key, mask, eviction_policy=KEPT), tl.load(value, mask, eviction_policy=KEPT)
     slot = tl.load(slot_mapping + token * slot_stride, row < total, -1)
     start = slot_start(kv_cache, cache_strides, slot, head, BLOCK_SIZE)
     mask = mask & (slot >= 0)

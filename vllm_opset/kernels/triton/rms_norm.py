@@ -8,7 +8,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import begin
-from vllm_opset.kernels.triton._rows import load_parameter, num_rows, row_offset, rows, supports, whole_rows
+from vllm_opset.kernels.triton._rows import KEPT, load_parameter, num_rows, row_offset, rows, supports, whole_rows
 from vllm_opset.ops.rms_norm import check_parameter
 
 
@@ -33,7 +33,8 @@ def _rms_norm(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < total) & (column < COLUMNS)
-    value = tl.load(x + row_offset(row, x_rows) + column * x_rows.column_stride, mask, 0.0).to(tl.float32)
+    x += row_offset(row, x_rows) + column * x_rows.column_stride
+    value = tl.load(x, mask, 0.0, eviction_policy=KEPT).to(tl.float32)
     scale = load_parameter(weight, column, COLUMNS)  # on its way while the row is summed
     value *= tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / COLUMNS + epsilon)
     if weight is not None:
