@@ -14,6 +14,7 @@ import torch
 
 ROUNDS = 21  # replays whose times are compared
 MAX_CALLS = 256  # in one replay
+PLACES = 8  # in memory, for operands, in one replay: identical calls differ by a tenth from place to place
 ROUND_SECONDS = 1e-3  # what a replay should last: events tick in half a microsecond
 MEMORY_SHARE = 0.2  # of the device's memory that is free, for operands
 CPU_SECONDS = 0.5  # to spend on one case
@@ -50,7 +51,7 @@ def _time_cuda(run: Callable, call: Call, prepare: Callable) -> Timing:
         prepared = prepare(*call)
         _seconds_on_stream(run, prepared)  # compiles
         seconds = _seconds_on_stream(run, prepared)
-        calls = _copies(run, call, prepare, limit=min(MAX_CALLS, max(2, round(ROUND_SECONDS / seconds))))
+        calls = _copies(run, call, prepare, limit=min(MAX_CALLS, max(PLACES, round(ROUND_SECONDS / seconds))))
         sweep = torch.zeros(SWEEP_BYTES // 4, dtype=torch.int32, device="cuda")
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
