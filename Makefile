@@ -20,9 +20,9 @@ demo: env ## answer prompts with the tiny model and show which kernel served whi
 test: env ## the whole suite, on the default vLLM release
 	.venv/bin/python -m pytest $(ARGS)
 
-test-gpu: ## all that needs a GPU, in the environment of PYTHON: vLLM, torch for CUDA, pytest and this checkout
+test-gpu: ## all that needs a GPU, in the environment of PYTHON: stock vLLM, torch for CUDA, pytest and this checkout
 	$(PYTHON) -m vllm_opset parity --device cuda --jobs 16
-	$(PYTHON) -m pytest tests/kernels/triton tests/engine $(ARGS)
+	OPSET_PLATFORM=cuda $(PYTHON) -m pytest tests/kernels/triton tests/engine tests/platform/cuda $(ARGS)
 
 test-ascend: env-ascend ## the Ascend kernels, over torch_npu without an NPU: see tests/ascend/README.md
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-ascend/bin/python -m pytest --confcutdir tests/ascend tests/ascend $(ARGS)
