@@ -66,7 +66,9 @@ def main(backend: str) -> None:
             skip_tokenizer_init=True,
             max_model_len=512,
             max_num_seqs=16,
-            gpu_memory_utilization=0.3,
+            # Other engines may come and go on this GPU while this one would measure what it has.
+            gpu_memory_utilization=0.1,
+            kv_cache_memory_bytes=1 << 30,
             **({"attention_config": {"backend": backend}} if backend else {}),
         )
     found = {

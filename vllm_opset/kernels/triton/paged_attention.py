@@ -72,7 +72,9 @@ def paged_attention(
         _attend_on_hopper(query, kv_cache, batch, out, scale, left, right, sinks)
         return
     if few:
-        values = _launch.parameters("paged_attention_few", query.device, num_reqs * num_kv_heads * batch.max_seq_len)
+        values = _launch.parameters(
+            "paged_attention_few", query.device, (num_reqs * num_kv_heads) ** 2 * batch.max_seq_len
+        )
     else:
         values = _launch.parameters("paged_attention_many", query.device, num_tokens * num_heads)
     rows = values["rows"] * ROW_BYTES // max(ROW_BYTES, row_bytes)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.sample.rejection_sampler import rejection_sample
+from vllm.v1.sample.rejection_sampler import apply_sampling_constraints, rejection_sample
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -21,6 +21,7 @@ from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.ops.paged_batch import PagedBatch
 
 FEW_QUERIES = 64  # of a request, at most, in what a kernel of paged_attention may do in another way than a prompt
+DRAFTING = (1, 9, 16)  # requests: Triton compiles anew for 1 and for multiples of 16, and vLLM has two ways to top-k
 THREADS = 8  # that compile at the same time: Triton lets go of Python's lock in most of its passes
 
 
@@ -41,11 +42,15 @@ def model(worker: Worker, around: Sequence[Callable] = ()) -> None:
     calls = list(around)
     if not runner.is_pooling_model:
         most_queries = min(scheduler.max_num_batched_tokens, worker.model_config.max_model_len)
-        calls += _attention(runner, most_queries, scheduler.max_num_seqs * worker.model_config.max_model_len)
+        # One request that is so long is to paged_attention what the most requests of the longest context are.
+        most_keys = scheduler.max_num_seqs**2 * worker.model_config.max_model_len
+        calls += _attention(runner, most_queries, most_keys)
     with ThreadPoolExecutor(THREADS, initializer=torch.cuda.set_device, initargs=(runner.device,)) as pool:
         begun = [pool.submit(torch.inference_mode()(call)) for call in calls]
         for num_tokens in _powers_up_to(scheduler.max_num_batched_tokens):
             _step(runner, num_tokens)
+            if runner.lora_config is not None and num_tokens > 1:
+                _step(runner, num_tokens - 1)  # vLLM's kernels for adapters are compiled anew for multiples of 16
         for call in begun:
             call.result()
     runner.maybe_remove_all_loras(runner.lora_config)
@@ -104,11 +109,18 @@ def _slot_mapping(runner: GPUModelRunner) -> None:
 
 
 def _rejection(runner: GPUModelRunner) -> None:
-    """vLLM's kernel for drafts of greedy requests; the one for others is compiled when vLLM measures memory."""
-    drafts = SpecDecodeMetadata.make_dummy([[0]], runner.device)
-    logits = torch.zeros(1, runner.model_config.get_vocab_size(), device=runner.device)
-    rejection_sample(
-        drafts.draft_token_ids, drafts.num_draft_tokens, drafts.max_spec_len, drafts.cu_num_draft_tokens,
-        None, logits, torch.zeros(1, 1, dtype=torch.int32, device=runner.device),
-        SimpleNamespace(all_greedy=True, all_random=False),
-    )  # fmt: skip
+    """vLLM's kernels for drafts, with what its own dummy run has not: greedy requests alone, top-k as int32."""
+    greedy = SimpleNamespace(all_greedy=True, all_random=False)
+    for num_reqs in DRAFTING:
+        drafts = SpecDecodeMetadata.make_dummy([[0]] * num_reqs, runner.device)
+        ones = torch.ones(num_reqs, device=runner.device)
+        sampled = SimpleNamespace(
+            all_greedy=False, all_random=False, generators={}, temperature=ones, top_k=ones.int(), top_p=ones
+        )
+        for metadata in (greedy, sampled):
+            logits = torch.zeros(num_reqs, runner.model_config.get_vocab_size(), device=runner.device)
+            rejection_sample(
+                drafts.draft_token_ids, drafts.num_draft_tokens, drafts.max_spec_len, drafts.cu_num_draft_tokens,
+                None, apply_sampling_constraints(logits, drafts.cu_num_draft_tokens, metadata),
+                ones[:, None].int(), metadata,
+            )  # fmt: skip
