@@ -72,9 +72,10 @@ def paged_attention(
         _attend_on_hopper(query, kv_cache, batch, out, scale, left, right, sinks)
         return
     if few:
-        values = _launch.parameters(
-            "paged_attention_few", query.device, (num_reqs * num_kv_heads) ** 2 * batch.max_seq_len
-        )
+        size = (num_reqs * num_kv_heads) ** 2 * batch.max_seq_len
+        if batch.max_query_len * group > MIN_ROWS:  # more than the smallest tile holds is rare: one entry has to do
+            size = _launch.sizes("paged_attention_few", query.device)[-1]
+        values = _launch.parameters("paged_attention_few", query.device, size)
     else:
         values = _launch.parameters("paged_attention_many", query.device, num_tokens * num_heads)
     rows = values["rows"] * ROW_BYTES // max(ROW_BYTES, row_bytes)

@@ -4,9 +4,7 @@ Launch parameters change at powers of two (kernels/triton/launch.yaml), so that 
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
@@ -22,38 +20,31 @@ from vllm_opset.ops.paged_batch import PagedBatch
 
 FEW_QUERIES = 64  # of a request, at most, in what a kernel of paged_attention may do in another way than a prompt
 DRAFTING = (1, 9, 16)  # requests: Triton compiles anew for 1 and for multiples of 16, and vLLM has two ways to top-k
-THREADS = 8  # that compile at the same time: Triton lets go of Python's lock in most of its passes
 
 
 def kernels(worker: Worker) -> None:
     """Called in place of vLLM's own warm-up, before graphs are captured."""
     runner = worker.model_runner
-    around = []
+    model(worker)
     if not runner.is_pooling_model:
-        around = [partial(_slot_mapping, runner), partial(runner.sampler.warm_up, runner.device)]
+        _slot_mapping(runner)
+        runner.sampler.warm_up(runner.device)
         if runner.speculative_config is not None:
-            around.append(partial(_rejection, runner))
-    model(worker, around)
+            _rejection(runner)
 
 
-def model(worker: Worker, around: Sequence[Callable] = ()) -> None:
-    """What is before the logits, with a model runner of either kind, and what else is to be called beside it."""
+def model(worker: Worker) -> None:
+    """What is before the logits, with a model runner of either kind."""
     runner, scheduler = worker.model_runner, worker.scheduler_config
-    calls = list(around)
+    for num_tokens in _powers_up_to(scheduler.max_num_batched_tokens):
+        _step(runner, num_tokens)
+        if runner.lora_config is not None and num_tokens > 1:
+            _step(runner, num_tokens - 1)  # vLLM's kernels for adapters are compiled anew for multiples of 16
+    runner.maybe_remove_all_loras(runner.lora_config)
     if not runner.is_pooling_model:
         most_queries = min(scheduler.max_num_batched_tokens, worker.model_config.max_model_len)
         # One request that is so long is to paged_attention what the most requests of the longest context are.
-        most_keys = scheduler.max_num_seqs**2 * worker.model_config.max_model_len
-        calls += _attention(runner, most_queries, most_keys)
-    with ThreadPoolExecutor(THREADS, initializer=torch.cuda.set_device, initargs=(runner.device,)) as pool:
-        begun = [pool.submit(torch.inference_mode()(call)) for call in calls]
-        for num_tokens in _powers_up_to(scheduler.max_num_batched_tokens):
-            _step(runner, num_tokens)
-            if runner.lora_config is not None and num_tokens > 1:
-                _step(runner, num_tokens - 1)  # vLLM's kernels for adapters are compiled anew for multiples of 16
-        for call in begun:
-            call.result()
-    runner.maybe_remove_all_loras(runner.lora_config)
+        _attention(runner, most_queries, scheduler.max_num_seqs**2 * worker.model_config.max_model_len)
 
 
 def _step(runner: GPUModelRunner, num_tokens: int) -> None:
@@ -76,25 +67,20 @@ def _powers_up_to(largest: int) -> Iterator[int]:
     yield largest
 
 
-def _attention(runner: GPUModelRunner, most_queries: int, most_keys: int) -> Iterator[Callable]:
-    """What attends one request, and if it has few queries, as if it was one of many with long contexts."""
+def _attention(runner: GPUModelRunner, most_queries: int, most_keys: int) -> None:
+    """Attends one request, and if it has few queries, as if it was one of many with long contexts."""
     layers = [layer for layer in runner.compilation_config.static_forward_context.values() if _decodes(layer)]
     for layer in {layer.impl.problem: layer for layer in layers}.values():
+        impl = layer.impl
         for num_queries in _powers_up_to(most_queries):
-            lengths = _powers_up_to(most_keys) if num_queries <= FEW_QUERIES else (num_queries,)
-            yield partial(_attend, layer, runner.device, num_queries, lengths)
-
-
-def _attend(layer: torch.nn.Module, device: torch.device, num_queries: int, lengths: Iterator[int]) -> None:
-    impl = layer.impl
-    query = torch.zeros(num_queries, impl.num_heads, impl.head_size, dtype=impl.dtype, device=device)
-    starts, lens, table = (
-        torch.tensor(values, dtype=torch.int32, device=device)
-        for values in ([0, num_queries], [num_queries], [[0] * num_queries])
-    )
-    for max_seq_len in lengths:
-        batch = PagedBatch(starts, lens, table, num_queries, max_seq_len)
-        impl.attend(layer, query, layer.kv_cache, batch, torch.empty_like(query))
+            query = torch.zeros(num_queries, impl.num_heads, impl.head_size, dtype=impl.dtype, device=runner.device)
+            starts, lens, table = (
+                torch.tensor(values, dtype=torch.int32, device=runner.device)
+                for values in ([0, num_queries], [num_queries], [[0] * num_queries])
+            )
+            for max_seq_len in _powers_up_to(most_keys) if num_queries <= FEW_QUERIES else (num_queries,):
+                batch = PagedBatch(starts, lens, table, num_queries, max_seq_len)
+                impl.attend(layer, query, layer.kv_cache, batch, torch.empty_like(query))
 
 
 def _decodes(layer: torch.nn.Module) -> bool:
