@@ -6,8 +6,9 @@ many keys it has as lists on the host; a mask of [2048, 2048] by which sparse mo
 and sparse mode 4 a band of it that begins pre_tokens before. Head sizes, block sizes and the meaning of pre_tokens are
 where documents disagree: see `_constraints`.
 
-The lists are read back from the device once a step, for all layers together (`PagedBatch.once`), and are fixed when a
-graph is captured: this kernel is for eager execution.
+The lists are made once a step, for all layers together (`PagedBatch.once`): from the lengths on the host where the
+batch has them, and else read back from the device. They are fixed when a graph is captured: this kernel is for eager
+execution.
 
 Doubtful until seen on hardware: docs say that sparse mode and pre_tokens are ignored for requests of one query, which
 would widen a window in decode, and vllm-ascend passes them all the same; whether NaN in keys that no query sees stays
@@ -66,7 +67,7 @@ def paged_attention(
         raise ValueError("the layer was built for causal attention, and this batch is not causal")
     left, _ = window_sides(window, batch.causal)
     key_cache, value_cache = (cache.flatten(2) for cache in _cache.caches(kv_cache))
-    lengths = batch.once(read_lengths)
+    lengths = batch.once(host_lengths)
     num_tokens = lengths.query_ends[-1] if lengths.query_ends else 0
     wrong = _constraints.attention_lengths(lengths.query_ends, lengths.seq_lens, num_tokens)
     if wrong or key_cache.numel() > _constraints.ATTENTION_MAX_CACHE:
@@ -101,11 +102,13 @@ class Lengths(NamedTuple):
     block_table: torch.Tensor
 
 
-def read_lengths(batch: PagedBatch) -> Lengths:
-    """Reads the lengths back and leaves padded requests out, whose empty ranges no document speaks of."""
-    starts, seq_lens, pages = batch.query_start_loc.tolist(), batch.seq_lens.tolist(), batch.block_table
+def host_lengths(batch: PagedBatch) -> Lengths:
+    """Leaves padded requests out, of whose empty ranges no document speaks."""
+    (starts, seq_lens), pages = batch.host_lengths(), batch.block_table
     kept = [row for row, end in enumerate(starts[1:]) if end > starts[row]]
-    if len(kept) < len(seq_lens):
+    if kept == list(range(len(kept))):  # vLLM's padding comes last
+        pages = pages[: len(kept)]
+    else:
         pages = pages.index_select(0, torch.tensor(kept, dtype=torch.int64, device=pages.device))
     return Lengths([starts[row + 1] for row in kept], [seq_lens[row] for row in kept], pages.contiguous())
 
