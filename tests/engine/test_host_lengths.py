@@ -24,7 +24,7 @@ def test_lengths_on_the_host_are_those_of_the_device(engine, tmp_path, monkeypat
         return metadata
 
     monkeypatch.setattr(OpsetMetadataBuilder, "build", checked)
-    models.build("mistral", tmp_path)
+    models.build("qwen3", tmp_path)
     limits = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40, "async_scheduling": async_scheduling}
     prompts = [{"prompt_token_ids": prompt} for prompt in models.prompts() * 3]
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
