@@ -8,7 +8,7 @@ import emulation
 import pytest
 import torch
 from caches import caches_apart
-from checks import KERNELS
+from checks import KERNELS, by_name
 from emulation import Limits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -21,11 +21,14 @@ OTHERS = [(op, kernel) for op, kernel in KERNELS if op.name != READS_BACK]
 
 
 class OneDevice(TorchDispatchMode):
-    """No operator of torch_npu may see a tensor of the CPU."""
+    """No operator of torch_npu may see a tensor of the CPU, but for lengths where it wants them there."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in ("npu", "atb"):
-            assert {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)} == {"meta"}
+            tensors = by_name(func, args, kwargs)
+            lengths = tensors.pop("context_lens", None)
+            assert {x.device.type for x in tree_leaves(tensors) if isinstance(x, torch.Tensor)} == {"meta"}
+            assert lengths is None or lengths.device.type == "cpu"
         return func(*args, **(kwargs or {}))
 
 
@@ -33,7 +36,7 @@ class OneDevice(TorchDispatchMode):
 def meta_kernels_of_atb():
     """torch_npu has none: these write in place and return nothing."""
     library = torch.library.Library("atb", "IMPL")
-    for operator in ("_npu_reshape_and_cache", "_npu_rotary_embedding"):
+    for operator in ("_npu_reshape_and_cache", "_npu_rotary_embedding", "_npu_paged_attention"):
         library.impl(operator, lambda *args, **kwargs: None, "Meta")
     yield
     library._destroy()

@@ -48,9 +48,22 @@ def test_a_packed_cache_is_refused_by_name(layout):
     assert "must lie apart" in _cache.supports(problem)
 
 
-def test_a_cache_apart_in_another_order_is_refused_by_the_call():
+@pytest.mark.parametrize(
+    "cache",
+    [
+        torch.zeros(3, 2, 16, 2, 8),
+        torch.zeros(2, 3, 16, 2, 12)[..., :8].permute(1, 3, 2, 0, 4),
+        torch.zeros(2, 3, 5, 16, 2, 8)[:, :, 1].permute(1, 3, 2, 0, 4),
+        torch.zeros(3, 16, 2, 2, 8).permute(0, 2, 1, 3, 4),
+        torch.zeros(2, 3, 2, 16, 8).permute(1, 2, 3, 0, 4),
+        torch.zeros(2, 6, 16, 2, 8)[:, ::2].permute(1, 3, 2, 0, 4),
+    ],
+    ids=["contiguous", "padded rows", "layers interleaved", "keys beside values", "heads first", "every other block"],
+)
+def test_a_cache_apart_that_lies_otherwise_is_refused_by_the_call(cache):
+    assert cache.shape == (3, 2, 16, 2, 8)
     with pytest.raises(ValueError, match="does not hold keys and values in one piece each"):
-        _cache.caches(torch.zeros(3, 2, 16, 2, 8))
+        _cache.caches(cache)
     _cache.caches(poisoned_cache(APART, 3, 2, 16, torch.empty(16)))
 
 
