@@ -91,6 +91,12 @@ def test_the_suite_with_caches_apart(op):
     assert found["why_not"] is None and found["ran"] > 20
 
 
+def test_that_suite_has_the_cases_over_several_blocks(monkeypatch):
+    ran = apart.verdict("paged_attention", "cpu")["ran"]
+    monkeypatch.setattr(apart, "LONG", {})
+    assert apart.verdict("paged_attention", "cpu")["ran"] < ran
+
+
 def test_every_kernel_is_timed(monkeypatch):
     monkeypatch.setattr(timing, "SECONDS", 0)
     rows = list(timing.rows("cpu", lambda op, device, dtype: op.samples(device, dtype)))

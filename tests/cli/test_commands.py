@@ -65,9 +65,19 @@ def users_kernels(tmp_path) -> dict:
 
 def test_ops_lists_every_kernel_of_every_op():
     rows = json.loads(command("ops", "--json").out)["kernels"]
-    listed = {(row["op"], row["kernel"]) for row in rows}
+    listed = {(row["op"], row["kernel"]) for row in rows if row["here"] == "yes"}
     assert listed == {(op.name, name) for op in ops.ALL for name in kernels_of(op.name)}
     assert all(row["supports"] not in ("", "not documented") for row in rows)
+
+
+def test_ops_lists_the_kernels_for_other_machines_with_what_they_support():
+    found = json.loads(command("ops", "--json").out)
+    ascend = {f"{row['op']}={row['kernel']}": row for row in found["kernels"] if row["provider"] == "ascend"}
+    assert found["unavailable"]["ascend"].startswith("torch_npu is not installed")
+    assert len(ascend) == 16
+    row = ascend["paged_attention=ascend_atb"]
+    assert (row["devices"], row["here"]) == ("npu", "no")
+    assert row["supports"].startswith("bf16 and fp16 on A2 and A3, head sizes 64 and 128, block size 128")
 
 
 def test_ops_shows_a_users_kernel_with_what_it_supports(users_kernels):

@@ -2,7 +2,8 @@
 
 Not run on Ascend hardware; not compiled or executed by CANN. They encode the public documentation of the operators:
 `_constraints` holds its limits, each with its source, and every file names its operator and what is not documented.
-torch_npu registers its operators, and is imported when the first kernel file is; never by this package alone.
+torch_npu registers its operators, and is imported when the first kernel file is, if it can be; never by this package
+alone.
 """
 
 import ctypes
@@ -10,6 +11,8 @@ import importlib.util
 import sys
 
 DEVICES = ("npu",)
+# The files can be imported where torch_npu cannot, so that `vllm-opset ops` says there what they support.
+LISTED_ANYWHERE = True
 # Of those that torch_npu is linked against, one of each part of CANN that it wants.
 CANN_LIBRARIES = ("libascendcl.so", "libhccl.so", "libge_runner.so")
 
