@@ -4,15 +4,8 @@ Over the stand-ins for the driver: see README.md. A kernel is asked about every 
 values apart, as each product.
 """
 
-import sys
-from pathlib import Path
-
 if __name__ == "__main__":
-    import stubs
-
-    stubs.load()
-
-sys.path.append(str(Path(__file__).parents[1] / "ascend_hardware"))
+    import conftest  # noqa: F401  loads torch_npu
 
 import emulation
 from caches import caches_apart
@@ -44,7 +37,7 @@ def _dtypes(op: Op, kernel: Kernel, device: str) -> str:
     """The dtypes in which the kernel supports a sample on a product."""
     with emulation.mode(Limits.STRICT, device), caches_apart():
         supported = [dtype for dtype in op.dtypes if any(_supports(op, kernel, s) for s in op.samples("cpu", dtype))]
-    return " ".join(SHORT[str(dtype).removeprefix("torch.")] for dtype in supported) or "–"
+    return " ".join(SHORT[str(dtype).removeprefix("torch.")] for dtype in supported) or "no"
 
 
 def _supports(op: Op, kernel: Kernel, sample) -> bool:

@@ -17,7 +17,7 @@ def test_the_matrix_of_the_page_is_what_the_kernels_answer():
 
 
 def test_the_page_names_every_conflict_and_its_value():
-    named = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", PAGE, re.MULTILINE))
+    named = dict(re.findall(r"^\| `([A-Z_]+)` \| `(.*?)` \|", PAGE, re.MULTILINE))
     conflicts = Path(_constraints.__file__).read_text().split("# Conflict:")[1:]
     names = {next(line.split(" = ")[0] for line in part.splitlines() if " = " in line) for part in conflicts}
     assert names <= set(named)

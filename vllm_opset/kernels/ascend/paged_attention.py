@@ -13,8 +13,9 @@ which has no window; all others as above. Not in docs; op-plugin's test and vllm
 int32 tensor on the host and everything else on the device, so that a step whose lengths are known on the host waits for
 nothing.
 
-Both take lengths when they are launched. A graph keeps those that it was captured with, unless the call is made again
-before each replay, between torch.npu.graph_task_update_begin and _end.
+Both take lengths when they are launched, and a graph keeps those that it was captured with, unless it is captured with
+torch.npu.graph(auto_dispatch_capture=True) and given others by NPUGraph.update, as actual_seq_lengths_kv or
+context_lens (torch_npu's sources; not run).
 
 Doubtful until seen on hardware: docs say that sparse mode and pre_tokens are ignored for requests of one query, which
 would widen a window in decode, and vllm-ascend passes them all the same; whether NaN in keys that no query sees stays

@@ -1,4 +1,4 @@
-"""reshape_and_cache by ATB's _npu_reshape_and_cache, or by npu_scatter_pa_kv_cache where an override names it.
+"""reshape_and_cache by ATB's _npu_reshape_and_cache; on A5, in fp32 and by override by npu_scatter_pa_kv_cache.
 
 "ascend": not in docs. Slots must be int32 (int64 ones write nothing: vllm-ascend #706), so others are converted on the
 device; ATB's own test skips negative ones.
