@@ -207,6 +207,8 @@ def test_parity_finds_a_wrong_kernel_out(jobs, users_kernels):
     [
         (["parity", "silu_and_mull"], {}, "unknown op 'silu_and_mull'; did you mean 'silu_and_mul'?"),
         (["parity", "--kernel", "mine"], {}, "no kernel named 'mine' runs on cpu"),
+        (["parity", "rms_norm", "--device", "npu"], {}, "there is no npu here"),
+        (["parity", "rms_norm", "--device", "npu"], {}, "ascend: torch_npu is not installed"),
         (["ops"], {"OPSET_KERNELS": "rms_norm=cpuu"}, "rms_norm has no kernel 'cpuu' here; did you mean 'cpu'?"),
         (["ops"], {"OPSET_CONFIG": "nowhere.yaml"}, "cannot read nowhere.yaml"),
         (["doctor"], {"OPSET_IMPORT": "nowhere"}, "importing 'nowhere' raised ModuleNotFoundError"),
