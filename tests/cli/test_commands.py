@@ -170,17 +170,16 @@ def test_doctor_is_content_where_torch_does_not_load_torch_npu(torch_npu, tmp_pa
     assert "CANN's libascendcl.so" in json.loads(finished.out)["unavailable"]["ascend"]
 
 
-@pytest.mark.parametrize("autoload", [0, 1])
-def test_doctor_says_that_torch_npu_cannot_be_imported(torch_npu, tmp_path, autoload):
+def test_doctor_says_that_torch_npu_cannot_be_imported(torch_npu, tmp_path):
     """Over libraries of the names that CANN's have."""
     torch_npu("raise ImportError('undefined symbol: aclrtWhatever')")
     for library in CANN_LIBRARIES:
         build = run("g++", "-x", "c++", "/dev/null", "-shared", "-o", tmp_path / library)
         assert build.code == 0, build
-    variables = {"PYTHONPATH": tmp_path, "LD_LIBRARY_PATH": tmp_path, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
+    variables = {"PYTHONPATH": tmp_path, "LD_LIBRARY_PATH": tmp_path, "TORCH_DEVICE_BACKEND_AUTOLOAD": 0}
     finished = command("doctor", **variables)
     assert "torch_npu cannot be imported (undefined symbol: aclrtWhatever): install" in finished.output
-    assert finished.code == autoload, finished
+    assert finished.code == 0, finished
 
 
 # parity

@@ -84,7 +84,7 @@ def _faults() -> Iterator[Fault]:
     """What can be told without asking vLLM."""
     if autoload.IMPORT_FAILS:
         yield Fault(
-            f"`import torch` fails in this environment, because it loads torch_npu: {ascend.unavailable()}",
+            f"`import torch` fails in this environment, because it loads torch_npu: {ascend.missing()}",
             f"as said, or where there is no NPU: pip uninstall torch_npu, or export {autoload.VARIABLE}=0",
         )
     if importlib.util.find_spec("vllm") is None:

@@ -51,7 +51,7 @@ def test_a_torch_npu_of_another_torch_is_refused(monkeypatch):
     monkeypatch.setattr(ascend, "missing_libraries", lambda: [])
     releases = {"torch": "2.13.0+cpu", "torch_npu": "2.11.0.post3"}
     monkeypatch.setattr(ascend.importlib.metadata, "version", releases.get)
-    assert "torch_npu 2.11.0.post3 does not fit torch 2.13.0+cpu" in ascend.unavailable()
+    assert "torch_npu 2.11.0.post3 does not fit torch 2.13.0+cpu" in ascend.missing()
     releases["torch_npu"] = "2.13.0"
     assert ascend.unavailable().startswith("torch_npu cannot be imported (No module named 'torch_npu')")
 

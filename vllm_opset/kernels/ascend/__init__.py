@@ -24,14 +24,17 @@ CANN_LIBRARIES = ("libascendcl.so", "libhccl.so", "libge_runner.so")
 
 def unavailable() -> str | None:
     """Why torch_npu cannot be had here, or None. Imports it where nothing else speaks against it."""
-    if "torch_npu" in sys.modules:
-        return None
+    return None if "torch_npu" in sys.modules else missing() or import_error()
+
+
+def missing() -> str | None:
+    """What torch_npu lacks here, or None. It is not imported to find out."""
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed; where there is an NPU, pip install the torch-npu of this torch's release"
-    missing = missing_libraries()
-    if missing:
+    libraries = missing_libraries()
+    if libraries:
         return (
-            f"torch_npu is installed, and CANN's {', '.join(missing)} cannot be loaded ({cann()}): install CANN, then "
+            f"torch_npu is installed, and CANN's {', '.join(libraries)} cannot be loaded ({cann()}): install CANN, then "
             "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` (or the set_env.sh of where it was installed)"
         )
     releases = {name: importlib.metadata.version(name) for name in ("torch", "torch_npu")}
@@ -39,7 +42,7 @@ def unavailable() -> str | None:
         return (
             f"torch_npu {releases['torch_npu']} does not fit torch {releases['torch']}: pip install the one that does"
         )
-    return import_error()
+    return None
 
 
 @functools.cache
