@@ -31,10 +31,10 @@ def missing() -> str | None:
     """What torch_npu lacks here, or None. It is not imported to find out."""
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed; where there is an NPU, pip install the torch-npu of this torch's release"
-    libraries = missing_libraries()
-    if libraries:
+    lacking = missing_libraries()
+    if lacking:
         return (
-            f"torch_npu is installed, and CANN's {', '.join(libraries)} cannot be loaded ({cann()}): install CANN, then "
+            f"torch_npu is installed, and CANN's {', '.join(lacking)} cannot be loaded ({cann()}): install CANN, then "
             "`source /usr/local/Ascend/ascend-toolkit/set_env.sh` (or the set_env.sh of where it was installed)"
         )
     releases = {name: importlib.metadata.version(name) for name in ("torch", "torch_npu")}
