@@ -8,7 +8,7 @@ export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help demo test test-gpu test-ascend window parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
+.PHONY: help demo test test-gpu test-ascend test-ascend-hardware window parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -26,6 +26,9 @@ test-gpu: ## all that needs a GPU, in the environment of PYTHON: stock vLLM, tor
 
 test-ascend: env-ascend ## the Ascend kernels, over torch_npu without an NPU: see tests/ascend/README.md
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-ascend/bin/python -m pytest --confcutdir tests/ascend tests/ascend $(ARGS)
+
+test-ascend-hardware: ## never run on hardware: all that only an Ascend NPU can tell, in the environment of PYTHON: see docs/ascend.md
+	$(PYTHON) tests/ascend_hardware/run.py $(or $(REPORT),ascend-report)
 
 window: $(WINDOW:%=window-%) ## the end-to-end tests, on the oldest and the newest vLLM release
 

@@ -51,6 +51,14 @@ def test_the_cpu_kernels_are_found_and_know_where_they_run():
     assert cpu.runs_on("cpu") and not cpu.runs_on("cuda")
 
 
+def test_kernels_that_cannot_be_had_here_are_there_only_to_be_listed():
+    assert registry.why_unavailable("ascend") is not None
+    before = kernels_of("rms_norm")
+    listed = kernels_of("rms_norm", elsewhere=True)
+    assert listed["ascend"].devices == ("npu",) and listed["ascend"].provider == "ascend"
+    assert kernels_of("rms_norm") == before and "ascend" not in before
+
+
 def test_a_users_kernel_is_named_after_its_module_and_may_run_anywhere():
     @kernel(ops.rms_norm, name="mine", supports=lambda problem: None)
     def rms_norm(x, weight, epsilon, weight_offset=0.0):

@@ -22,6 +22,16 @@ def test_kernel_keeps_its_contract(op, kernel):
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.parametrize("op", [ops.rms_norm, ops.paged_attention, ops.reshape_and_cache], ids=lambda op: op.name)
+def test_what_comes_from_another_device_is_checked_on_the_cpu(op, monkeypatch):
+    """This device stands for one: to be taken to the CPU must change no verdict."""
+    kernel = kernels_of(op.name)["cpu"]
+    here = [parity.check_sample(op, kernel, sample, torch.float32) for sample in op.samples(DEVICE, torch.float32)]
+    monkeypatch.setattr(parity, "CHECKED_ON", ())
+    there = [parity.check_sample(op, kernel, sample, torch.float32) for sample in op.samples(DEVICE, torch.float32)]
+    assert here == there
+
+
 def wrong_factor(x, *rest, **options):
     return ops.rms_norm(x, *rest, **options) * 1.02
 

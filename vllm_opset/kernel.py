@@ -106,11 +106,16 @@ def kernel(
     return register
 
 
-def kernels_of(op_name: str) -> dict[str, Kernel]:
-    """Every kernel of an op that can be imported on this machine, by name, in the order they were registered."""
+def kernels_of(op_name: str, elsewhere: bool = False) -> dict[str, Kernel]:
+    """Every kernel of an op that can be had on this machine, by name, in the order they were registered.
+
+    elsewhere: also those of providers that cannot be had here but whose files say LISTED_ANYWHERE; they do not run.
+    """
     for provider in PROVIDERS:
-        load(provider)
-    return dict(_registry[op_name])
+        if load(provider) is not None and elsewhere and getattr(_package(provider), "LISTED_ANYWHERE", False):
+            _import_files(provider)
+    absent = set(PROVIDERS) - _loaded
+    return {name: known for name, known in _registry[op_name].items() if elsewhere or known.provider not in absent}
 
 
 def unavailable() -> dict[str, str]:
@@ -127,10 +132,14 @@ def load(provider: str) -> str | None:
     """Imports the kernel files of a provider, once. Answers None, or why the provider cannot be had here."""
     reason = why_unavailable(provider)
     if reason is None and provider not in _loaded:
-        for module in modules(provider):
-            importlib.import_module(module)
+        _import_files(provider)
         _loaded.add(provider)
     return reason
+
+
+def _import_files(provider: str) -> None:
+    for module in modules(provider):
+        importlib.import_module(module)
 
 
 def modules(provider: str) -> list[str]:

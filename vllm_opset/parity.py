@@ -16,6 +16,9 @@ from vllm_opset.ops.contract import Op, Sample, Tolerance
 
 Tensors = Mapping[str, torch.Tensor]
 
+# Devices that have fp64 and all of PyTorch's operators. What comes from another is checked on the CPU.
+CHECKED_ON = ("cpu", "cuda")
+
 
 @dataclass(frozen=True)
 class Check:
@@ -177,8 +180,16 @@ def _tensors(arguments: Mapping[str, Any]) -> Tensors:
 
 
 def _wide(value: Any) -> Any:
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.to(torch.float64) if is_float else value
+    if is_dataclass(value):
+        fields = {name: _wide(field) for name, field in vars(value).items() if isinstance(field, torch.Tensor)}
+        return dataclasses.replace(value, **fields)
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _where_checked(value).to(torch.float64 if value.is_floating_point() else value.dtype)
+
+
+def _where_checked(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.device.type in CHECKED_ON else tensor.cpu()
 
 
 def _base(tensor: torch.Tensor) -> int:
@@ -216,7 +227,8 @@ def _trespassed(op: Op, call: Call, sample: Sample) -> str | None:
 def _untouchable(op: Op, tensors: Tensors, name: str) -> torch.Tensor:
     """A copy of all the bytes behind a view, with zeros where a mutated tensor lies."""
     tensor = tensors[name]
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).clone()
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    raw = _where_checked(raw).clone()
     for view in (tensors[mutated] for mutated in op.mutates if mutated in tensors):
         if _base(view) == _base(tensor):
             raw.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset()).zero_()
@@ -227,7 +239,7 @@ def _error(op: Op, got: Call, expected: Call, scale: float) -> float:
     """The largest deviation as a share of the tolerance; of what is not floating point, none is tolerated."""
     worst = 0.0
     for name, want in expected.outcome.items():
-        have = got.outcome[name]
+        have = _where_checked(got.outcome[name])
         if have.is_floating_point():
             worst = max(worst, _share(want, have, op.tolerances[have.dtype], scale))
         elif not torch.equal(want, have):

@@ -26,6 +26,7 @@ MIXED = case(((1, 377), (150, 150), (70, 300), (1, 34)))
 LONG = {
     "decode over blocks": case(((1, 128), (1, 129), (1, 700), (1, 1), (1, 256))),
     "chunks that begin and end at a block": case(((128, 384), (127, 384), (129, 385), (1, 385))),
+    "a few queries each, over blocks": case(((4, 300), (3, 140), (1, 129), (0, 0))),
     "GQA over blocks, heads of 128": case(((1, 300), (140, 290), (0, 0)), num_heads=8, num_kv_heads=1, head_size=128),
     "windows over blocks": case(((1, 500), (200, 410), (300, 300)), window=130),
     "a window that frees blocks": case(((1, 700), (5, 600)), window=128),

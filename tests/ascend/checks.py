@@ -15,6 +15,12 @@ DEVICES = {"A2": "Ascend910B3", "A3": "Ascend910_9362", "A5": "Ascend950PR_9589"
 KERNELS = [(op, kernel) for op in ops.ALL for kernel in kernels_of(op.name).values() if kernel.provider == "ascend"]
 
 
+def by_name(func: torch._ops.OpOverload, args: tuple, kwargs: dict | None) -> dict:
+    """The arguments of a call of an operator, without those that are left at their defaults."""
+    names = (argument.name for argument in func._schema.arguments)
+    return dict(zip(names, args, strict=False)) | (kwargs or {})
+
+
 def run_checks(op: Op, kernel: Kernel, limits: Limits) -> Iterator[parity.Check]:
     """The checks that the kernel does not refuse. Relaxed, it is given in fp32 what it supports in bf16."""
     kernel = _taking_fp32(kernel) if limits is Limits.RELAXED else kernel

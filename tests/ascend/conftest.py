@@ -5,6 +5,8 @@ import of torch. Where it is not installed, nothing of this folder is collected.
 """
 
 import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ else:
     import torch_npu  # noqa: F401
 
     torch.set_num_threads(1)  # the samples are small
+    sys.path.append(str(Path(__file__).parents[1] / "ascend_hardware"))
 
 
 @pytest.fixture(scope="session")

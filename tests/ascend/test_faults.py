@@ -9,7 +9,7 @@ from collections.abc import Callable
 import emulation
 import pytest
 import torch
-from checks import KERNELS, run_checks
+from checks import KERNELS, by_name, run_checks
 from emulation import Limits
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,7 +59,7 @@ def no_mask(given: dict) -> dict:
 
 
 def pre_tokens_off_by_one(given: dict) -> dict:
-    return {"pre_tokens": given.get("pre_tokens", 0) + 1}
+    return {"pre_tokens": given["pre_tokens"] + 1} if "pre_tokens" in given else {}
 
 
 def strided_keys_and_values(given: dict) -> dict:
@@ -68,6 +68,18 @@ def strided_keys_and_values(given: dict) -> dict:
 
 def one_key_too_few(given: dict) -> dict:
     return {"actual_seq_lengths_kv": [max(0, length - 1) for length in given["actual_seq_lengths_kv"]]}
+
+
+def one_key_too_few_for_atb(given: dict) -> dict:
+    return {"context_lens": (given["context_lens"] - 1).clamp(min=1)}
+
+
+def int64_lengths(given: dict) -> dict:
+    return {"context_lens": given["context_lens"].long()}
+
+
+def strided_caches(given: dict) -> dict:
+    return {name: torch.cat((given[name],) * 2, dim=-1).chunk(2, dim=-1)[0] for name in ("key_cache", "value_cache")}
 
 
 def pages_of_other_requests(given: dict) -> dict:
@@ -79,6 +91,7 @@ def one_token_too_many(given: dict) -> dict:
 
 
 FUSED_ATTENTION = "npu::npu_fused_infer_attention_score"
+ATB_ATTENTION = "atb::_npu_paged_attention"
 FAULTS = [
     ("rms_norm", "npu::npu_rms_norm", eps_for_epsilon),
     ("rms_norm", "npu::npu_rms_norm", another_epsilon),
@@ -98,6 +111,10 @@ FAULTS = [
     ("paged_attention", FUSED_ATTENTION, strided_keys_and_values),
     ("paged_attention", FUSED_ATTENTION, one_key_too_few),
     ("paged_attention", FUSED_ATTENTION, pages_of_other_requests),
+    ("paged_attention", ATB_ATTENTION, one_key_too_few_for_atb),
+    ("paged_attention", ATB_ATTENTION, int64_lengths),
+    ("paged_attention", ATB_ATTENTION, strided_caches),
+    ("paged_attention", ATB_ATTENTION, pages_of_other_requests),
     ("top_k_top_p_sample", "npu::npu_top_k_top_p", one_token_too_many),
 ]
 
@@ -112,10 +129,10 @@ class Faulty(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name != self.operator:
             return func(*args, **(kwargs or {}))
-        self.met = True
-        names = (argument.name for argument in func._schema.arguments)
-        given = dict(zip(names, args, strict=False)) | (kwargs or {})
-        return func(**given | self.change(given))
+        given = by_name(func, args, kwargs)
+        changed = self.change(given)
+        self.met |= bool(changed)
+        return func(**given | changed)
 
 
 @pytest.mark.parametrize(

@@ -68,13 +68,15 @@ def metadata(seq_lens: list[int]):
     )
 
 
-def builder(spec, *layers):
+def builder(spec, *layers, builder_cls=None, speculative_config=None):
     """A metadata builder for these layers, as the model runner makes it."""
     from vllm_opset.attention.metadata import OpsetMetadataBuilder
 
     context = {f"layer {i}": SimpleNamespace(impl=layer) for i, layer in enumerate(layers)}
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
-    return OpsetMetadataBuilder(spec, list(context), config, torch.device("cpu"))
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=context), speculative_config=speculative_config
+    )
+    return (builder_cls or OpsetMetadataBuilder)(spec, list(context), config, torch.device("cpu"))
 
 
 def specs():
@@ -175,6 +177,23 @@ def test_an_fp8_cache_is_scaled_by_what_vllm_keeps_with_the_layer():
 def test_nothing_is_attended_while_vllm_measures():
     query, key, value, output = tensors(6)
     assert not impl().forward(None, query, key, value, torch.tensor([]), None, output).any()
+
+
+def test_lengths_are_given_from_the_host_only_where_they_are_exact():
+    from vllm_opset.attention.metadata import OpsetMetadataBuilder
+
+    class DerivedByVllm(OpsetMetadataBuilder):
+        pass
+
+    step = metadata([1, 6])
+    step.seq_lens_cpu_upper_bound = step.seq_lens + 40
+    batch = builder(specs()[0], impl()).build(0, step).batch
+    assert batch.query_start_loc_cpu is step.query_start_loc_cpu and batch.seq_lens_cpu is step.seq_lens_cpu_upper_bound
+    for arguments in ({"speculative_config": object()}, {"builder_cls": DerivedByVllm}):
+        batch = builder(specs()[0], impl(), **arguments).build(0, step).batch
+        assert batch.query_start_loc_cpu is None and batch.seq_lens_cpu is None
+    step.seq_lens_cpu_upper_bound = None
+    assert builder(specs()[0], impl()).build(0, step).batch.seq_lens_cpu is None
 
 
 def test_the_kernel_is_the_chosen_one():

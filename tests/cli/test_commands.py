@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from vllm_opset import ops, selection
 from vllm_opset.cli import app
 from vllm_opset.kernel import kernels_of
+from vllm_opset.kernels.ascend import CANN_LIBRARIES
 
 # A kernel that parity must find out, and one that says what it cannot do.
 USERS_KERNELS = """
@@ -65,9 +66,19 @@ def users_kernels(tmp_path) -> dict:
 
 def test_ops_lists_every_kernel_of_every_op():
     rows = json.loads(command("ops", "--json").out)["kernels"]
-    listed = {(row["op"], row["kernel"]) for row in rows}
+    listed = {(row["op"], row["kernel"]) for row in rows if row["here"] == "yes"}
     assert listed == {(op.name, name) for op in ops.ALL for name in kernels_of(op.name)}
     assert all(row["supports"] not in ("", "not documented") for row in rows)
+
+
+def test_ops_lists_the_kernels_for_other_machines_with_what_they_support():
+    found = json.loads(command("ops", "--json").out)
+    ascend = {f"{row['op']}={row['kernel']}": row for row in found["kernels"] if row["provider"] == "ascend"}
+    assert found["unavailable"]["ascend"].startswith("torch_npu is not installed")
+    assert len(ascend) == 16
+    row = ascend["paged_attention=ascend_atb"]
+    assert (row["devices"], row["here"]) == ("npu", "no")
+    assert row["supports"].startswith("bf16 and fp16 on A2 and A3, head sizes 64 and 128, block size 128")
 
 
 def test_ops_shows_a_users_kernel_with_what_it_supports(users_kernels):
@@ -122,6 +133,55 @@ def test_doctor_says_why_the_platform_cannot_be_had():
     assert "OPSET_PLATFORM='of' is not a choice; did you mean 'off'?" in fault["what"]
 
 
+@pytest.fixture
+def torch_npu(tmp_path):
+    """Makes a package that `import torch` loads, as the real one is: `torch_npu("what its import does")`."""
+
+    def make(code: str) -> None:
+        (tmp_path / "torch_npu.py").write_text(f"{code}\ndef _autoload(): ...\n")
+        info = tmp_path / "torch_npu-2.13.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13.0\n")
+        (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+
+    return make
+
+
+NO_CANN = "raise ImportError('libhccl.so: cannot open shared object file')"
+
+
+def test_doctor_says_why_torch_cannot_be_imported_where_cann_is_absent(torch_npu, tmp_path):
+    torch_npu(NO_CANN)
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in run("python", "-c", "import torch", PYTHONPATH=tmp_path).err
+    finished = command("doctor", "--json", PYTHONPATH=tmp_path, ASCEND_HOME_PATH="/nowhere")
+    assert finished.code == 1, finished
+    found = json.loads(finished.out)
+    (fault,) = found["faults"]
+    assert "`import torch` fails in this environment" in fault["what"] and "libascendcl.so" in fault["what"]
+    assert "ASCEND_HOME_PATH=/nowhere, which is no folder" in fault["what"] and "set_env.sh" in fault["what"]
+    assert "export TORCH_DEVICE_BACKEND_AUTOLOAD=0" in fault["cure"]
+    assert found["machine"]["torch_npu"] == "2.13.0"
+
+
+def test_doctor_is_content_where_torch_does_not_load_torch_npu(torch_npu, tmp_path):
+    torch_npu(NO_CANN)
+    finished = command("doctor", "--json", PYTHONPATH=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD=0)
+    assert finished.code == 0, finished
+    assert "CANN's libascendcl.so" in json.loads(finished.out)["unavailable"]["ascend"]
+
+
+def test_doctor_says_that_torch_npu_cannot_be_imported(torch_npu, tmp_path):
+    """Over libraries of the names that CANN's have."""
+    torch_npu("raise ImportError('undefined symbol: aclrtWhatever')")
+    for library in CANN_LIBRARIES:
+        build = run("g++", "-x", "c++", "/dev/null", "-shared", "-o", tmp_path / library)
+        assert build.code == 0, build
+    variables = {"PYTHONPATH": tmp_path, "LD_LIBRARY_PATH": tmp_path, "TORCH_DEVICE_BACKEND_AUTOLOAD": 0}
+    finished = command("doctor", **variables)
+    assert "torch_npu cannot be imported (undefined symbol: aclrtWhatever): install" in finished.output
+    assert finished.code == 0, finished
+
+
 # parity
 
 
@@ -146,6 +206,8 @@ def test_parity_finds_a_wrong_kernel_out(jobs, users_kernels):
     [
         (["parity", "silu_and_mull"], {}, "unknown op 'silu_and_mull'; did you mean 'silu_and_mul'?"),
         (["parity", "--kernel", "mine"], {}, "no kernel named 'mine' runs on cpu"),
+        (["parity", "rms_norm", "--device", "npu"], {}, "there is no npu here"),
+        (["parity", "rms_norm", "--device", "npu"], {}, "ascend: torch_npu is not installed"),
         (["ops"], {"OPSET_KERNELS": "rms_norm=cpuu"}, "rms_norm has no kernel 'cpuu' here; did you mean 'cpu'?"),
         (["ops"], {"OPSET_CONFIG": "nowhere.yaml"}, "cannot read nowhere.yaml"),
         (["doctor"], {"OPSET_IMPORT": "nowhere"}, "importing 'nowhere' raised ModuleNotFoundError"),

@@ -55,6 +55,11 @@ def batch_of(**changes) -> PagedBatch:
         ({"block_table": torch.zeros(2, dtype=torch.int32)}, r"block_table \(2,\)"),
         ({"seq_lens": torch.tensor([4, 2])}, "seq_lens must be int32, not torch.int64"),
         ({"block_table": torch.zeros(2, 2, dtype=torch.int64)}, "block_table must be int32, not torch.int64"),
+        (
+            {"seq_lens_cpu": torch.zeros(3, dtype=torch.int32)},
+            r"seq_lens_cpu \(3,\) on cpu is not seq_lens on the host",
+        ),
+        ({"query_start_loc_cpu": torch.zeros(3, device="meta")}, "on meta is not query_start_loc on the host"),
     ],
     ids=str,
 )
@@ -78,3 +83,15 @@ def test_a_batch_makes_things_once():
     assert batch.once(shortest, 1) == 2
     assert batch_of().once(longest, 1) == 4
     assert calls == [1, 2, 1]
+
+
+def test_lengths_come_from_the_host_where_they_are_known_there():
+    assert batch_of().host_lengths() == ([0, 1, 3], [4, 2])
+    on_device = {
+        name: torch.empty(size, dtype=torch.int32, device="meta")
+        for name, size in (("query_start_loc", 3), ("seq_lens", 2))
+    }
+    on_host = {"query_start_loc_cpu": torch.tensor([0, 1, 3]), "seq_lens_cpu": torch.tensor([4, 2])}
+    assert batch_of(**on_device, **on_host).host_lengths() == ([0, 1, 3], [4, 2])
+    with pytest.raises(RuntimeError, match="meta"):
+        batch_of(**on_device).host_lengths()

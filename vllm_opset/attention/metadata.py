@@ -30,6 +30,10 @@ class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.encoder_only = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
+        # What vLLM has of seq_lens on the host is an upper bound by its name, and exact unless drafts are verified
+        # (CommonAttentionMetadata, 0.26 to 0.33). Builders that vLLM derives from this one, for static sinks or cross
+        # attention say, change the batch on the device alone.
+        self.lengths_on_host = vllm_config.speculative_config is None and type(self) is OpsetMetadataBuilder
         block_size = PACKED_BLOCK_SIZE if self.encoder_only else kv_cache_spec.block_size
         layers = vllm_config.compilation_config.static_forward_context
         for name in layer_names:
@@ -49,5 +53,7 @@ class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
                 max_query_len=common.max_query_len,
                 max_seq_len=common.max_seq_len,
                 causal=common.causal,
+                query_start_loc_cpu=common.query_start_loc_cpu if self.lengths_on_host else None,
+                seq_lens_cpu=common.seq_lens_cpu_upper_bound if self.lengths_on_host else None,
             )
         return OpsetMetadata(common.slot_mapping, batch)

@@ -4,6 +4,9 @@ import importlib.util
 
 import typer
 
+from vllm_opset.cli import autoload  # noqa: F401  before anything that imports torch
+
+# isort: split
 from vllm_opset import selection
 from vllm_opset.cli import bench, demo, doctor, e2e, ops, parity
 

@@ -11,8 +11,10 @@ import torch
 import typer
 
 from vllm_opset import __version__, ops, selection
+from vllm_opset.cli import autoload
 from vllm_opset.cli.show import AsJson, print_json, print_missing, print_table
 from vllm_opset.kernel import unavailable
+from vllm_opset.kernels import ascend
 
 ENTRY_POINT_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 
@@ -58,6 +60,8 @@ def _machine() -> dict[str, str]:
         "vLLM": _version("vllm"),
         "torch": torch.__version__,
         "Triton": _version("triton"),
+        "torch_npu": _version("torch_npu"),
+        "CANN": ascend.cann(),
         "Python": platform.python_version(),
         "CPU": f"{len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}",
         "accelerator": _accelerator(),
@@ -78,6 +82,11 @@ def _accelerator() -> str:
 
 def _faults() -> Iterator[Fault]:
     """What can be told without asking vLLM."""
+    if autoload.IMPORT_FAILS:
+        yield Fault(
+            f"`import torch` fails in this environment, because it loads torch_npu: {ascend.missing()}",
+            f"as said, or where there is no NPU: pip uninstall torch_npu, or export {autoload.VARIABLE}=0",
+        )
     if importlib.util.find_spec("vllm") is None:
         yield Fault("vLLM is not installed", "install it; the README shows how for a CPU")
         return

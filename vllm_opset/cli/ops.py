@@ -8,13 +8,17 @@ from vllm_opset.kernel import REFERENCE, Kernel, kernels_of, unavailable
 
 
 def list_ops(as_json: AsJson = False) -> None:
-    """List every op, its kernels, and what each supports."""
+    """List every op, its kernels, and what each supports; also those that cannot be had on this machine."""
     missing = unavailable()
-    rows = [_row(kernel) for op in ops.ALL for kernel in kernels_of(op.name).values()]
+    rows = [
+        {**_row(kernel), "here": "no" if kernel.provider in missing else "yes"}
+        for op in ops.ALL
+        for kernel in kernels_of(op.name, elsewhere=True).values()
+    ]
     if as_json:
         print_json({"kernels": rows, "unavailable": missing})
         return
-    print_table("Ops and their kernels", ("op", "kernel", "devices", "supports"), rows)
+    print_table("Ops and their kernels", ("op", "kernel", "devices", "here", "supports"), rows)
     print_missing(missing)
 
 

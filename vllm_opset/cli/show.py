@@ -27,6 +27,6 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, 
 
 
 def print_missing(providers: Mapping[str, str]) -> None:
-    """The providers whose kernels are not listed, and why."""
+    """The providers whose kernels this machine cannot have, and why."""
     for provider, reason in providers.items():
-        print(f"The kernels of {provider!r} are not listed: {reason}")
+        print(f"The kernels of {provider!r} cannot be had here: {reason}")

@@ -4,6 +4,7 @@ Semantics: vLLM's `unified_attention` (v1/attention/ops/triton_unified_attention
 its FlashAttention backend, attention sinks as in gpt-oss, soft cap as in Gemma 2.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -231,7 +232,8 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
         return Sample(name, make)
 
-    yield sample("out of another dtype", out=lambda given: given["out"].double())
+    another = torch.float16 if dtype == torch.float32 else torch.float32  # not fp64, which some devices make fp32
+    yield sample("out of another dtype", out=lambda given: given["out"].to(another))
     yield sample("out of other heads", out=lambda given: given["out"][:, :2])
     yield sample("a cache of another head size", kv_cache=lambda given: given["kv_cache"][..., :32])
     yield sample(
@@ -325,6 +327,14 @@ def layers_of_all_kinds_share_a_batch(run, device: str, dtype: torch.dtype) -> N
         assert torch.equal(shared.block_table, batch.block_table), "the layers do not have the same pages"
         expected = _run(run, query, kv_cache, batch, **options)
         assert torch.equal(_run(run, query, kv_cache, shared, **options), expected), f"{case.layout} {options}"
+
+
+@paged_attention.property_
+def lengths_on_the_host_change_no_bit(run, device: str, dtype: torch.dtype) -> None:
+    (query, kv_cache, batch, _), _ = MIXED.make("host", device, dtype)
+    on_host = {f"{name}_cpu": getattr(batch, name).cpu() for name in ("query_start_loc", "seq_lens")}
+    known = dataclasses.replace(batch, **on_host)
+    assert torch.equal(_run(run, query, kv_cache, batch), _run(run, query, kv_cache, known))
 
 
 @paged_attention.property_

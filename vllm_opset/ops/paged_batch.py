@@ -22,7 +22,7 @@ PACKED_BLOCK_SIZE = 16
 
 @dataclass(eq=False)
 class PagedBatch:
-    """The requests of one step. All tensors are on the device of the cache.
+    """The requests of one step. All tensors but the last two are on the device of the cache.
 
     query_start_loc: int32 [num_reqs + 1], where the query tokens of a request start among those of the batch, and the
     end of the last. seq_lens: int32 [num_reqs], keys of a request, its query tokens included: these are the last ones.
@@ -30,6 +30,8 @@ class PagedBatch:
     entries of pages that no query sees any more may name any page (vLLM: 0).
     max_query_len, max_seq_len: upper bounds, so that nothing must be read back from a device.
     causal: whether a query sees no key after its own position.
+    query_start_loc_cpu, seq_lens_cpu: the first two in the host's memory, where they are known there, to the number:
+    no bounds. For kernels whose operators take lengths from the host, by `host_lengths`.
     A padded request has query_len 0 and seq_len 0. Raises ValueError for shapes and dtypes that do not fit.
     """
 
@@ -39,6 +41,8 @@ class PagedBatch:
     max_query_len: int
     max_seq_len: int
     causal: bool = True
+    query_start_loc_cpu: torch.Tensor | None = None
+    seq_lens_cpu: torch.Tensor | None = None
     _made: dict = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -51,6 +55,15 @@ class PagedBatch:
         for name in ("query_start_loc", "seq_lens", "block_table"):
             if getattr(self, name).dtype != torch.int32:
                 raise ValueError(f"{name} must be int32, not {getattr(self, name).dtype}")
+            on_host = getattr(self, f"{name}_cpu", None)
+            if on_host is not None and (on_host.device.type != "cpu" or on_host.shape != getattr(self, name).shape):
+                raise ValueError(f"{name}_cpu {tuple(on_host.shape)} on {on_host.device} is not {name} on the host")
+
+    def host_lengths(self) -> tuple[list[int], list[int]]:
+        """query_start_loc and seq_lens as numbers. What is not on the host is read back, which waits for the device."""
+        starts = self.query_start_loc if self.query_start_loc_cpu is None else self.query_start_loc_cpu
+        lens = self.seq_lens if self.seq_lens_cpu is None else self.seq_lens_cpu
+        return starts.tolist(), lens.tolist()
 
     def once(self, make: Callable, *key) -> Any:
         """`make(batch, *key)`, made by the first layer that asks and shared with the others of the step.

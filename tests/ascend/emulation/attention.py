@@ -1,4 +1,4 @@
-"""Fused infer attention, packed or over a paged cache: computed in fp32, rounded once.
+"""Fused infer attention, packed or over a paged cache, and ATB's paged attention: computed in fp32, rounded once.
 
 A key that no query sees is not read, and a query that sees no key gives NaN: the documents promise neither, so nothing
 may rest on the second, and nothing is shown about the first.
@@ -41,6 +41,28 @@ def npu_fused_infer_attention_score(
     return out, torch.empty(0)
 
 
+@emulates("atb::_npu_paged_attention")
+def _npu_paged_attention(
+    query, key_cache, value_cache, num_kv_heads, num_heads, scale_value, block_table, context_lens, out, *,
+    workspace=None,
+):  # fmt: skip
+    """One query of each request, which is at its last key."""
+    refuse(documented.contiguous(query=query, key=key_cache, value=value_cache, block_table=block_table, out=out))
+    require(query.dtype == key_cache.dtype == value_cache.dtype == out.dtype, "all are of one dtype")
+    require(
+        query.dim() == 3 and query.shape[1] == num_heads and out.shape == query.shape, "rows are [T, num_heads, size]"
+    )
+    refuse(documented.atb_attention(num_heads, num_kv_heads, query.shape[2], key_cache.shape[1]))
+    require(key_cache.shape == value_cache.shape, "caches have one shape")
+    require(key_cache.shape[2:] == (num_kv_heads, query.shape[2]), "caches are [num_blocks, block_size, heads, size]")
+    require(block_table.dtype == torch.int32 and len(block_table) == len(query), "block_table is int32 [T, pages]")
+    refuse(documented.atb_lengths(context_lens, len(query)))
+    requests = paged(key_cache.flatten(2), value_cache.flatten(2), block_table, context_lens.tolist(), num_kv_heads)
+    for row, (keys, values) in enumerate(requests):
+        everything = torch.ones(1, len(keys), dtype=torch.bool)
+        out[row : row + 1] = attend(query[row : row + 1], keys, values, everything, scale_value)
+
+
 def ranges(ends: list[int]) -> Iterator[tuple[int, int]]:
     return zip([0, *ends[:-1]], ends, strict=True)
 
@@ -67,6 +89,8 @@ def seen(num_queries, num_keys, mask, sparse_mode, pre_tokens, next_tokens) -> t
         return key <= query
     if sparse_mode == RIGHT_DOWN_CAUSAL:
         return key <= query + last
+    if sparse_mode == BAND and num_queries == 1 and not documented.BAND_HOLDS_FOR_ONE_QUERY:
+        return torch.ones(num_queries, num_keys, dtype=torch.bool)
     if sparse_mode == BAND:
         return (key >= query + last - pre_tokens) & (key <= query + last + next_tokens)
     raise NotImplementedError(f"sparse_mode {sparse_mode} is not emulated")

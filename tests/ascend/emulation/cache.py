@@ -12,7 +12,7 @@ def npu_scatter_pa_kv_cache(
 ):  # fmt: skip
     if cache_mode != "Norm" or not (compress_lens is compress_seq_offsets is seq_lens is None):
         raise NotImplementedError("only cache_mode='Norm' is emulated, without compression")
-    require(slot_mapping.dtype in (torch.int32, torch.int64), "slot_mapping is int32 or int64")
+    require(slot_mapping.dtype in documented.SCATTER_SLOT_DTYPES, "slot_mapping is int32 or int64")
     refuse(documented.scatter_slots(slot_mapping, key_cache.shape[0] * key_cache.shape[1]))
     check(key, value, key_cache, value_cache, slot_mapping)
     write(key, value, key_cache, value_cache, slot_mapping.long())

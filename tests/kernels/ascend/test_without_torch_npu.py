@@ -31,6 +31,31 @@ def test_without_cann_the_reason_names_the_libraries_and_the_cure(tmp_path):
     assert "libascendcl.so" in run.stdout and "set_env.sh" in run.stdout, run.stdout + run.stderr
 
 
+@pytest.mark.parametrize(
+    ("home", "said"),
+    [
+        (None, "ASCEND_HOME_PATH is not set"),
+        ("/nowhere/latest", "ASCEND_HOME_PATH=/nowhere/latest, which is no folder"),
+        ("/tmp", "ASCEND_HOME_PATH=/tmp"),
+    ],
+)
+def test_where_cann_is_said_to_be(monkeypatch, home, said):
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    if home:
+        monkeypatch.setenv("ASCEND_HOME_PATH", home)
+    assert ascend.cann() == said
+
+
+def test_a_torch_npu_of_another_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(ascend.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(ascend, "missing_libraries", lambda: [])
+    releases = {"torch": "2.13.0+cpu", "torch_npu": "2.11.0.post3"}
+    monkeypatch.setattr(ascend.importlib.metadata, "version", releases.get)
+    assert "torch_npu 2.11.0.post3 does not fit torch 2.13.0+cpu" in ascend.missing()
+    releases["torch_npu"] = "2.13.0"
+    assert ascend.unavailable().startswith("torch_npu cannot be imported (No module named 'torch_npu')")
+
+
 def test_a_cache_that_is_allocated_as_said_gives_two_contiguous_ones():
     storage = torch.arange(2 * 3 * 16 * 2 * 8).view(2, 3, 16, 2, 8)
     key_cache, value_cache = _cache.caches(storage.permute(1, 3, 2, 0, 4))
@@ -48,9 +73,22 @@ def test_a_packed_cache_is_refused_by_name(layout):
     assert "must lie apart" in _cache.supports(problem)
 
 
-def test_a_cache_apart_in_another_order_is_refused_by_the_call():
+@pytest.mark.parametrize(
+    "cache",
+    [
+        torch.zeros(3, 2, 16, 2, 8),
+        torch.zeros(2, 3, 16, 2, 12)[..., :8].permute(1, 3, 2, 0, 4),
+        torch.zeros(2, 3, 5, 16, 2, 8)[:, :, 1].permute(1, 3, 2, 0, 4),
+        torch.zeros(3, 16, 2, 2, 8).permute(0, 2, 1, 3, 4),
+        torch.zeros(2, 3, 2, 16, 8).permute(1, 2, 3, 0, 4),
+        torch.zeros(2, 6, 16, 2, 8)[:, ::2].permute(1, 3, 2, 0, 4),
+    ],
+    ids=["contiguous", "padded rows", "layers interleaved", "keys beside values", "heads first", "every other block"],
+)
+def test_a_cache_apart_that_lies_otherwise_is_refused_by_the_call(cache):
+    assert cache.shape == (3, 2, 16, 2, 8)
     with pytest.raises(ValueError, match="does not hold keys and values in one piece each"):
-        _cache.caches(torch.zeros(3, 2, 16, 2, 8))
+        _cache.caches(cache)
     _cache.caches(poisoned_cache(APART, 3, 2, 16, torch.empty(16)))
 
 

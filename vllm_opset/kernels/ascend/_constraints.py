@@ -3,8 +3,10 @@
 Sources, as they are called below:
 - docs: torch_npu's own docstrings (torch_npu/_op_plugin_docs.py of 2.13.0), by operator;
 - CANN: the pages of the aclnn functions that the operators end in;
-- vllm-ascend: what Huawei's plugin for vLLM does (v0.23 and main of August 2026), where the documents are silent.
-Nothing here was tried on hardware. What documents disagree about is one named constant with both sources beside it.
+- vllm-ascend: what Huawei's plugin for vLLM does (v0.23 and main of August 2026), where the documents are silent;
+- op-plugin, ATB: the tests and checks in the open repositories of torch_npu's operators and of the ATB library.
+Nothing here was tried on hardware. What documents disagree about is one named constant with both sources beside it,
+and `make test-ascend-hardware` has a probe of the same name that settles it.
 """
 
 import functools
@@ -51,6 +53,7 @@ OPERATORS = {
     "npu_scatter_pa_kv_cache": Limits(FLOATS, SCATTER_PA_KV_CACHE_SOCS, "docs; see SCATTER_PA_KV_CACHE_SOCS"),
     "_npu_reshape_and_cache": Limits(HALVES, (A2, A3), "not in docs; vllm-ascend v0.23"),
     "npu_fused_infer_attention_score": Limits(HALVES, (A2, A3), "docs"),
+    "_npu_paged_attention": Limits(HALVES, (A2, A3), "not in docs; op-plugin's test for 910B; vllm-ascend: not on A5"),
     "npu_top_k_top_p": Limits(FLOATS, (A2, A3), "docs"),
 }
 # No bf16 there: docs of npu_fast_gelu, the one that tells products apart.
@@ -64,6 +67,13 @@ ROTARY_MUL_MAX_HEADS = 999
 # Conflict: docs of npu_mrope and npu_rotary_mul call it "interleave", vllm-ascend passes "interleaved" to npu_mrope.
 # op-plugin's code compares with "half" alone, so either should do.
 INTERLEAVED = "interleave"
+
+# docs of npu_scatter_pa_kv_cache: slots int32 or int64. vllm-ascend only ever passes int32.
+SCATTER_SLOT_DTYPES = (torch.int32, torch.int64)
+# Not in docs: int64 slots write nothing with _npu_reshape_and_cache (vllm-ascend #706, InfiniOps).
+ATB_SLOT_DTYPE = torch.int32
+# Not in docs: ATB's own test skips negative slots; vllm-ascend pads with -1.
+ATB_SKIPS_NEGATIVE_SLOTS = True
 
 # docs of npu_top_k_top_p: k in [1, 1024].
 TOP_K_MAX = 1024
@@ -86,6 +96,16 @@ ATTENTION_MASK = 2048  # docs: what sparse modes 2, 3 and 4 want is [2048, 2048]
 # query sees pre_tokens keys before its own, W - 1 for vLLM's window W; vllm-ascend passes W. This is added to the
 # number of keys before its own that a query is to see.
 PRE_TOKENS_EXTRA = 0
+# Conflict: whether a window holds for a request of one query. docs (v1) say that sparse mode and pre_tokens are ignored
+# there; vllm-ascend passes them and serves models with windows.
+BAND_HOLDS_FOR_ONE_QUERY = True
+
+# ATB's paged attention, for one query of each request. ATB, KVCacheDimCheck910B: heads of up to 576 elements, and where
+# they are wider than 256, blocks of up to 128.
+ATB_ATTENTION_MAX_HEAD_SIZE = 576
+# Conflict: where its block table lies. op-plugin's test, ATB's example and vllm-ascend have it on the device and the
+# lengths alone on the host; InfiniOps says that both are read on the host.
+ATB_BLOCK_TABLE_ON_HOST = False
 
 
 @functools.cache
@@ -169,9 +189,29 @@ def scatter_slots(slots: torch.Tensor, num_slots: int) -> str | None:
     return f"slots must lie in [0, {num_slots - 1}]" if outside else None
 
 
+def atb_attention(num_heads: int, num_kv_heads: int, head_size: int, block_size: int) -> str | None:
+    """Shapes that _npu_paged_attention takes: blocks as for fused attention, heads as wide as ATB's check allows."""
+    if num_heads % num_kv_heads or head_size > ATB_ATTENTION_MAX_HEAD_SIZE:
+        return (
+            f"heads of up to {ATB_ATTENTION_MAX_HEAD_SIZE} that share KV heads evenly, not {num_heads} of {head_size}"
+        )
+    if block_size not in ATTENTION_BLOCK_SIZES:
+        return f"documents agree on block size {_any(ATTENTION_BLOCK_SIZES)}, not {block_size}: set --block-size 128"
+    return None
+
+
+def atb_lengths(context_lens: torch.Tensor, num_rows: int) -> str | None:
+    """Lengths of _npu_paged_attention: int32 on the host, one for each query."""
+    if context_lens.device.type != "cpu" or context_lens.dtype != torch.int32 or context_lens.shape != (num_rows,):
+        return f"context_lens must be int32 [{num_rows}] on the host"
+    return "context_lens must be above zero" if num_rows and int(context_lens.min()) <= 0 else None
+
+
 def atb_slots(slots: torch.Tensor) -> str | None:
-    """Slots of _npu_reshape_and_cache: int32, for int64 ones write nothing (vllm-ascend #706); negative are skipped."""
-    return None if slots.dtype == torch.int32 else f"slots must be int32, not {names([slots.dtype])}"
+    """Slots of _npu_reshape_and_cache."""
+    if slots.dtype != ATB_SLOT_DTYPE:
+        return f"slots must be {names([ATB_SLOT_DTYPE])}, not {names([slots.dtype])}"
+    return None if ATB_SKIPS_NEGATIVE_SLOTS or not (slots < 0).any() else "slots must not be negative"
 
 
 def contiguous(**tensors: torch.Tensor) -> str | None:

@@ -1,13 +1,21 @@
 """paged_attention by npu_fused_infer_attention_score: prefill, chunked prefill, decode, GQA and windows in one call.
 
-Source: docs of npu_fused_infer_attention_score, in layout TND as vllm-ascend calls it: query [T, num_heads, head_size];
-caches [num_blocks, block_size, num_kv_heads * head_size], contiguous; where the queries of each request end and how
-many keys it has as lists on the host; a mask of [2048, 2048] by which sparse mode 3 is causal, aligned to the last key,
-and sparse mode 4 a band of it that begins pre_tokens before. Head sizes, block sizes and the meaning of pre_tokens are
-where documents disagree: see `_constraints`.
+"ascend": docs of npu_fused_infer_attention_score, in layout TND as vllm-ascend calls it: query [T, num_heads,
+head_size]; caches [num_blocks, block_size, num_kv_heads * head_size], contiguous; where the queries of each request end
+and how many keys it has as lists on the host; a mask of [2048, 2048] by which sparse mode 3 is causal, aligned to the
+last key, and sparse mode 4 a band of it that begins pre_tokens before. Head sizes, block sizes and the meaning of
+pre_tokens are where documents disagree: see `_constraints`.
 
-The lists are read back from the device once a step, for all layers together (`PagedBatch.once`), and are fixed when a
-graph is captured: this kernel is for eager execution.
+The lists are made once a step, for all layers together (`PagedBatch.once`): from the lengths on the host where the
+batch has them, and else read back from the device.
+"ascend_atb", where an override names it: steps in which every request has one query go to ATB's _npu_paged_attention,
+which has no window; all others as above. Not in docs; op-plugin's test and vllm-ascend call it with the lengths as an
+int32 tensor on the host and everything else on the device, so that a step whose lengths are known on the host waits for
+nothing.
+
+Both take lengths when they are launched, and a graph keeps those that it was captured with, unless it is captured with
+torch.npu.graph(auto_dispatch_capture=True) and given others by NPUGraph.update, as actual_seq_lengths_kv or
+context_lens (torch_npu's sources; not run).
 
 Doubtful until seen on hardware: docs say that sparse mode and pre_tokens are ignored for requests of one query, which
 would widen a window in decode, and vllm-ascend passes them all the same; whether NaN in keys that no query sees stays
@@ -23,7 +31,7 @@ import torch
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.ascend import _cache, _constraints
-from vllm_opset.kernels.ascend._operators import npu
+from vllm_opset.kernels.ascend._operators import atb, npu
 from vllm_opset.ops.paged_attention import PagedAttentionProblem, check_shapes
 from vllm_opset.ops.paged_batch import PagedBatch, window_sides
 
@@ -38,6 +46,8 @@ def supports(problem: PagedAttentionProblem) -> str | None:
         return f"npu_fused_infer_attention_score has no {', '.join(asked)}"
     if not problem.causal:
         return "without a mask, npu_fused_infer_attention_score has given wrong results (vllm-ascend #13699)"
+    if problem.window is not None and not _constraints.BAND_HOLDS_FOR_ONE_QUERY:
+        return "npu_fused_infer_attention_score ignores windows where a request has one query"
     shape = problem.num_heads, problem.num_kv_heads, problem.head_size, problem.block_size
     return (
         _cache.supports(problem)
@@ -61,23 +71,16 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    check_shapes(query, kv_cache, out, alibi_slopes, sinks)
-    if not batch.causal:
-        raise ValueError("the layer was built for causal attention, and this batch is not causal")
+    key_cache, value_cache, lengths = _checked(query, kv_cache, batch, out, alibi_slopes, sinks)
     left, _ = window_sides(window, batch.causal)
-    key_cache, value_cache = (cache.flatten(2) for cache in _cache.caches(kv_cache))
-    lengths = batch.once(read_lengths)
-    num_tokens = lengths.query_ends[-1] if lengths.query_ends else 0
-    wrong = _constraints.attention_lengths(lengths.query_ends, lengths.seq_lens, num_tokens)
-    if wrong or key_cache.numel() > _constraints.ATTENTION_MAX_CACHE:
-        raise ValueError(wrong or f"a layer's key cache may hold 2**31 - 1 elements, not {key_cache.numel()}")
-    if num_tokens == 0:
+    if not lengths.query_ends:
         return
+    num_tokens = lengths.query_ends[-1]
     band = {} if left is None else {"pre_tokens": left + _constraints.PRE_TOKENS_EXTRA, "next_tokens": 0}
     attended, _ = npu.npu_fused_infer_attention_score(
         query[:num_tokens].contiguous(),
-        key_cache,
-        value_cache,
+        key_cache.flatten(2),
+        value_cache.flatten(2),
         atten_mask=causal_mask(query.device),
         actual_seq_lengths=lengths.query_ends,
         actual_seq_lengths_kv=lengths.seq_lens,
@@ -93,6 +96,72 @@ def paged_attention(
     out[:num_tokens] = attended
 
 
+def supports_atb(problem: PagedAttentionProblem) -> str | None:
+    """bf16 and fp16 on A2 and A3, head sizes 64 and 128, block size 128; causal, no window; keys and values apart.
+
+    Its own operator serves steps of decode alone; the others are those of the kernel "ascend", and so are its limits.
+    """
+    if problem.window is not None:
+        return "_npu_paged_attention has no window"
+    shape = problem.num_heads, problem.num_kv_heads, problem.head_size, problem.block_size
+    own = _constraints.atb_attention(*shape) or _constraints.refused("_npu_paged_attention", problem, "atb")
+    return supports(problem) or own
+
+
+@kernel(ops.paged_attention, name="ascend_atb", supports=supports_atb)
+def paged_attention_atb(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    batch: PagedBatch,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window: int | tuple[int, int] | None = None,
+    soft_cap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    if window is not None:
+        raise ValueError("the layer was built without a window")
+    if batch.max_query_len > 1:
+        paged_attention(query, kv_cache, batch, out, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
+        return
+    key_cache, value_cache, lengths = _checked(query, kv_cache, batch, out, alibi_slopes, sinks)
+    if not lengths.seq_lens:
+        return
+    rows, pages = query[: len(lengths.seq_lens)].contiguous(), lengths.block_table
+    attended = torch.empty_like(rows)
+    atb._npu_paged_attention(
+        rows,
+        key_cache,
+        value_cache,
+        num_kv_heads=kv_cache.shape[1],
+        num_heads=query.shape[1],
+        scale_value=scale,
+        block_table=pages.cpu() if _constraints.ATB_BLOCK_TABLE_ON_HOST else pages,
+        context_lens=torch.tensor(lengths.seq_lens, dtype=torch.int32),
+        out=attended,
+    )
+    out[: len(rows)] = attended
+
+
+def _checked(query, kv_cache, batch, out, alibi_slopes, sinks) -> tuple[torch.Tensor, torch.Tensor, "Lengths"]:
+    """The key cache, the value cache and the step's lengths. Raises ValueError for what the operators do not take."""
+    check_shapes(query, kv_cache, out, alibi_slopes, sinks)
+    if not batch.causal:
+        raise ValueError("the layer was built for causal attention, and this batch is not causal")
+    key_cache, value_cache = _cache.caches(kv_cache)
+    if key_cache.numel() > _constraints.ATTENTION_MAX_CACHE:
+        raise ValueError(f"a layer's key cache may hold 2**31 - 1 elements, not {key_cache.numel()}")
+    lengths = batch.once(host_lengths)
+    wrong = _constraints.attention_lengths(*lengths[:2], lengths.query_ends[-1] if lengths.query_ends else 0)
+    if wrong:
+        raise ValueError(wrong)
+    return key_cache, value_cache, lengths
+
+
 class Lengths(NamedTuple):
     """Of the requests that have queries: where these end, how many keys they have, and their pages."""
 
@@ -101,11 +170,13 @@ class Lengths(NamedTuple):
     block_table: torch.Tensor
 
 
-def read_lengths(batch: PagedBatch) -> Lengths:
-    """Reads the lengths back and leaves padded requests out, whose empty ranges no document speaks of."""
-    starts, seq_lens, pages = batch.query_start_loc.tolist(), batch.seq_lens.tolist(), batch.block_table
+def host_lengths(batch: PagedBatch) -> Lengths:
+    """Leaves padded requests out, of whose empty ranges no document speaks."""
+    (starts, seq_lens), pages = batch.host_lengths(), batch.block_table
     kept = [row for row, end in enumerate(starts[1:]) if end > starts[row]]
-    if len(kept) < len(seq_lens):
+    if kept == list(range(len(kept))):  # vLLM's padding comes last
+        pages = pages[: len(kept)]
+    else:
         pages = pages.index_select(0, torch.tensor(kept, dtype=torch.int64, device=pages.device))
     return Lengths([starts[row + 1] for row in kept], [seq_lens[row] for row in kept], pages.contiguous())
 

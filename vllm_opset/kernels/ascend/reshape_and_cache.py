@@ -1,4 +1,4 @@
-"""reshape_and_cache by ATB's _npu_reshape_and_cache, or by npu_scatter_pa_kv_cache where an override names it.
+"""reshape_and_cache by ATB's _npu_reshape_and_cache; on A5, in fp32 and by override by npu_scatter_pa_kv_cache.
 
 "ascend": not in docs. Slots must be int32 (int64 ones write nothing: vllm-ascend #706), so others are converted on the
 device; ATB's own test skips negative ones.
@@ -27,7 +27,9 @@ def reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=
     caches, num_tokens = _cache.caches(kv_cache), len(slot_mapping)
     if num_tokens:
         new = key[:num_tokens].contiguous(), value[:num_tokens].contiguous()
-        atb._npu_reshape_and_cache(*new, *caches, slot_indices=slot_mapping.to(torch.int32).contiguous())
+        atb._npu_reshape_and_cache(
+            *new, *caches, slot_indices=slot_mapping.to(_constraints.ATB_SLOT_DTYPE).contiguous()
+        )
 
 
 def supports_scatter(problem: ReshapeAndCacheProblem) -> str | None:

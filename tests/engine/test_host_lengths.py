@@ -1,0 +1,35 @@
+"""What the attention layers are told of lengths on the host is what is on the device, to the number, in every step."""
+
+import models
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.window]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_lengths_on_the_host_are_those_of_the_device(engine, tmp_path, monkeypatch, async_scheduling):
+    """Chunked prompts, cached prefixes, preemption."""
+    from vllm import SamplingParams
+
+    from vllm_opset.attention.metadata import OpsetMetadataBuilder
+
+    steps, build = [], OpsetMetadataBuilder.build
+
+    def checked(self, *args, **kwargs):
+        metadata = build(self, *args, **kwargs)
+        batch = metadata.batch
+        assert batch.query_start_loc_cpu.tolist() == batch.query_start_loc.tolist()
+        assert batch.seq_lens_cpu.tolist() == batch.seq_lens.tolist()
+        steps.append(batch.seq_lens_cpu.tolist())
+        return metadata
+
+    monkeypatch.setattr(OpsetMetadataBuilder, "build", checked)
+    models.build("qwen3", tmp_path)
+    limits = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40, "async_scheduling": async_scheduling}
+    prompts = [{"prompt_token_ids": prompt} for prompt in models.prompts() * 3]
+    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    with engine(tmp_path, **limits) as llm:
+        for _ in range(2):
+            llm.generate(prompts, sampling, use_tqdm=False)
+        (preempted,) = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+    assert preempted and len(steps) > 50
