@@ -108,3 +108,35 @@ def test_peers_have_the_signatures_of_the_ops(name):
 def test_on_a_cpu_the_reference_is_a_candidate():
     assert "reference" in [c.kernel.name for c in candidates(ops.relu2, "cpu", None, [])]
     assert "reference" not in [c.kernel.name for c in candidates(ops.relu2, "cuda", None, [])]
+
+
+def drawing(draw) -> Candidate:
+    """A peer that draws a token of each row's processed logits."""
+
+    def run(*args, **kwargs):
+        _, kept = ops.top_k_top_p_sample.reference(*args, **kwargs | {"processed": "logits"})
+        return draw(kept), None
+
+    return Candidate(Kernel("top_k_top_p_sample", "mine", "mine", (), lambda problem: None, run), peer=True)
+
+
+@pytest.mark.parametrize(
+    ("draw", "verdict"),
+    [
+        (lambda kept: kept.argmax(1), None),
+        (lambda kept: kept.argmin(1), "tokens are not among those that the filters keep"),
+    ],
+    ids=["likeliest", "least likely"],
+)
+def test_a_peer_that_draws_other_tokens_is_right_if_the_filters_keep_them(draw, verdict):
+    op = ops.top_k_top_p_sample
+    (sample,) = (one for one in op.samples("cpu", torch.float32) if one.name == "one row, many tokens")
+    check = measure(op, sample, drawing(draw), "cpu", torch.float32, CEILINGS).check
+    assert check is None if verdict is None else verdict in check
+
+
+def test_nothing_is_drawn_of_greedy_rows():
+    op = ops.top_k_top_p_sample
+    (sample,) = (one for one in op.samples("cpu", torch.float32) if one.name == "greedy, equal maxima")
+    result = measure(op, sample, drawing(lambda kept: kept.argmax(1)), "cpu", torch.float32, CEILINGS)
+    assert result.skipped == "greedy tokens are not drawn" and result.seconds is None

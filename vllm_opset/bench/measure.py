@@ -9,6 +9,7 @@ import torch
 
 from vllm_opset.bench import peers
 from vllm_opset.bench.ceilings import Ceilings
+from vllm_opset.bench.draws import DRAWN, check_draws
 from vllm_opset.bench.timing import time_call
 from vllm_opset.kernel import REFERENCE, Kernel, kernels_of
 from vllm_opset.ops.contract import Op, Sample
@@ -83,7 +84,8 @@ def measure(
         f"vllm-opset bench {op.name} --case '{sample.name}' --dtype {name} {which} {candidate.kernel.name}",
     )  # fmt: skip
     try:
-        check = check_sample(op, candidate.kernel, sample, dtype)
+        compare = check_draws if candidate.peer and op.name in DRAWN else check_sample
+        check = compare(op, candidate.kernel, sample, dtype)
         if check.skipped:
             return dataclasses.replace(result, skipped=check.skipped)
         call = sample.make()

@@ -13,6 +13,7 @@ import torch
 from vllm_opset.ops.paged_batch import PagedBatch, window_sides
 
 WORKSPACE_BYTES = 512 << 20  # for partial results; FlashInfer asks for 128 MiB or more
+SEEDED = {"seed": 1, "offset": 0}
 
 
 def unavailable(device: str) -> str | None:
@@ -73,6 +74,22 @@ def _plan(
         starts = batch.query_start_loc
         wrapper.plan(starts, page_start_loc, pages, last_page_len, *shape, causal=batch.causal, **common)
     return _Planned(wrapper)
+
+
+def top_k_top_p_sample(logits, keys, temperature=None, top_k=None, top_p=None, min_p=None, processed=None):
+    """As vLLM calls it, but with a fixed seed: a generator's state cannot be read while a graph is captured."""
+    if temperature is None or min_p is not None or processed is not None:
+        raise NotImplementedError("FlashInfer draws tokens by top-k and top-p, and nothing else")
+    sampling, x = importlib.import_module("flashinfer").sampling, logits / temperature[:, None]
+    if top_k is not None and top_p is not None:
+        tokens = sampling.top_k_top_p_sampling_from_logits(x, top_k, top_p, **SEEDED)
+    elif top_k is not None:
+        tokens = sampling.top_k_sampling_from_probs(x.softmax(-1), top_k, **SEEDED)
+    elif top_p is not None:
+        tokens = sampling.top_p_sampling_from_probs(x.softmax(-1), top_p, **SEEDED)
+    else:
+        tokens = sampling.sampling_from_logits(x, **SEEDED)
+    return tokens, None
 
 
 @functools.cache

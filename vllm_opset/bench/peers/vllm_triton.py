@@ -1,4 +1,4 @@
-"""vLLM's own Triton kernel for attention (`unified_attention`), launched as its backend does."""
+"""vLLM's own Triton kernels: attention (`unified_attention`), launched as its backend does, and top-k and top-p."""
 
 import importlib
 import importlib.util
@@ -8,6 +8,7 @@ import torch
 from vllm_opset.ops.paged_batch import PagedBatch, window_sides
 
 MODULE = "vllm.v1.attention.ops.triton_unified_attention"
+SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler"
 # As in vLLM's backend: it splits the keys of a decode step where requests times KV heads are fewer than this …
 PROGRAMS = 128
 # … into this many parts.
@@ -39,6 +40,15 @@ def paged_attention(
         num_par_softmax_segments=PARTS, softmax_segm_output=output, softmax_segm_max=maxima,
         softmax_segm_expsum=sums, alibi_slopes=alibi_slopes, sinks=sinks,
     )  # fmt: skip
+
+
+def top_k_top_p_sample(logits, keys, temperature=None, top_k=None, top_p=None, min_p=None, processed=None):
+    """vLLM's sampler where FlashInfer is not installed: its kernel from 8 rows on, and below that a sort."""
+    if temperature is None or min_p is not None or processed is not None:
+        raise NotImplementedError("what vLLM has kernels for here is top-k and top-p")
+    sampler = importlib.import_module(SAMPLER)
+    x = sampler.apply_top_k_top_p(logits / temperature[:, None], top_k, top_p)
+    return sampler.random_sample(x.softmax(-1), {}), None
 
 
 def _parts(batch: PagedBatch, num_heads: int, num_kv_heads: int, head_size: int) -> tuple[torch.Tensor, ...]:
