@@ -15,6 +15,7 @@ from vllm_opset.cli import autoload
 from vllm_opset.cli.show import AsJson, print_json, print_missing, print_table
 from vllm_opset.kernel import unavailable
 from vllm_opset.kernels import ascend
+from vllm_opset.platform.cuda import device as gpu
 
 ENTRY_POINT_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 
@@ -75,9 +76,14 @@ def _version(distribution: str) -> str:
 
 def _accelerator() -> str:
     if not torch.accelerator.is_available():
-        return "none"
+        return "none" if torch.version.cuda is None else f"none: {gpu.missing()}"
     device = torch.accelerator.current_accelerator().type
-    return f"{torch.accelerator.device_count()} of type {device}"
+    return f"{torch.accelerator.device_count()} of type {device}" + (f": {_gpu()}" if device == "cuda" else "")
+
+
+def _gpu() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
 
 
 def _faults() -> Iterator[Fault]:
@@ -90,6 +96,10 @@ def _faults() -> Iterator[Fault]:
     if importlib.util.find_spec("vllm") is None:
         yield Fault("vLLM is not installed", "install it; the README shows how for a CPU")
         return
+    if torch.cuda.is_available() and os.environ.get("OPSET_PLATFORM") != "cpu":
+        for reason in filter(None, (gpu.missing(), gpu.too_old())):
+            what, _, cure = reason.partition(": ")
+            yield Fault(what, cure)
     for group in ENTRY_POINT_GROUPS:
         if not any(point.name == "opset" for point in importlib.metadata.entry_points(group=group)):
             yield Fault(

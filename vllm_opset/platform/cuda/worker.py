@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -10,18 +9,18 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_opset import selection
 from vllm_opset.kernel import REFERENCE
 from vllm_opset.platform import compat, fusion, sampler, slots
-from vllm_opset.platform.cuda import warm_up
+from vllm_opset.platform.cuda import device, warm_up
 from vllm_opset.platform.refusals import Refusal
 from vllm_opset.platform.worker import OpsetWorker
 
 OUTSIDE_GRAPHS = {"compute_slot_mapping", "apply_penalties", "top_k_top_p_sample"}
-OLDEST = (8, 0)  # compute capability: bfloat16, and what Triton's kernels are tuned for
 
 
 class OpsetCudaWorker(OpsetWorker):
     def init_device(self) -> None:
         super().init_device()
-        _check_device(self.device)
+        if reason := device.too_old(self.device):
+            raise RuntimeError(reason)
         sampler.install(self.model_runner)
 
     def load_model(self, **kwargs) -> None:
@@ -48,13 +47,3 @@ def _check_graphs(choices: Iterable[selection.Choice]) -> None:
                 f"vllm-opset's reference of {choice.op} cannot be captured in a CUDA graph: give --enforce-eager, or "
                 "choose another kernel."
             )
-
-
-def _check_device(device: torch.device) -> None:
-    capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST:
-        name = torch.cuda.get_device_name(device)
-        raise RuntimeError(
-            f"vllm-opset needs a GPU of compute capability 8.0 or newer; {name} has {capability[0]}.{capability[1]}. "
-            "Use another one, or set OPSET_PLATFORM=cpu."
-        )

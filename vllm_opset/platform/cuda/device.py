@@ -1,0 +1,36 @@
+"""Whether there is an NVIDIA GPU that can be used here. If not, why, and after a colon what to do. Needs no vLLM."""
+
+import torch
+
+from vllm_opset.kernels import triton
+
+OLDEST = (8, 0)  # compute capability: bfloat16, and what Triton's kernels are tuned for
+
+
+def missing() -> str | None:
+    """What is missing, or None. CUDA is not initialised to find out: vLLM's processes could not be forked then."""
+    if torch.version.cuda is None:
+        return "this PyTorch was built without CUDA: pip install one of its builds for CUDA"
+    if torch.cuda.device_count() == 0:
+        return f"PyTorch finds no NVIDIA GPU ({_first_line()}): see nvidia-smi, and that CUDA_VISIBLE_DEVICES names one"
+    return triton.unavailable()
+
+
+def too_old(device: torch.device | int = 0) -> str | None:
+    """Why this GPU cannot be used, or None. Initialises CUDA."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= OLDEST:
+        return None
+    return (
+        f"vllm-opset needs a GPU of compute capability 8.0 or newer, and {torch.cuda.get_device_name(device)} has "
+        f"{capability[0]}.{capability[1]}: use another one, or set OPSET_PLATFORM=cpu"
+    )
+
+
+def _first_line() -> str:
+    """What CUDA says when it is initialised where no GPU is found, which does no harm."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().splitlines()[0].rstrip(".")
+    return "its driver names none"
