@@ -1,10 +1,11 @@
 """WHICH: one kernel for an op and a problem, chosen once, with the reason.
 
 A layer or a backend calls `select` when it is built and keeps what it gets; nothing is decided during a call, and a
-kernel that fails raises. Users override the choice, most specific first, by `--additional-config
-'{"opset": {"kernels": {"rms_norm": "reference"}}}'`, by a YAML file with the same keys named by OPSET_CONFIG, or by
-OPSET_KERNELS="rms_norm=reference,paged_attention=cpu". OPSET_IMPORT="module,…" imports modules with the user's own
-kernels, which run where an override names them. OPSET_COUNT_CALLS=1 counts the calls of every kernel, for reports.
+kernel that fails raises, with a note of what it was given (`failures`). Users override the choice, most specific first,
+by `--additional-config '{"opset": {"kernels": {"rms_norm": "reference"}}}'`, by a YAML file with the same keys named by
+OPSET_CONFIG, or by OPSET_KERNELS="rms_norm=reference,paged_attention=cpu". OPSET_IMPORT="module,…" imports modules with
+the user's own kernels, which run where an override names them. OPSET_COUNT_CALLS=1 counts the calls of every kernel,
+for reports.
 """
 
 import difflib
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from vllm_opset import ops
+from vllm_opset import failures, ops
 from vllm_opset.kernel import PROVIDERS, REFERENCE, Kernel, kernels_of, load
 from vllm_opset.ops.contract import Op, Problem
 
@@ -56,7 +57,8 @@ class Choice:
     run: Callable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.run = self._counted() if os.environ.get("OPSET_COUNT_CALLS") == "1" else self.kernel.run
+        run = self._counted() if os.environ.get("OPSET_COUNT_CALLS") == "1" else self.kernel.run
+        self.run = failures.explained(self.kernel, run)
 
     def _counted(self) -> Callable:
         @functools.wraps(self.kernel.run)

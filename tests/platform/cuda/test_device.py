@@ -55,3 +55,11 @@ def test_a_gpu_that_is_too_old(found):
         "vllm-opset needs a GPU of compute capability 8.0 or newer, and Some GPU has 7.5: use another one, or set "
         "OPSET_PLATFORM=cpu"
     )
+
+
+def test_out_of_memory_names_the_settings():
+    with (
+        pytest.raises(RuntimeError, match=r"lower --max-num-batched-tokens .* Tried to allocate 2 GiB"),
+        device.named_out_of_memory(),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nSee elsewhere.")

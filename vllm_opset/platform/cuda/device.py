@@ -1,5 +1,8 @@
 """Whether there is an NVIDIA GPU that can be used here. If not, why, and after a colon what to do. Needs no vLLM."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from vllm_opset.kernels import triton
@@ -25,6 +28,19 @@ def too_old(device: torch.device | int = 0) -> str | None:
         f"vllm-opset needs a GPU of compute capability 8.0 or newer, and {torch.cuda.get_device_name(device)} has "
         f"{capability[0]}.{capability[1]}: use another one, or set OPSET_PLATFORM=cpu"
     )
+
+
+@contextlib.contextmanager
+def named_out_of_memory() -> Iterator[None]:
+    """Within it, an engine that finds too little memory to start says which settings to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(
+            "the GPU's memory is not enough to start: lower --max-num-batched-tokens and --max-num-seqs, which size what a "
+            "step needs beside weights and KV cache, or --gpu-memory-utilization, which sizes the KV cache. "
+            + str(error).splitlines()[0]
+        ) from error
 
 
 def _first_line() -> str:

@@ -27,6 +27,10 @@ class OpsetCudaWorker(OpsetWorker):
         super().load_model(**kwargs)
         fusion.bind(self.model_runner.get_model(), self.vllm_config)
 
+    def determine_available_memory(self) -> int:
+        with device.named_out_of_memory():
+            return super().determine_available_memory()
+
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         slots.bind(self.model_runner.input_batch.block_table)
@@ -35,7 +39,7 @@ class OpsetCudaWorker(OpsetWorker):
         self.log_choices()
         if self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             _check_graphs(selection.choices())
-        with compat.own_warm_up(warm_up.kernels):
+        with compat.own_warm_up(warm_up.kernels), device.named_out_of_memory():
             return super().compile_or_warm_up_model()
 
 
