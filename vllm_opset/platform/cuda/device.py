@@ -37,8 +37,8 @@ def named_out_of_memory() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise RuntimeError(
-            "the GPU's memory is not enough to start: lower --max-num-batched-tokens and --max-num-seqs, for what a step "
-            "needs beside weights and KV cache, or --gpu-memory-utilization, for the KV cache. "
+            "the GPU's memory is not enough to start: lower --max-num-batched-tokens and --max-num-seqs, for what"
+            " a step needs beside weights and KV cache, or --gpu-memory-utilization, for the KV cache. "
             + str(error).splitlines()[0]
         ) from error
 
