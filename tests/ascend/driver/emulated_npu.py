@@ -1,6 +1,6 @@
 """An Ascend NPU that is none: the real torch_npu over an emulated driver and PyTorch's CPU kernels. See ../README.md.
 
-In this process: `load()`, before torch_npu is imported. In others, and all that they start: `environment()`, by which
+In this process: `load()`, before torch_npu is imported. In others, and all that they start: `variables()`, by which
 `import torch` loads torch_npu as it does where there is a driver, and then what is here.
 """
 
@@ -74,9 +74,11 @@ def complete() -> None:
     emulation.registry._limits = emulation.Limits(os.environ.get("EMULATED_NPU_LIMITS", "strict"))
 
 
-def environment(**variables: object) -> dict[str, str]:
-    """For a process that is to find the emulated NPU: this one's, and `variables`."""
+def variables() -> dict[str, str]:
+    """What to set for a process that is to find the emulated NPU. EMULATED_NPU_SOC names another product."""
     folder = build()
-    kept = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
-    paths = {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": os.pathsep.join(map(str, (folder, HERE, ASCEND)))}
-    return kept | paths | {name: str(value) for name, value in variables.items()}
+    return {
+        "LD_LIBRARY_PATH": str(folder),
+        "PYTHONPATH": os.pathsep.join(map(str, (folder, HERE, ASCEND))),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+    }

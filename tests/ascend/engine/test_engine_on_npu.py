@@ -1,0 +1,85 @@
+"""vLLM's engine on device "npu:0": the tiny model's questions in bf16, and random models in fp32, token for token."""
+
+import asking
+import models
+import pytest
+import torch
+from questions import HELD_OUT, MODEL, REQUIRED, grade
+
+LAYERS = {"rms_norm", "fused_add_rms_norm", "rotary_embedding"}
+# The kernels of Ascend's that must have run. The tiny model's heads of 32 are attended by the reference.
+ASCENDS = {
+    "qwen3": {*LAYERS, "silu_and_mul", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
+    "llama3": {*LAYERS, "silu_and_mul", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
+    "mistral": {*LAYERS, "silu_and_mul", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
+    # A soft cap, which the NPU's attention has not.
+    "gemma2": {*LAYERS, "gelu_and_mul", "reshape_and_cache", "top_k_top_p_sample"},
+    "gpt_neox": {"rotary_embedding", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
+}
+
+
+def by_ascend(ran: dict[str, set[str]]) -> set[str]:
+    return {op for op, kernels in ran.items() if all(kernel.startswith("ascend") for kernel in kernels)}
+
+
+def test_held_out_questions_are_answered_within_the_documented_limits(engine, strict):
+    from vllm import SamplingParams
+    from vllm.platforms import current_platform
+
+    with engine(MODEL, dtype="bfloat16", max_num_seqs=128) as llm:
+        assert type(current_platform).__name__ == "OpsetNpuPlatform"
+        sampling = SamplingParams(temperature=0, max_tokens=64)
+        answers = llm.generate([task["completion"] for task in HELD_OUT], sampling, use_tqdm=False)
+        ran = asking.served(llm)
+        (device,) = llm.collective_rpc(lambda worker: next(worker.get_model().parameters()).device)
+    assert device == torch.device("npu:0")
+    wrong = [
+        (answer.prompt, answer.outputs[0].text)
+        for task, answer in zip(HELD_OUT, answers, strict=True)
+        if not grade(task["answer"], answer.outputs[0].text)
+    ]
+    assert len(wrong) <= (1 - REQUIRED) * len(HELD_OUT), wrong
+    assert by_ascend(ran) >= ASCENDS["qwen3"] - {"paged_attention"}
+    assert strict["atb::_npu_reshape_and_cache"] and strict["npu::npu_add_rms_norm"]
+
+
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_greedy_tokens_equal_those_of_transformers(name, engine, relaxed, tmp_path):
+    reference = asking.build(name, tmp_path)
+    expected = asking.expected(reference, asking.prompts())
+    # Prompts are prefilled in chunks, next to requests that decode.
+    with engine(tmp_path, max_num_batched_tokens=160) as llm:
+        assert asking.tokens(llm, asking.prompts()) == expected
+        ran = asking.served(llm)
+    assert by_ascend(ran) >= ASCENDS[name]
+
+
+def test_cached_prefixes_change_no_token(engine, relaxed, tmp_path):
+    reference = asking.build("qwen3", tmp_path)
+    (prompt,) = models.prompts([290])
+    asked = [prompt, prompt, [*prompt[:200], 5, 6, 7]]
+    with engine(tmp_path, max_num_batched_tokens=160) as llm:
+        outputs = [asking.generate(llm, [one])[0] for one in asked]
+    assert [output.num_cached_tokens for output in outputs] == [0, 256, 128], "blocks of 128 tokens"
+    assert [list(output.outputs[0].token_ids) for output in outputs] == asking.expected(reference, asked)
+
+
+def test_preempted_requests_go_on_as_if_nothing_had_been(engine, relaxed, tmp_path):
+    reference = asking.build("qwen3", tmp_path)
+    prompts = models.prompts((120, 200, 250))
+    with engine(tmp_path, num_gpu_blocks_override=6, enable_prefix_caching=False) as llm:
+        assert asking.tokens(llm, prompts) == asking.expected(reference, prompts)
+        preempted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+    assert preempted > 0
+
+
+def test_seeded_requests_do_not_depend_on_their_batch(engine, relaxed, tmp_path):
+    asking.build("qwen3", tmp_path)
+    prompts = asking.prompts()[1:4]
+    sampling = {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 7}
+    with engine(tmp_path, max_num_batched_tokens=160) as llm:
+        together = asking.tokens(llm, prompts, **sampling)
+        alone = [asking.tokens(llm, [prompt], **sampling)[0] for prompt in prompts]
+        other = asking.tokens(llm, prompts, **sampling | {"seed": 8})
+    assert together == alone
+    assert together != other
