@@ -20,6 +20,9 @@ SOURCES = (HERE / "driver.c", HERE / "reroute.cpp", ASCEND / "stubs.py", Path(__
 # What PyTorch asks at its import for extensions to load: torch_npu has such an entry as well.
 ENTRY_POINTS = "[torch.backends]\nemulated_npu = emulated_npu:complete\n"
 
+# torch_npu launches from a thread of its own, which an operator that fails would leave stuck. Here nothing is launched.
+SETTINGS = {"TASK_QUEUE_ENABLE": "0"}
+
 _complete = False
 
 
@@ -52,6 +55,7 @@ def _compile_into(folder: Path) -> None:
 
 def load() -> None:
     """Puts the emulated NPU into this process. PyTorch must not have loaded torch_npu yet."""
+    os.environ |= SETTINGS
     folder = build()
     for name in (folder / "libraries").read_text().split():
         ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
@@ -81,4 +85,5 @@ def variables() -> dict[str, str]:
         "LD_LIBRARY_PATH": str(folder),
         "PYTHONPATH": os.pathsep.join(map(str, (folder, HERE, ASCEND))),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+        **SETTINGS,
     }

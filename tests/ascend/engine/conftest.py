@@ -40,7 +40,7 @@ def engine() -> Callable:
     from vllm.model_executor.models import registry
 
     def on_npu(path, **arguments):
-        return running(path, **{"max_num_batched_tokens": 512, "gpu_memory_utilization": 0.1} | arguments)
+        return running(path, **{"max_num_batched_tokens": 512, "gpu_memory_utilization": 0.05} | arguments)
 
     with patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
         yield on_npu
