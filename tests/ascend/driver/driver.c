@@ -7,7 +7,7 @@
 #include <string.h>
 
 enum { SUCCESS = 0, NO_OPERATORS = 500000 };  // ACL_ERROR_INTERNAL_ERROR: there is no compiler of operators
-enum { EVENT_COMPLETE = 1, STREAM_COMPLETE = 0, ALIGNMENT = 512 };
+enum { EVENT_RECORDED = 1, EVENT_WAITED_FOR = 0, STREAM_COMPLETE = 0, ALIGNMENT = 512 };
 
 static const size_t total_memory = (size_t)4 << 30;
 static atomic_size_t used_memory;
@@ -96,8 +96,8 @@ int aclrtSynchronizeStreamWithTimeout(void *stream, int32_t timeout) { (void)str
 int aclrtCreateEventWithFlag(void **event, uint32_t flag) { (void)flag; return new_name(event); }
 int aclrtCreateEventExWithFlag(void **event, uint32_t flag) { (void)flag; return new_name(event); }
 int aclrtDestroyEvent(void *event) { free(event); return SUCCESS; }
-int aclrtQueryEventStatus(void *event, int *status) { (void)event; *status = EVENT_COMPLETE; return SUCCESS; }
-int aclrtQueryEventWaitStatus(void *event, int *status) { (void)event; *status = EVENT_COMPLETE; return SUCCESS; }
+int aclrtQueryEventStatus(void *event, int *status) { (void)event; *status = EVENT_RECORDED; return SUCCESS; }
+int aclrtQueryEventWaitStatus(void *event, int *status) { (void)event; *status = EVENT_WAITED_FOR; return SUCCESS; }
 int aclrtEventElapsedTime(float *ms, void *start, void *end) { (void)start; (void)end; *ms = 0; return SUCCESS; }
 
 int aclrtGetSysParamOpt(int option, int64_t *value) { (void)option; *value = 0; return SUCCESS; }

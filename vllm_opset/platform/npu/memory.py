@@ -19,8 +19,7 @@ class Budget:
 
     def __init__(self, device: torch.device, cache_config: CacheConfig) -> None:
         self.device, self.cache_config = device, cache_config
-        torch.npu.empty_cache()
-        self.free_at_start, total = torch.npu.mem_get_info(device)
+        self.free_at_start, total = self._free_or_cached()
         self.share = int(total * cache_config.gpu_memory_utilization)
         if self.share > self.free_at_start:
             raise ValueError(
@@ -41,13 +40,17 @@ class Budget:
         run()
         torch.npu.synchronize()
         needed = torch.npu.max_memory_allocated(self.device) - before
-        torch.npu.empty_cache()
-        free, _ = torch.npu.mem_get_info(self.device)
         if self.cache_config.kv_cache_memory_bytes:
             return self.cache_config.kv_cache_memory_bytes
-        left = self.share - (self.free_at_start - free) - needed
+        left = self.share - (self.free_at_start - self._free_or_cached()[0]) - needed
         logger.info("The KV cache takes %s of the %s that this worker may have", _gib(left), _gib(self.share))
         return left
+
+    def _free_or_cached(self) -> tuple[int, int]:
+        """Bytes that nobody uses, with those that PyTorch keeps for itself, and all that the NPU has."""
+        torch.npu.empty_cache()
+        free, total = torch.npu.mem_get_info(self.device)
+        return free + torch.npu.memory_reserved(self.device) - torch.npu.memory_allocated(self.device), total
 
 
 def _gib(size: int) -> str:
