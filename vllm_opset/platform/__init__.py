@@ -84,9 +84,7 @@ def __getattr__(name: str):
 def _choose() -> str | None:
     choice = os.environ.get("OPSET_PLATFORM", "auto")
     if choice not in CHOICES:
-        from vllm_opset.selection import nearest
-
-        raise ValueError(f"OPSET_PLATFORM={choice!r} is not a choice; {nearest(choice, CHOICES)}.")
+        raise ValueError(f"OPSET_PLATFORM={choice!r} is not a choice; known: {', '.join(CHOICES)}.")
     if choice == "off":
         return None
     if choice == "auto":
