@@ -1,13 +1,17 @@
 """What the platform for NPUs refuses, with the cure, while the configuration is made."""
 
+import sys
+
+import emulated_npu
 import pytest
+from processes import run
 from questions import MODEL
 
 ASKED = {
     "block size": ({"block_size": 16}, "block size of the KV cache other than 128: give --block-size 128"),
     "graphs": (
         {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
-        "graph capture: leave cudagraph_mode out",
+        "graph capture .*: leave cudagraph_mode out",
     ),
     "compiler": ({"compilation_config": {"mode": 3}}, "torch.compile: leave the mode out"),
     "several NPUs": ({"tensor_parallel_size": 2}, "tensor parallelism: .*use one NPU"),
@@ -29,6 +33,22 @@ def test_a_feature_is_refused(name):
     with pytest.raises(Exception, match=said) as failure:
         configuration(**arguments)
     assert "vllm-opset on an NPU does not support" in str(failure.value)
+
+
+CONFIGURE = """
+import sys
+import torch
+from vllm.engine.arg_utils import EngineArgs
+
+EngineArgs(model=sys.argv[1], max_model_len=512).create_engine_config()
+assert not torch.npu.is_initialized()
+"""
+
+
+def test_a_configuration_leaves_the_npu_to_the_engines_process():
+    """vLLM forks that, and an NPU cannot be used in a process that is forked from one that uses it."""
+    finished = run(sys.executable, "-c", CONFIGURE, MODEL, **emulated_npu.variables())
+    assert finished.code == 0, finished
 
 
 def test_what_is_not_asked_for_is_decided():

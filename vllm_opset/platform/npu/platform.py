@@ -33,6 +33,9 @@ class OpsetNpuPlatform(OpsetPlatform):
     def pre_register_and_update(cls, parser=None) -> None:
         # vLLM's second model runner consists of Triton kernels.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        if torch.npu.is_initialized():
+            # As vLLM does for GPUs: a process that is forked from this one could not use the NPU.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
@@ -52,7 +55,7 @@ class OpsetNpuPlatform(OpsetPlatform):
         """Attention is called directly, not through a custom op: nothing is compiled, and the detour costs time."""
         return False
 
-    # The device
+    # The device. What may be asked before an engine's processes are started must not initialise it: see above.
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
@@ -71,10 +74,12 @@ class OpsetNpuPlatform(OpsetPlatform):
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        return torch.npu.get_device_name(device_id)
+        return torch.npu.get_device_name(device_id) if torch.npu.is_initialized() else "Ascend NPU"
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
+        if not torch.npu.is_initialized():
+            raise RuntimeError("this process does not use the NPU")
         return torch.npu.get_device_properties(device_id).total_memory
 
     @classmethod

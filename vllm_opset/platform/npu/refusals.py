@@ -18,8 +18,11 @@ def _has_another_block_size(config: "VllmConfig") -> bool:
 
 # What can only be seen before vLLM resolves the configuration: later it has been overridden.
 ASKED: tuple[Rule, ...] = (
-    # The NPU's attention takes lengths from the host: a graph would keep those that it was captured with.
-    Rule("graph capture", "leave cudagraph_mode out of --compilation-config", captures),
+    Rule(
+        "graph capture (its attention takes lengths from the host, which a graph would keep from when it was captured)",
+        "leave cudagraph_mode out of --compilation-config",
+        captures,
+    ),
     Rule(
         "a block size of the KV cache other than 128",
         "give --block-size 128, or leave it out",
