@@ -1,4 +1,4 @@
-"""An Ascend NPU that is none: the real torch_npu over an emulated driver and PyTorch's CPU kernels. See ../README.md.
+"""An Ascend NPU that is none: the real torch_npu over an emulated driver and PyTorch's CPU kernels. See README.md.
 
 In this process: `load()`, before torch_npu is imported. In others, and all that they start: `variables()`, by which
 `import torch` loads torch_npu as it does where there is a driver, and then what is here.

@@ -1,5 +1,7 @@
 """vLLM's engine on device "npu:0": the tiny model's questions in bf16, and random models in fp32, token for token."""
 
+import copy
+
 import asking
 import models
 import pytest
@@ -86,3 +88,28 @@ def test_seeded_requests_do_not_depend_on_their_batch(engine, relaxed, tmp_path)
         other = asking.tokens(llm, prompts, **sampling | {"seed": 8})
     assert together == alone
     assert together != other
+
+
+def logprobs_of(model, tokens: list[int]) -> torch.Tensor:
+    """What the model gives each token but the first, in fp32."""
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([tokens])).logits[0, :-1].float().log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_bfloat16_errs_as_transformers_does_within_the_documented_limits(name, engine, strict, tmp_path):
+    """On transformers' own answers in fp32, as prompts, so that one token more or less does not end the comparison."""
+    reference = asking.build(name, tmp_path)
+    answers = asking.expected(reference, asking.prompts())
+    asked = [prompt + answer for prompt, answer in zip(asking.prompts(), answers, strict=True)]
+    with engine(tmp_path, dtype="bfloat16", max_num_batched_tokens=160) as llm:
+        outputs = asking.generate(llm, asked, max_tokens=1, prompt_logprobs=0)
+        ran = asking.served(llm)
+    assert by_ascend(ran) >= ASCENDS[name] and strict["npu::npu_fused_infer_attention_score"]
+    rounded = copy.deepcopy(reference).bfloat16()
+    for answer, output in zip(asked, outputs, strict=True):
+        steps = zip(answer[1:], output.prompt_logprobs[1:], strict=True)
+        got = torch.tensor([step[token].logprob for token, step in steps])
+        error, usual = ((x - logprobs_of(reference, answer)).abs().mean() for x in (got, logprobs_of(rounded, answer)))
+        assert error < 1.25 * usual
