@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -39,8 +40,13 @@ def engine() -> Callable:
     from engines import running
     from vllm.model_executor.models import registry
 
+    @contextmanager
     def on_npu(path, **arguments):
-        return running(path, **{"max_num_batched_tokens": 512, "gpu_memory_utilization": 0.05} | arguments)
+        with running(path, **{"max_num_batched_tokens": 512, "gpu_memory_utilization": 0.05} | arguments) as llm:
+            try:
+                yield llm
+            finally:
+                llm.llm_engine.engine_core.shutdown()  # or the next engine finds its memory taken
 
     with patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
         yield on_npu
