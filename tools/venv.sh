@@ -43,7 +43,7 @@ pins=requirements/$name.txt
 
 exec 9>.venv.lock
 flock 9
-stamp=$({ "$python" --version; pwd; echo "$release"; cat "$pins" requirements/t*.txt pyproject.toml tools/venv.sh; } | sha256sum)
+stamp=$({ "$python" --version; echo "$PWD $release"; cat "$pins" requirements/t*.txt pyproject.toml tools/venv.sh; } | sha256sum)
 [ "$stamp" != "$(cat "$dir/.stamp" 2>/dev/null)" ] || exit 0
 echo "making $dir from $pins"
 

@@ -70,7 +70,7 @@ def register() -> None:
     # Nothing needs these two yet; what is broken in them is said here, where it is seen, not by a dying engine.
     _load("vllm_opset.attention.backend")
     _load_kernels(current_platform.device_type)
-    _load("vllm_opset.attention").register()
+    _load("vllm_opset.attention").register(current_platform.attention_backend)
 
 
 def __getattr__(name: str):

@@ -113,3 +113,22 @@ def test_bfloat16_errs_as_transformers_does_within_the_documented_limits(name, e
         got = torch.tensor([step[token].logprob for token, step in steps])
         error, usual = ((x - logprobs_of(reference, answer)).abs().mean() for x in (got, logprobs_of(rounded, answer)))
         assert error < 1.25 * usual
+
+
+def test_an_encoder_embeds_as_transformers_does(engine, relaxed, tmp_path):
+    """Without a cache and without a mask: by the reference, with Ascend's norms and activations where there are any."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
+    model = BertModel(BertConfig(**shape, vocab_size=models.VOCABULARY, initializer_range=0.1), add_pooling_layer=False)
+    model.eval().save_pretrained(tmp_path)
+    models.add_tokenizer(tmp_path)
+    prompts = models.prompts((3, 40, 200))
+    with engine(tmp_path, runner="pooling", pooler_config={"pooling_type": "CLS"}) as llm:
+        outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt])).last_hidden_state[0, 0]
+        embedding = torch.nn.functional.normalize(expected, dim=0)
+        assert torch.allclose(torch.tensor(output.outputs.embedding), embedding, atol=1e-4)

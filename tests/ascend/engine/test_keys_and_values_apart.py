@@ -33,11 +33,12 @@ def test_a_cache_in_pieces_is_refused():
 def test_blocks_are_zeroed_and_then_copied_in_both_halves(ratio):
     caches = [apart(packed(ratio * NUM_BLOCKS)) for _ in range(2)]
     before = caches[0].cpu().unflatten(0, (NUM_BLOCKS, ratio))
-    prepare_blocks(caches, NUM_BLOCKS, [1, 4], [(0, 5), (4, 2)])
+    shared_by_two_layers = [*caches, caches[0]]
+    prepare_blocks(shared_by_two_layers, NUM_BLOCKS, [1, 4], [(0, 5), (4, 2), (5, 3)])
     for cache in caches:
         after = cache.cpu().unflatten(0, (NUM_BLOCKS, ratio))
         assert not after[[1, 4, 2]].any()
-        assert torch.equal(after[[0, 3, 5]], before[[0, 3, 0]])
+        assert torch.equal(after[[0, 5, 3]], before[[0, 0, 5]])
 
 
 def test_vllm_asks_for_blocks_by_the_layout_that_can_be_divided(engine, relaxed, tmp_path):

@@ -8,7 +8,7 @@ from processes import run
 from questions import MODEL
 
 ASKED = {
-    "block size": ({"block_size": 16}, "block size of the KV cache other than 128: give --block-size 128"),
+    "block size": ({"block_size": 16}, "this block size of the KV cache: leave out --block-size, or give 128"),
     "graphs": (
         {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
         "graph capture .*: leave cudagraph_mode out",

@@ -7,8 +7,7 @@ from vllm.v1.attention.backend import MultipleOf
 
 from vllm_opset.attention.backend import OpsetAttentionBackend
 from vllm_opset.attention.impl import OpsetAttentionImpl
-
-BLOCK_SIZE = 128  # the one that all documents of the NPU's operators agree on
+from vllm_opset.kernels.ascend._constraints import ATTENTION_BLOCK_SIZES
 
 
 class NpuAttentionImpl(OpsetAttentionImpl):
@@ -24,7 +23,7 @@ class NpuAttentionBackend(OpsetAttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int | MultipleOf]:
-        return [BLOCK_SIZE]
+        return list(ATTENTION_BLOCK_SIZES)
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple:
@@ -52,8 +51,11 @@ def apart(kv_cache: torch.Tensor) -> torch.Tensor:
 def prepare_blocks(
     kv_caches: list[torch.Tensor], num_blocks: int, to_zero: list[int] | None, copies: list | None
 ) -> None:
-    """Zeroes blocks, and then copies some (from, to). One of vLLM's num_blocks may be several of the kernels'."""
-    for kv_cache in kv_caches:
+    """Zeroes blocks, and then copies some (from, to). One of vLLM's num_blocks may be several of the kernels'.
+
+    Layers may share a cache, which is then done once: what was copied may be the source of another copy.
+    """
+    for kv_cache in {kv_cache.data_ptr(): kv_cache for kv_cache in kv_caches}.values():
         blocks = kv_cache.unflatten(0, (num_blocks, -1))
         if to_zero:
             blocks[torch.tensor(to_zero, device=kv_cache.device)] = 0

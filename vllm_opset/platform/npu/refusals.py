@@ -2,18 +2,17 @@
 
 from typing import TYPE_CHECKING
 
+from vllm_opset.kernels.ascend._constraints import ATTENTION_BLOCK_SIZES
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import Rule, caches_in_another_dtype, captures, compiles, given, offloads, several
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-BLOCK_SIZE = 128  # as in `attention`, which imports more than a configuration needs
-
 
 def _has_another_block_size(config: "VllmConfig") -> bool:
     cache = config.cache_config
-    return cache.user_specified_block_size and cache.block_size != BLOCK_SIZE
+    return cache.user_specified_block_size and cache.block_size not in ATTENTION_BLOCK_SIZES
 
 
 # What can only be seen before vLLM resolves the configuration: later it has been overridden.
@@ -24,8 +23,8 @@ ASKED: tuple[Rule, ...] = (
         captures,
     ),
     Rule(
-        "a block size of the KV cache other than 128",
-        "give --block-size 128, or leave it out",
+        "this block size of the KV cache",
+        f"leave out --block-size, or give {' or '.join(map(str, ATTENTION_BLOCK_SIZES))}",
         _has_another_block_size,
     ),
 )

@@ -21,6 +21,8 @@ class OpsetNpuWorker(OpsetWorker):
         compat.name_npu_as_cuda()
         self.device = torch.device("npu", self.local_rank)
         torch.npu.set_device(self.device)
+        # The operators' documents presume it; otherwise some products compile PyTorch's for every shape that they meet.
+        torch.npu.set_compile_mode(jit_compile=False)
         current_platform.check_if_supports_dtype(self.model_config.dtype)
         init_worker_distributed_environment(
             self.vllm_config,
