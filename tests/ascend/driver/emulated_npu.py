@@ -75,7 +75,6 @@ def complete() -> None:
     emulation = importlib.import_module("emulation")
     torch.set_num_threads(1)
     ctypes.CDLL(str(build() / "reroute.so")).reroute_operators(" ".join(emulation.OPERATORS).encode())
-    emulation.registry._limits = emulation.Limits(os.environ.get("EMULATED_NPU_LIMITS", "strict"))
 
 
 def variables() -> dict[str, str]:
