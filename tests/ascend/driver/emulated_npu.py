@@ -68,7 +68,8 @@ def complete() -> None:
     if _complete:
         return
     _complete = True
-    sys.path[:0] = [path for path in (str(ASCEND),) if path not in sys.path]
+    if str(ASCEND) not in sys.path:
+        sys.path.insert(0, str(ASCEND))
     import torch
     import torch_npu  # noqa: F401
 
