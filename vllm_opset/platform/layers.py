@@ -91,7 +91,7 @@ class RotaryEmbeddingLayer(OpsetLayer):
 
     def choose_kernels(self, dtype: torch.dtype) -> Callable:
         known = {"head_size": self.head_size, "rotary_dim": self.rotary_dim, "is_neox_style": self.is_neox_style}
-        self._rotate = _run(ops.rotary_embedding, dtype, **known)
+        self._rotate = _run(ops.rotary_embedding, dtype, **known, table_dtype=self.cos_sin_cache.dtype)
         return self.forward_oot
 
     def forward_oot(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):

@@ -36,16 +36,18 @@ def check(rules: Iterable[Rule], config: "VllmConfig", where: str) -> None:
             raise rule.refusal(where)
 
 
-def check_attention(selected_backend, wanted, where: str) -> None:
-    """Raises Refusal if opset's attention cannot be what a layer asks for.
+def check_attention(backend: str, selected_backend, wanted, where: str) -> None:
+    """Raises Refusal if the platform's attention cannot be what a layer asks for.
 
-    selected_backend: what the user asked for, or None. wanted: vLLM's AttentionSelectorConfig.
+    backend: the qualified name of its class. selected_backend: what the user asked for, or None. wanted: vLLM's
+    AttentionSelectorConfig.
     """
-    from vllm_opset.attention.backend import OpsetAttentionBackend
+    from vllm.utils.import_utils import resolve_obj_by_qualname
 
-    if selected_backend is not None and selected_backend.name != OpsetAttentionBackend.get_name():
+    ours = resolve_obj_by_qualname(backend)
+    if selected_backend is not None and selected_backend.name != ours.get_name():
         raise Refusal(f"vllm-opset has one attention backend: leave out --attention-backend {selected_backend.name}.")
-    reasons = OpsetAttentionBackend.validate_configuration(device_capability=None, **wanted._asdict())
+    reasons = ours.validate_configuration(device_capability=None, **wanted._asdict())
     if reasons:
         raise Refusal(f"vllm-opset {where} cannot serve an attention layer of this model: {', '.join(reasons)}.")
 
@@ -61,6 +63,28 @@ def several(name: str) -> Callable[["VllmConfig"], bool]:
 def given(name: str) -> Callable[["VllmConfig"], bool]:
     # Some parts of the configuration came or went with a release: what cannot be asked for needs no refusal.
     return lambda config: getattr(config, name, None) is not None
+
+
+def captures(config: "VllmConfig") -> bool:
+    from vllm.config import CUDAGraphMode
+
+    return config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+
+
+def compiles(config: "VllmConfig") -> bool:
+    from vllm.config import CompilationMode
+
+    return config.compilation_config.mode != CompilationMode.NONE
+
+
+def offloads(config: "VllmConfig") -> bool:
+    offload = config.offload_config
+    return offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
+
+
+def caches_in_another_dtype(config: "VllmConfig") -> bool:
+    same = () if config.model_config is None else (str(config.model_config.dtype).removeprefix("torch."),)
+    return config.cache_config.cache_dtype not in ("auto", *same)
 
 
 def environment(name: str):

@@ -60,9 +60,8 @@ class OpsetSampler(Sampler):
             return self._sample.run(logits, nothing.long(), nothing, processed=processed)
         logits, temperature, min_p = self._argmax_invariant_steps(logits, metadata)
         keys = draw_keys(len(logits), metadata.generators, logits.device)
-        return self._sample.run(
-            logits, keys, temperature, metadata.top_k, metadata.top_p, min_p=min_p, processed=processed
-        )
+        top_k = None if metadata.top_k is None else metadata.top_k.int()  # int64 in the run that vLLM measures
+        return self._sample.run(logits, keys, temperature, top_k, metadata.top_p, min_p=min_p, processed=processed)
 
     def apply_penalties(
         self,

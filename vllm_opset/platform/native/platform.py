@@ -26,6 +26,8 @@ logger = init_logger(f"vllm.{__name__}")
 class OpsetNativePlatform(CudaPlatform):
     """See `vllm.platforms.cuda.CudaPlatform`: `_enum` stays CUDA."""
 
+    attention_backend = BACKEND
+
     @classmethod
     def decide(cls, config: "VllmConfig") -> dict[str, parts.Decision]:
         """Whether each part serves under a configuration, the same in every process."""

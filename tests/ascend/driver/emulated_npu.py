@@ -1,0 +1,89 @@
+"""An Ascend NPU that is none: the real torch_npu over an emulated driver and PyTorch's CPU kernels. See README.md.
+
+In this process: `load()`, before torch_npu is imported. In others, and all that they start: `variables()`, by which
+`import torch` loads torch_npu as it does where there is a driver, and then what is here.
+"""
+
+import ctypes
+import hashlib
+import importlib
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ASCEND = HERE.parent
+ROOT = HERE.parents[2]
+SOURCES = (HERE / "driver.c", HERE / "reroute.cpp", ASCEND / "stubs.py", Path(__file__))
+# What PyTorch asks at its import for extensions to load: torch_npu has such an entry as well.
+ENTRY_POINTS = "[torch.backends]\nemulated_npu = emulated_npu:complete\n"
+
+# torch_npu launches from a thread of its own, which an operator that fails would leave stuck. Here nothing is launched.
+SETTINGS = {"TASK_QUEUE_ENABLE": "0"}
+
+_complete = False
+
+
+def build() -> Path:
+    """Compiles the driver and the rerouting, unless that was done before. Answers the folder with both."""
+    contents = b"".join(path.read_bytes() for path in SOURCES)
+    installed = f"{version('torch')} {version('torch_npu')} {sys.version}"
+    folder = ROOT / "build" / f"emulated-npu-{hashlib.sha256(contents + installed.encode()).hexdigest()[:12]}"
+    if not (folder / "libraries").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _compile_into(folder)
+    return folder
+
+
+def _compile_into(folder: Path) -> None:
+    import stubs
+
+    subprocess.run(["gcc", "-O1", "-fPIC", "-c", HERE / "driver.c", "-o", folder / "driver.o"], check=True)
+    libraries = stubs.build(folder, folder / "driver.o")
+    torch = stubs._package("torch")
+    include = [f"-I{torch / 'include'}", f"-I{torch / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
+    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", *include, HERE / "reroute.cpp"]
+    subprocess.run([*command, "-o", folder / "reroute.so", f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"], check=True)
+    metadata = folder / "emulated_npu-0.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: emulated-npu\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    (folder / "libraries").write_text("\n".join(library.name for library in libraries))
+
+
+def load() -> None:
+    """Puts the emulated NPU into this process. PyTorch must not have loaded torch_npu yet."""
+    os.environ |= SETTINGS
+    folder = build()
+    for name in (folder / "libraries").read_text().split():
+        ctypes.CDLL(str(folder / name), mode=ctypes.RTLD_GLOBAL)
+    complete()
+
+
+def complete() -> None:
+    """What is missing where the driver can be loaded: operators. PyTorch's own, and those that are emulated."""
+    global _complete
+    if _complete:
+        return
+    _complete = True
+    if str(ASCEND) not in sys.path:
+        sys.path.insert(0, str(ASCEND))
+    import torch
+    import torch_npu  # noqa: F401
+
+    emulation = importlib.import_module("emulation")
+    torch.set_num_threads(1)
+    ctypes.CDLL(str(build() / "reroute.so")).reroute_operators(" ".join(emulation.OPERATORS).encode())
+
+
+def variables() -> dict[str, str]:
+    """What to set for a process that is to find the emulated NPU. EMULATED_NPU_SOC names another product."""
+    folder = build()
+    return {
+        "LD_LIBRARY_PATH": str(folder),
+        "PYTHONPATH": os.pathsep.join(map(str, (folder, HERE, ASCEND))),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "1",
+        **SETTINGS,
+    }

@@ -1,0 +1,134 @@
+"""vLLM's engine on device "npu:0": the tiny model's questions in bf16, and random models in fp32, token for token."""
+
+import copy
+
+import asking
+import models
+import pytest
+import torch
+from questions import HELD_OUT, MODEL, REQUIRED, grade
+
+LAYERS = {"rms_norm", "fused_add_rms_norm", "rotary_embedding"}
+# The kernels of Ascend's that must have run. The tiny model's heads of 32 are attended by the reference.
+ASCENDS = {
+    "qwen3": {*LAYERS, "silu_and_mul", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
+    "llama3": {*LAYERS, "silu_and_mul", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
+    "mistral": {*LAYERS, "silu_and_mul", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
+    # A soft cap, which the NPU's attention has not.
+    "gemma2": {*LAYERS, "gelu_and_mul", "reshape_and_cache", "top_k_top_p_sample"},
+    # vLLM has code of its own for it until 0.32; later it runs transformers' code, with its own LayerNorm.
+    "gpt_neox": {"reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
+}
+EITHER = {"gpt_neox": {"rotary_embedding", "layer_norm"}}
+
+
+def by_ascend(ran: dict[str, set[str]]) -> set[str]:
+    return {op for op, kernels in ran.items() if all(kernel.startswith("ascend") for kernel in kernels)}
+
+
+def test_held_out_questions_are_answered_within_the_documented_limits(engine, strict):
+    from vllm import SamplingParams
+    from vllm.platforms import current_platform
+
+    with engine(MODEL, dtype="bfloat16", max_num_seqs=128) as llm:
+        assert type(current_platform).__name__ == "OpsetNpuPlatform"
+        sampling = SamplingParams(temperature=0, max_tokens=64)
+        answers = llm.generate([task["completion"] for task in HELD_OUT], sampling, use_tqdm=False)
+        ran = asking.served(llm)
+        (device,) = llm.collective_rpc(lambda worker: next(worker.get_model().parameters()).device)
+    assert device == torch.device("npu:0")
+    wrong = [
+        (answer.prompt, answer.outputs[0].text)
+        for task, answer in zip(HELD_OUT, answers, strict=True)
+        if not grade(task["answer"], answer.outputs[0].text)
+    ]
+    assert len(wrong) <= (1 - REQUIRED) * len(HELD_OUT), wrong
+    assert by_ascend(ran) >= ASCENDS["qwen3"] - {"paged_attention"}
+    assert strict["atb::_npu_reshape_and_cache"] and strict["npu::npu_add_rms_norm"]
+
+
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_greedy_tokens_equal_those_of_transformers(name, engine, relaxed, tmp_path):
+    reference = asking.build(name, tmp_path)
+    expected = asking.expected(reference, asking.prompts())
+    # Prompts are prefilled in chunks, next to requests that decode.
+    with engine(tmp_path, max_num_batched_tokens=160) as llm:
+        assert asking.tokens(llm, asking.prompts()) == expected
+        ran = asking.served(llm)
+    assert by_ascend(ran) >= ASCENDS[name]
+    assert name not in EITHER or by_ascend(ran) & EITHER[name]
+
+
+def test_cached_prefixes_change_no_token(engine, relaxed, tmp_path):
+    reference = asking.build("qwen3", tmp_path)
+    (prompt,) = models.prompts([290])
+    asked = [prompt, prompt, [*prompt[:200], 5, 6, 7]]
+    with engine(tmp_path, max_num_batched_tokens=160) as llm:
+        outputs = [asking.generate(llm, [one])[0] for one in asked]
+    assert [output.num_cached_tokens for output in outputs] == [0, 256, 128], "blocks of 128 tokens"
+    assert [list(output.outputs[0].token_ids) for output in outputs] == asking.expected(reference, asked)
+
+
+def test_preempted_requests_go_on_as_if_nothing_had_been(engine, relaxed, tmp_path):
+    reference = asking.build("qwen3", tmp_path)
+    prompts = models.prompts((120, 200, 250))
+    with engine(tmp_path, num_gpu_blocks_override=6, enable_prefix_caching=False) as llm:
+        assert asking.tokens(llm, prompts) == asking.expected(reference, prompts)
+        preempted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+    assert preempted > 0
+
+
+def test_seeded_requests_do_not_depend_on_their_batch(engine, relaxed, tmp_path):
+    asking.build("qwen3", tmp_path)
+    prompts = asking.prompts()[1:4]
+    sampling = {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 7}
+    with engine(tmp_path, max_num_batched_tokens=160) as llm:
+        together = asking.tokens(llm, prompts, **sampling)
+        alone = [asking.tokens(llm, [prompt], **sampling)[0] for prompt in prompts]
+        other = asking.tokens(llm, prompts, **sampling | {"seed": 8})
+    assert together == alone
+    assert together != other
+
+
+def logprobs_of(model, tokens: list[int]) -> torch.Tensor:
+    """What the model gives each token but the first, in fp32."""
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([tokens])).logits[0, :-1].float().log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_bfloat16_errs_as_transformers_does_within_the_documented_limits(name, engine, strict, tmp_path):
+    """On transformers' own answers in fp32, as prompts, so that one token more or less does not end the comparison."""
+    reference = asking.build(name, tmp_path)
+    answers = asking.expected(reference, asking.prompts())
+    asked = [prompt + answer for prompt, answer in zip(asking.prompts(), answers, strict=True)]
+    with engine(tmp_path, dtype="bfloat16", max_num_batched_tokens=160) as llm:
+        outputs = asking.generate(llm, asked, max_tokens=1, prompt_logprobs=0)
+        ran = asking.served(llm)
+    assert by_ascend(ran) >= ASCENDS[name] and strict["npu::npu_fused_infer_attention_score"]
+    rounded = copy.deepcopy(reference).bfloat16()
+    for answer, output in zip(asked, outputs, strict=True):
+        steps = zip(answer[1:], output.prompt_logprobs[1:], strict=True)
+        got = torch.tensor([step[token].logprob for token, step in steps])
+        error, usual = ((x - logprobs_of(reference, answer)).abs().mean() for x in (got, logprobs_of(rounded, answer)))
+        assert error < 1.25 * usual
+
+
+def test_an_encoder_embeds_as_transformers_does(engine, relaxed, tmp_path):
+    """Without a cache and without a mask: by the reference, with Ascend's norms and activations where there are any."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
+    model = BertModel(BertConfig(**shape, vocab_size=models.VOCABULARY, initializer_range=0.1), add_pooling_layer=False)
+    model.eval().save_pretrained(tmp_path)
+    models.add_tokenizer(tmp_path)
+    prompts = models.prompts((3, 40, 200))
+    with engine(tmp_path, runner="pooling", pooler_config={"pooling_type": "CLS"}) as llm:
+        outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt])).last_hidden_state[0, 0]
+        embedding = torch.nn.functional.normalize(expected, dim=0)
+        assert torch.allclose(torch.tensor(output.outputs.embedding), embedding, atol=1e-4)

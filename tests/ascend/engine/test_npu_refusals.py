@@ -1,0 +1,60 @@
+"""What the platform for NPUs refuses, with the cure, while the configuration is made."""
+
+import sys
+
+import emulated_npu
+import pytest
+from processes import run
+from questions import MODEL
+
+ASKED = {
+    "block size": ({"block_size": 16}, "this block size of the KV cache: leave out --block-size, or give 128"),
+    "graphs": (
+        {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
+        "graph capture .*: leave cudagraph_mode out",
+    ),
+    "compiler": ({"compilation_config": {"mode": 3}}, "torch.compile: leave the mode out"),
+    "several NPUs": ({"tensor_parallel_size": 2}, "tensor parallelism: .*use one NPU"),
+    "fp8 cache": ({"kv_cache_dtype": "fp8"}, "another dtype than the model's: leave out --kv-cache-dtype"),
+    "offloading": ({"cpu_offload_gb": 1}, "weight offloading"),
+    "LoRA": ({"enable_lora": True}, "adapters"),
+}
+
+
+def configuration(**arguments):
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(model=str(MODEL), max_model_len=512, **arguments).create_engine_config()
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_feature_is_refused(name):
+    arguments, said = ASKED[name]
+    with pytest.raises(Exception, match=said) as failure:
+        configuration(**arguments)
+    assert "vllm-opset on an NPU does not support" in str(failure.value)
+
+
+CONFIGURE = """
+import sys
+import torch
+from vllm.engine.arg_utils import EngineArgs
+
+EngineArgs(model=sys.argv[1], max_model_len=512).create_engine_config()
+assert not torch.npu.is_initialized()
+"""
+
+
+def test_a_configuration_leaves_the_npu_to_the_engines_process():
+    """vLLM forks that, and an NPU cannot be used in a process that is forked from one that uses it."""
+    finished = run(sys.executable, "-c", CONFIGURE, MODEL, **emulated_npu.variables())
+    assert finished.code == 0, finished
+
+
+def test_what_is_not_asked_for_is_decided():
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    config = configuration(block_size=128)
+    assert config.compilation_config.mode == CompilationMode.NONE
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+    assert config.parallel_config.worker_cls == "vllm_opset.platform.npu.worker.OpsetNpuWorker"

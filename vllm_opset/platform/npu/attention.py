@@ -1,0 +1,64 @@
+"""opset's attention with keys and values apart, as the NPU's operators want them (`kernels/ascend/_cache.py`)."""
+
+from typing import ClassVar
+
+import torch
+from vllm.v1.attention.backend import MultipleOf
+
+from vllm_opset.attention.backend import OpsetAttentionBackend
+from vllm_opset.attention.impl import OpsetAttentionImpl
+from vllm_opset.kernels.ascend._constraints import ATTENTION_BLOCK_SIZES
+
+
+class NpuAttentionImpl(OpsetAttentionImpl):
+    kv_apart = True
+
+
+class NpuAttentionBackend(OpsetAttentionBackend):
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_impl_cls() -> type[OpsetAttentionImpl]:
+        return NpuAttentionImpl
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int | MultipleOf]:
+        return list(ATTENTION_BLOCK_SIZES)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple:
+        """A piece of memory for each layer, which `apart` divides. Asked from 0.29 on."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC,)
+
+
+def apart(kv_cache: torch.Tensor) -> torch.Tensor:
+    """The same memory with all keys before all values: [num_blocks, num_kv_heads, block_size, 2, head_size].
+
+    kv_cache: as vLLM laid it out, [num_blocks, num_kv_heads, block_size, 2 * head_size], in one piece. It holds nothing
+    yet. Raises ValueError for a cache in several pieces, as vLLM makes it where layers share blocks.
+    """
+    if not kv_cache.is_contiguous():
+        raise ValueError(
+            f"a layer's KV cache {list(kv_cache.shape)} with strides {list(kv_cache.stride())} is not in one piece of "
+            "memory, and cannot hold keys and values apart: choose another model"
+        )
+    num_blocks, num_kv_heads, block_size, width = kv_cache.shape
+    return kv_cache.view(2, num_blocks, block_size, num_kv_heads, width // 2).permute(1, 3, 2, 0, 4)
+
+
+def prepare_blocks(
+    kv_caches: list[torch.Tensor], num_blocks: int, to_zero: list[int] | None, copies: list | None
+) -> None:
+    """Zeroes blocks, and then copies some (from, to). One of vLLM's num_blocks may be several of the kernels'.
+
+    Layers may share a cache, which is then done once: what was copied may be the source of another copy.
+    """
+    for kv_cache in {kv_cache.data_ptr(): kv_cache for kv_cache in kv_caches}.values():
+        blocks = kv_cache.unflatten(0, (num_blocks, -1))
+        if to_zero:
+            blocks[torch.tensor(to_zero, device=kv_cache.device)] = 0
+        if copies:
+            sources, targets = torch.tensor(copies, device=kv_cache.device).unbind(1)
+            blocks[targets] = blocks[sources]

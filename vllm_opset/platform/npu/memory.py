@@ -1,0 +1,57 @@
+"""How much of an NPU's memory the KV cache gets."""
+
+from collections.abc import Callable
+
+import torch
+from vllm.config import CacheConfig
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.{__name__}")
+
+GIB = 2**30
+
+
+class Budget:
+    """Made when a worker has its device, before it loads its model.
+
+    gpu_memory_utilization is the worker's share of the NPU's memory, which must be free by then. Raises ValueError.
+    """
+
+    def __init__(self, device: torch.device, cache_config: CacheConfig) -> None:
+        self.device, self.cache_config = device, cache_config
+        self.free_at_start, total = self._free_or_cached()
+        self.share = int(total * cache_config.gpu_memory_utilization)
+        if self.share > self.free_at_start:
+            raise ValueError(
+                f"{_gib(self.free_at_start)} of {_gib(total)} are free on {device}, less than "
+                f"--gpu-memory-utilization {cache_config.gpu_memory_utilization} asks for ({_gib(self.share)}): lower "
+                "it, or end what else runs there."
+            )
+
+    def for_kv_cache(self, run: Callable[[], None]) -> int:
+        """Bytes. run: a step as large as any, without a cache.
+
+        What is left of the share without all that was taken since the start, and what `run` needs on top of it while
+        it runs; or what --kv-cache-memory-bytes asks for.
+        """
+        torch.npu.empty_cache()
+        torch.npu.reset_peak_memory_stats(self.device)
+        before = torch.npu.memory_allocated(self.device)
+        run()
+        torch.npu.synchronize()
+        needed = torch.npu.max_memory_allocated(self.device) - before
+        if self.cache_config.kv_cache_memory_bytes:
+            return self.cache_config.kv_cache_memory_bytes
+        left = self.share - (self.free_at_start - self._free_or_cached()[0]) - needed
+        logger.info("The KV cache takes %s of the %s that this worker may have", _gib(left), _gib(self.share))
+        return left
+
+    def _free_or_cached(self) -> tuple[int, int]:
+        """Bytes that nobody uses, with those that PyTorch keeps for itself, and all that the NPU has."""
+        torch.npu.empty_cache()
+        free, total = torch.npu.mem_get_info(self.device)
+        return free + torch.npu.memory_reserved(self.device) - torch.npu.memory_allocated(self.device), total
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

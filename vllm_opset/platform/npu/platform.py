@@ -1,0 +1,97 @@
+"""The platform: an out-of-tree vLLM platform whose device is an Ascend NPU, for a vLLM without compiled kernels."""
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_opset.platform.base import OpsetPlatform
+from vllm_opset.platform.npu import refusals
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class OpsetNpuPlatform(OpsetPlatform):
+    device_name = "npu"
+    device_type = "npu"
+    dispatch_key = "PrivateUse1"
+    ray_device_key = "NPU"
+    device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
+    dist_backend = "hccl"
+    # For vLLM's small compiled helpers: Inductor would need Triton for NPUs.
+    simple_compile_backend = "eager"
+    where = "on an NPU"
+    asked = refusals.ASKED
+    rules = refusals.RULES
+    worker = "vllm_opset.platform.npu.worker.OpsetNpuWorker"
+    attention_backend = "vllm_opset.platform.npu.attention.NpuAttentionBackend"
+
+    # Configuration
+
+    @classmethod
+    def pre_register_and_update(cls, parser=None) -> None:
+        # vLLM's second model runner consists of Triton kernels.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        if torch.npu.is_initialized():
+            # As vLLM does for GPUs: a process that is forked from this one could not use the NPU.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        super().apply_config_platform_defaults(vllm_config)
+        compilation = vllm_config.compilation_config
+        if compilation.mode is None:
+            compilation.mode = CompilationMode.NONE
+        if compilation.cudagraph_mode is None:
+            compilation.cudagraph_mode = CUDAGraphMode.NONE
+
+    # Kernels and layers
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        """Attention is called directly, not through a custom op: nothing is compiled, and the detour costs time."""
+        return False
+
+    # The device. What may be asked before an engine's processes are started must not initialise it: see above.
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        from vllm_opset.kernels.ascend import _constraints
+
+        if dtype == torch.bfloat16 and _constraints.soc() not in _constraints.BF16_SOCS:
+            raise ValueError(f"there is no bfloat16 on {torch.npu.get_device_name()}: give --dtype float16")
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        torch.npu.set_device(device)
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        torch.npu.manual_seed_all(seed)
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return torch.npu.get_device_name(device_id) if torch.npu.is_initialized() else "Ascend NPU"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        if not torch.npu.is_initialized():
+            raise RuntimeError("this process does not use the NPU")
+        return torch.npu.get_device_properties(device_id).total_memory
+
+    @classmethod
+    def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
+        torch.npu.empty_cache()
+        torch.npu.reset_peak_memory_stats(device)
+        return torch.npu.max_memory_allocated(device)
+
+    @classmethod
+    def num_compute_units(cls, device_id: int = 0) -> int:
+        return torch.npu.get_device_properties(device_id).cube_core_num
+
+    @classmethod
+    def check_runner_kv_caches_multi_layer(cls) -> None:
+        """Several attention layers may share a place in the model: asked since 0.30."""

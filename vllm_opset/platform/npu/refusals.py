@@ -1,0 +1,41 @@
+"""What opset does not do on Ascend NPUs."""
+
+from typing import TYPE_CHECKING
+
+from vllm_opset.kernels.ascend._constraints import ATTENTION_BLOCK_SIZES
+from vllm_opset.platform.refusals import RULES as COMMON
+from vllm_opset.platform.refusals import Rule, caches_in_another_dtype, captures, compiles, given, offloads, several
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def _has_another_block_size(config: "VllmConfig") -> bool:
+    cache = config.cache_config
+    return cache.user_specified_block_size and cache.block_size not in ATTENTION_BLOCK_SIZES
+
+
+# What can only be seen before vLLM resolves the configuration: later it has been overridden.
+ASKED: tuple[Rule, ...] = (
+    Rule(
+        "graph capture (its attention takes lengths from the host, which a graph would keep from when it was captured)",
+        "leave cudagraph_mode out of --compilation-config",
+        captures,
+    ),
+    Rule(
+        "this block size of the KV cache",
+        f"leave out --block-size, or give {' or '.join(map(str, ATTENTION_BLOCK_SIZES))}",
+        _has_another_block_size,
+    ),
+)
+
+RULES: tuple[Rule, ...] = (
+    *COMMON,
+    Rule("adapters (LoRA)", "merge the adapter into the weights, and leave out --enable-lora", given("lora_config")),
+    Rule("weight offloading", "leave out --cpu-offload-gb and --offload-*, or take a smaller model", offloads),
+    Rule("speculative decoding", "leave out --speculative-config", given("speculative_config")),
+    # It has not been run on two NPUs yet.
+    Rule("tensor parallelism", "leave out --tensor-parallel-size, and use one NPU", several("tensor_parallel_size")),
+    Rule("torch.compile", "leave the mode out of --compilation-config, or give --enforce-eager", compiles),
+    Rule("a KV cache in another dtype than the model's", "leave out --kv-cache-dtype", caches_in_another_dtype),
+)

@@ -1,0 +1,43 @@
+"""vLLM's V1 model runner on an NPU, without vLLM's Triton kernels, and with keys and values apart."""
+
+import dataclasses
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from vllm_opset.platform import sampler, slots
+from vllm_opset.platform.npu.attention import apart, prepare_blocks
+
+
+class OpsetNpuRunner(GPUModelRunner):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        slots.bind(self.input_batch.block_table)
+        sampler.install(self)
+
+    def may_reinitialize_input_batch(self, *args, **kwargs) -> None:
+        super().may_reinitialize_input_batch(*args, **kwargs)
+        slots.bind(self.input_batch.block_table)
+
+    def initialize_kv_cache_tensors(self, *args, **kwargs) -> dict[str, torch.Tensor]:
+        """vLLM allocates the memory, shares it among layers, and hands it out; here is said what lies where in it."""
+        kv_caches = super().initialize_kv_cache_tensors(*args, **kwargs)
+        self.kv_caches[:] = map(apart, self.kv_caches)
+        for name in kv_caches:
+            layer = self.compilation_config.static_forward_context[name]
+            layer.kv_cache = apart(layer.kv_cache)
+        return {name: apart(kv_cache) for name, kv_cache in kv_caches.items()}
+
+    def _init_kv_zero_meta(self) -> None:
+        """vLLM's addresses for its Triton kernel: not needed."""
+
+    def _update_states(self, scheduler_output):
+        """Blocks are zeroed and copied here: vLLM's code is Triton's, or (until 0.28) takes a block for one piece."""
+        to_zero, copies = scheduler_output.new_block_ids_to_zero, scheduler_output.kv_cache_block_copies
+        if to_zero or copies:
+            prepare_blocks(self.kv_caches, self.kv_cache_config.num_blocks, to_zero, copies)
+            scheduler_output = dataclasses.replace(
+                scheduler_output, new_block_ids_to_zero=None, kv_cache_block_copies=None
+            )
+        return super()._update_states(scheduler_output)

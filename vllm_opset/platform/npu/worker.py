@@ -1,0 +1,52 @@
+"""One worker process on an NPU."""
+
+import torch
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.utils import report_usage_stats
+from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
+from vllm.v1.worker.worker_base import CompilationTimes
+from vllm.v1.worker.workspace import init_workspace_manager
+
+from vllm_opset.platform import compat
+from vllm_opset.platform.npu.memory import Budget
+from vllm_opset.platform.npu.runner import OpsetNpuRunner
+from vllm_opset.platform.worker import OpsetWorker
+
+
+class OpsetNpuWorker(OpsetWorker):
+    """vLLM's worker for GPUs, with an NPU as the device."""
+
+    def init_device(self) -> None:
+        compat.name_npu_as_cuda()
+        self.device = torch.device("npu", self.local_rank)
+        torch.npu.set_device(self.device)
+        # The operators' documents presume it; otherwise some products compile PyTorch's for every shape that they meet.
+        torch.npu.set_compile_mode(jit_compile=False)
+        current_platform.check_if_supports_dtype(self.model_config.dtype)
+        init_worker_distributed_environment(
+            self.vllm_config,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            current_platform.dist_backend,
+        )
+        set_random_seed(self.model_config.seed)
+        self.budget = Budget(self.device, self.cache_config)
+        init_workspace_manager(self.device)
+        self.model_runner = OpsetNpuRunner(self.vllm_config, self.device)
+        if self.rank == 0:
+            report_usage_stats(self.vllm_config)
+
+    @torch.inference_mode()
+    def determine_available_memory(self) -> int:
+        return self.budget.for_kv_cache(self.model_runner.profile_run)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        self.log_choices()
+        with compat.own_warm_up(_nothing_to_compile):
+            return super().compile_or_warm_up_model()
+
+
+def _nothing_to_compile(worker: Worker) -> None:
+    """The operators come compiled."""
