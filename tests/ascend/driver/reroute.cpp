@@ -20,9 +20,10 @@ const std::set<std::string> kept = {
     "aten::set_",       "aten::resize_",        "aten::record_stream",     "aten::is_pinned",     "aten::_pin_memory",
     "aten::_to_copy",   "aten::empty",          "aten::empty_like",        "aten::empty_strided", "aten::new_empty",
     "aten::is_set_to",  "aten::new_empty_strided"};
-// Operators that may meet tensors of the CPU, by PyTorch's own rules.
-const std::set<std::string> mixed = {"aten::copy_", "aten::_copy_from", "aten::_copy_from_and_resize", "aten::index",
-                                     "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index"};
+// Operators that may meet tensors of the CPU, by PyTorch's own rules, and one of ATB's that has its lengths there.
+const std::set<std::string> mixed = {"aten::copy_",          "aten::_copy_from",  "aten::_copy_from_and_resize",
+                                     "aten::index",          "aten::index_put_",  "aten::_index_put_impl_",
+                                     "aten::_unsafe_index",  "atb::_npu_paged_attention"};
 
 struct Pair {
     at::Tensor npu, host;

@@ -53,15 +53,18 @@ def engine() -> Callable:
 
 
 @pytest.fixture
-def relaxed() -> Iterator[None]:
-    """Lets the kernels and the emulation take fp32 where the documents name 16 bits, to compare tokens exactly."""
+def relaxed() -> Iterator:
+    """Lets the kernels and the emulation take fp32 where the documents name 16 bits, to compare tokens exactly.
+
+    The number of calls of each operator.
+    """
     import emulation
 
     from vllm_opset.kernels.ascend import _constraints
 
     wide = {name: dataclasses.replace(o, dtypes=_constraints.FLOATS) for name, o in _constraints.OPERATORS.items()}
-    with patch.dict(_constraints.OPERATORS, wide), emulation.mode(emulation.Limits.RELAXED):
-        yield
+    with patch.dict(_constraints.OPERATORS, wide), emulation.mode(emulation.Limits.RELAXED) as calls:
+        yield calls
 
 
 @pytest.fixture

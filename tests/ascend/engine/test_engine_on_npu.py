@@ -59,6 +59,15 @@ def test_greedy_tokens_equal_those_of_transformers(name, engine, relaxed, tmp_pa
     assert name not in EITHER or by_ascend(ran) & EITHER[name]
 
 
+def test_atbs_attention_decodes_where_an_override_names_it(engine, relaxed, tmp_path):
+    reference = asking.build("qwen3", tmp_path)
+    overrides = {"opset": {"kernels": {"paged_attention": "ascend_atb"}}}
+    with engine(tmp_path, max_num_batched_tokens=160, additional_config=overrides) as llm:
+        assert asking.tokens(llm, asking.prompts()) == asking.expected(reference, asking.prompts())
+        assert asking.served(llm)["paged_attention"] == {"ascend_atb"}
+    assert relaxed["atb::_npu_paged_attention"] and relaxed["npu::npu_fused_infer_attention_score"]
+
+
 def test_cached_prefixes_change_no_token(engine, relaxed, tmp_path):
     reference = asking.build("qwen3", tmp_path)
     (prompt,) = models.prompts([290])
