@@ -32,6 +32,7 @@ def test_choice(choice, answer, monkeypatch):
 def test_the_machine_decides_unless_forced(accelerator, compiled_kernels, answer, monkeypatch):
     monkeypatch.setattr(platform, "_accelerator", lambda: accelerator)
     monkeypatch.setattr(platform, "_has_compiled_kernels", lambda: compiled_kernels)
+    monkeypatch.setattr(platform, "_why_no_gpu", lambda: None)
     monkeypatch.setattr(platform, "_why_no_npu", lambda: None)
     monkeypatch.setenv("OPSET_PLATFORM", "auto")
     assert platform.activate() == answer
@@ -53,6 +54,27 @@ def test_an_npu_that_cannot_be_used_is_an_error_with_its_cure(monkeypatch):
     monkeypatch.setenv("OPSET_PLATFORM", "npu")
     with pytest.raises(platform.PluginError, match=r"OPSET_PLATFORM=npu: torch_npu is not installed; .* pip install"):
         resolve_obj_by_qualname(platform.activate())
+
+
+@pytest.mark.parametrize("choice", ["cuda", "native"])
+def test_a_gpu_that_cannot_be_used_is_an_error_with_the_cure(choice, monkeypatch):
+    monkeypatch.setattr(platform, "_has_compiled_kernels", lambda: True)
+    monkeypatch.setenv("OPSET_PLATFORM", choice)
+    activated = platform.activate().rpartition(".")[2]
+    with pytest.raises(
+        platform.PluginError, match="no NVIDIA GPU can be used: this PyTorch was built without CUDA: pip"
+    ):
+        getattr(platform, activated)
+
+
+def test_without_a_gpu_that_pytorch_wants_the_log_says_why_it_is_the_cpu(monkeypatch):
+    monkeypatch.setattr(platform, "_wants_gpu", lambda: True)
+    monkeypatch.setattr(platform, "_why_no_gpu", lambda: "the driver is too old: update it")
+    monkeypatch.setenv("OPSET_PLATFORM", "auto")
+    said = []
+    monkeypatch.setattr(platform, "_log_once", said.append)
+    assert platform.activate() == PLATFORM
+    assert said == ["vllm-opset takes the CPU: the driver is too old: update it"]
 
 
 def run(script: str, **environment) -> subprocess.CompletedProcess:

@@ -97,6 +97,8 @@ def _choose() -> str | None:
             "OPSET_PLATFORM=native needs vLLM's own wheel for CUDA; this vLLM has no compiled kernels "
             "(OPSET_PLATFORM=cuda does without them)."
         )
+    if choice in ("cuda", "native") and (reason := _why_no_gpu()):
+        raise ValueError(f"no NVIDIA GPU can be used: {reason}.")
     if choice == "npu" and (reason := _why_no_npu()):
         raise ValueError(f"OPSET_PLATFORM=npu: {reason}.")
     return f"{__name__}.{_OF_CHOICE[choice]}"
@@ -104,12 +106,27 @@ def _choose() -> str | None:
 
 def _best() -> str:
     """The choice for this machine, or the kind of accelerator that there is no choice for."""
-    accelerator = _accelerator() or "cpu"
-    return "native" if accelerator == "cuda" and _has_compiled_kernels() else accelerator
+    accelerator = _accelerator()
+    if accelerator is None and _wants_gpu():
+        _log_once(f"vllm-opset takes the CPU: {_why_no_gpu()}")
+    return "native" if accelerator == "cuda" and _has_compiled_kernels() else accelerator or "cpu"
 
 
 def _has_compiled_kernels() -> bool:
     return importlib.util.find_spec(_COMPILED_KERNELS) is not None
+
+
+def _wants_gpu() -> bool:
+    """Whether this PyTorch was built for NVIDIA GPUs."""
+    import torch
+
+    return torch.version.cuda is not None
+
+
+def _why_no_gpu() -> str | None:
+    from vllm_opset.platform.cuda import device
+
+    return device.missing()
 
 
 def _why_no_npu() -> str | None:

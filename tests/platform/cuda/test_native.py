@@ -27,6 +27,7 @@ def machine(monkeypatch):
 
     def machine(accelerator: str | None, compiled: bool) -> None:
         monkeypatch.setattr(platform, "_accelerator", lambda: accelerator)
+        monkeypatch.setattr(platform, "_why_no_gpu", lambda: None)
         found = {"vllm._C_stable_libtorch": object()} if compiled else {}
         monkeypatch.setattr(platform.importlib.util, "find_spec", found.get)
 
