@@ -73,8 +73,6 @@ def paged_attention(
         return
     if few:
         size = (num_reqs * num_kv_heads) ** 2 * batch.max_seq_len
-        if batch.max_query_len * group > MIN_ROWS:  # more than the smallest tile holds is rare: one entry has to do
-            size = _launch.sizes("paged_attention_few", query.device)[-1]
         values = _launch.parameters("paged_attention_few", query.device, size)
     else:
         values = _launch.parameters("paged_attention_many", query.device, num_tokens * num_heads)
