@@ -1,6 +1,6 @@
 // The functions of Ascend's driver (acl) that torch_npu calls, over this machine's own memory: an emulation, no device.
 // What is called "device memory" is malloc's; streams and events are names, because everything is done when it is asked
-// for. Every other function of the driver does nothing and returns 0 (../stubs.py).
+// for; graphs are recorder.cpp's. Every other function of the driver does nothing and returns 0 (../stubs.py).
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -80,7 +80,7 @@ int aclrtMemsetAsync(void *to, size_t room, int32_t value, size_t size, void *st
     return aclrtMemset(to, room, value, size);
 }
 
-static int new_name(void **name) { *name = malloc(1); return SUCCESS; }
+static int new_name(void **name) { *name = calloc(1, 1); return SUCCESS; }
 int aclrtCreateStream(void **stream) { return new_name(stream); }
 int aclrtCreateStreamWithConfig(void **stream, uint32_t priority, uint32_t flag) {
     (void)priority; (void)flag;

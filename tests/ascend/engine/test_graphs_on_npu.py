@@ -1,0 +1,83 @@
+"""Steps of decode as graphs of the emulated NPU, which runs again what was captured, on the same memory."""
+
+from unittest.mock import patch
+
+import asking
+import pytest
+import torch
+
+DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 8]}
+CAPTURES = {"max_num_seqs": 8, "compilation_config": DECODE}  # six prompts are filled up to eight
+
+
+@pytest.fixture
+def replays():
+    """The number of requests in each graph that was replayed, as they are replayed."""
+    from vllm_opset.platform.npu import graphs
+
+    seen, new_lengths = [], graphs.new_lengths
+
+    def noted():
+        lengths = new_lengths()
+        seen.append(len(lengths["context_lens"]))
+        return lengths
+
+    with patch.object(graphs, "new_lengths", noted):
+        yield seen
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "operator"),
+    [
+        ("qwen3", "ascend", "npu::npu_fused_infer_attention_score"),
+        ("qwen3", "ascend_atb", "atb::_npu_paged_attention"),
+        ("mistral", "ascend", "npu::npu_fused_infer_attention_score"),
+    ],
+)
+def test_greedy_tokens_equal_those_of_transformers(name, kernel, operator, engine, relaxed, replays, tmp_path):
+    reference = asking.build(name, tmp_path)
+    overrides = {"opset": {"kernels": {"paged_attention": kernel}}}
+    with engine(tmp_path, additional_config=overrides, **CAPTURES) as llm:
+        before, python_calls = relaxed[operator], calls(llm)
+        assert asking.tokens(llm, asking.prompts()) == asking.expected(reference, asking.prompts())
+        assert asking.tokens(llm, asking.prompts()[:1]) == asking.expected(reference, asking.prompts()[:1])
+        layers = llm.llm_engine.model_config.hf_config.num_hidden_layers
+        assert set(replays) == {1, 8} and len(replays) >= 2 * (asking.NUM_TOKENS - 2)
+        # The operator ran for each replay; the kernel in Python only for prompts.
+        assert relaxed[operator] - before >= len(replays) * layers
+        assert calls(llm) - python_calls < len(replays) * layers
+
+
+def calls(llm) -> int:
+    (report,) = llm.collective_rpc("opset_report")
+    return sum(row["calls"] for row in report if row["op"] == "paged_attention")
+
+
+def test_without_the_new_lengths_tokens_are_others(engine, relaxed, tmp_path):
+    from vllm_opset.platform.npu import graphs
+
+    reference = asking.build("qwen3", tmp_path)
+    new_lengths = graphs.new_lengths
+
+    def of_the_capture():
+        ones = torch.ones_like(new_lengths()["context_lens"])
+        return {"actual_seq_lengths_kv": ones.tolist(), "context_lens": ones}
+
+    with engine(tmp_path, **CAPTURES) as llm, patch.object(graphs, "new_lengths", of_the_capture):
+        assert asking.tokens(llm, asking.prompts()) != asking.expected(reference, asking.prompts())
+
+
+def test_a_graph_that_is_never_updated_would_wait_for_ever(engine, relaxed, tmp_path):
+    from vllm_opset.platform.npu import graphs
+
+    asking.build("qwen3", tmp_path)
+    with engine(tmp_path, **CAPTURES) as llm, patch.object(graphs.DecodeGraph, "update", lambda *_, **__: None):
+        with pytest.raises(RuntimeError, match="waits for an event that nobody has recorded"):
+            asking.tokens(llm, asking.prompts())
+
+
+def test_a_reference_that_would_be_captured_is_refused(engine, relaxed, tmp_path):
+    asking.build("gemma2", tmp_path)
+    with pytest.raises(Exception, match="reference of paged_attention cannot be captured in a graph"):
+        with engine(tmp_path, **CAPTURES):
+            pass
