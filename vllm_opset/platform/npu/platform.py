@@ -69,6 +69,10 @@ class OpsetNpuPlatform(OpsetPlatform):
         """vLLM's own, which is given the NPU's graphs: see `npu/graphs.py`."""
         return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
 
+    def get_global_graph_pool(self) -> tuple[int, int]:
+        """One for each engine of a process: torch_npu does not take a pool up again whose graphs are gone."""
+        return self.graph_pool_handle()
+
     # The device. What may be asked before an engine's processes are started must not initialise it: see above.
 
     @classmethod
