@@ -105,7 +105,7 @@ def test_every_kernel_is_timed(monkeypatch):
 
 
 def test_every_kernel_is_captured():
-    assert set(graphs.cases()) >= set(map(str, probes.kernels()))
+    assert set(graphs.cases()) >= {str(k) for k in probes.kernels() if k.op != "top_k_top_p_sample"}
 
 
 def python(code: str, **options) -> run.Step:

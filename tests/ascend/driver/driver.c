@@ -80,7 +80,7 @@ int aclrtMemsetAsync(void *to, size_t room, int32_t value, size_t size, void *st
     return aclrtMemset(to, room, value, size);
 }
 
-static int new_name(void **name) { *name = calloc(1, 1); return SUCCESS; }
+static int new_name(void **name) { *name = malloc(1); return SUCCESS; }
 int aclrtCreateStream(void **stream) { return new_name(stream); }
 int aclrtCreateStreamWithConfig(void **stream, uint32_t priority, uint32_t flag) {
     (void)priority; (void)flag;

@@ -1,7 +1,8 @@
-// Graphs of the emulated driver: what would be launched on a stream that captures is kept, and runs when the graph does.
-// Tasks between the beginning and the end of a group can be replaced later, with the lengths of another step say.
+// Graphs of the emulated driver: what would be launched on a stream that captures is kept, and runs when the graph
+// does. Tasks between the beginning and the end of a group can be replaced later, with the lengths of another step say.
 #include "recorder.h"
 
+#include <cstdint>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -16,6 +17,7 @@ using Graph = std::vector<std::unique_ptr<Group>>;  // groups stay where they ar
 Graph* captured = nullptr;
 void* stream_of_capture = nullptr;
 Group* recorded_to = nullptr;  // what is launched goes there
+Group undone;
 
 void next_group() {
     captured->push_back(std::make_unique<Group>());
@@ -24,8 +26,12 @@ void next_group() {
 
 bool captures(void* stream) { return captured && stream == stream_of_capture; }
 
-// The first byte of an event says whether it has been recorded.
-char& happened(void* event) { return *static_cast<char*>(event); }
+void launch(void* stream, emulated_driver::Task task) {
+    if (captures(stream)) emulated_driver::record(std::move(task));
+    else task();
+}
+
+uint64_t& at(void* address) { return *static_cast<uint64_t*>(address); }
 
 }  // namespace
 
@@ -33,6 +39,9 @@ namespace emulated_driver {
 
 bool records() { return recorded_to != nullptr; }
 void record(Task task) { recorded_to->push_back(std::move(task)); }
+void undo(Task task) {
+    if (captured) undone.push_back(std::move(task));
+}
 
 }  // namespace emulated_driver
 
@@ -53,6 +62,7 @@ int aclmdlRICaptureGetInfo(void* stream, int* status, void** graph) {
 }
 
 int aclmdlRICaptureEnd(void*, void** graph) {
+    for (; !undone.empty(); undone.pop_back()) undone.back()();
     *graph = captured;
     captured = nullptr;
     recorded_to = nullptr;
@@ -94,24 +104,17 @@ int aclmdlRIDestroy(void* graph) {
 
 int aclmdlRICaptureThreadExchangeMode(int*) { return SUCCESS; }
 
-int aclrtRecordEvent(void* event, void* stream) {
-    if (captures(stream)) emulated_driver::record([event] { happened(event) = 1; });
-    else happened(event) = 1;
+// To torch_npu, events from outside of a graph are numbers in the device's memory: 1 once recorded, 0 once waited for.
+int aclrtValueWrite(void* address, uint64_t value, uint32_t, void* stream) {
+    launch(stream, [=] { at(address) = value; });
     return SUCCESS;
 }
 
-int aclrtResetEvent(void* event, void* stream) {
-    if (captures(stream)) emulated_driver::record([event] { happened(event) = 0; });
-    else happened(event) = 0;
-    return SUCCESS;
-}
-
-// A device would wait without an end for what nobody records: here nothing else runs meanwhile.
-int aclrtStreamWaitEvent(void* stream, void* event) {
-    if (captures(stream))
-        emulated_driver::record([event] {
-            if (!happened(event)) throw std::runtime_error("the graph waits for an event that nobody has recorded");
-        });
+// A device would wait without an end for what nobody writes: here nothing else runs meanwhile.
+int aclrtValueWait(void* address, uint64_t value, uint32_t, void* stream) {
+    launch(stream, [=] {
+        if (at(address) != value) throw std::runtime_error("the graph waits for an event that nobody has recorded");
+    });
     return SUCCESS;
 }
 

@@ -106,24 +106,27 @@ struct Call {
     }
 };
 
-void check_can_be_captured(const c10::FunctionSchema& schema, const std::vector<IValue>& arguments) {
+void prepare_capture(const c10::FunctionSchema& schema, const std::vector<IValue>& arguments) {
     TORCH_CHECK(!read.count(schema.name()), schema.name(), " reads from the NPU, which cannot be captured");
     for (size_t i = 0; i < arguments.size(); ++i) {
         const auto* alias = schema.arguments()[i].alias_info();
-        TORCH_CHECK(!alias || !alias->isWrite() || !arguments[i].isTensor() || arguments[i].toTensor().is_privateuseone(),
-                    schema.name(), " writes to the host, which cannot be captured");
+        if (!alias || !alias->isWrite() || !arguments[i].isTensor() || !arguments[i].toTensor().defined()) continue;
+        TORCH_CHECK(arguments[i].toTensor().is_privateuseone(), schema.name(),
+                    " writes to the host, which cannot be captured");
+        auto written = Operands::host_view(arguments[i].toTensor());
+        emulated_driver::undo([written, before = written.clone()] { written.copy_(before); });
     }
 }
 
-// Whatever is captured is done at once as well, for the shapes of its results. A device does not.
+// Whatever is captured is done at once as well, for the shapes of its results, and taken back at the end.
 void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
     const auto& schema = op.schema();
     Operands operands{{}, mixed.count(schema.name()) > 0};
     auto arguments = torch::jit::pop(*stack, schema.arguments().size());
-    if (emulated_driver::records()) check_can_be_captured(schema, arguments);
+    if (emulated_driver::records()) prepare_capture(schema, arguments);
     Call call{op, {}};
-    for (const IValue& argument : arguments)
-        call.arguments.push_back(map_tensors(argument, [&](const at::Tensor& tensor) { return operands.host(tensor); }));
+    auto to_host = [&](const at::Tensor& tensor) { return operands.host(tensor); };
+    for (const IValue& argument : arguments) call.arguments.push_back(map_tensors(argument, to_host));
     std::vector<at::Tensor> written;  // the memory of each result, as the CPU's
     for (const IValue& result : call.run())
         stack->push_back(map_tensors(result, [&](const at::Tensor& tensor) {

@@ -1,10 +1,11 @@
-"""Steps of decode as graphs of the emulated NPU, which runs again what was captured, on the same memory."""
+"""Graphs of the emulated NPU, which runs again what was captured, on the same memory: kernels, and steps of decode."""
 
 from unittest.mock import patch
 
 import asking
 import pytest
 import torch
+from conftest import TESTS
 
 DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 8]}
 CAPTURES = {"max_num_seqs": 8, "compilation_config": DECODE}  # six prompts are filled up to eight
@@ -53,6 +54,30 @@ def calls(llm) -> int:
     return sum(row["calls"] for row in report if row["op"] == "paged_attention")
 
 
+def test_kernels_are_replayed_as_the_hardware_command_asks(strict, monkeypatch):
+    monkeypatch.syspath_prepend(TESTS / "ascend_hardware")
+    import graphs
+
+    assert {case: reason for case in graphs.cases() if (reason := graphs.why_not(case))} == {}
+
+
+def test_what_is_captured_is_not_done_before_it_is_replayed():
+    x, graph = torch.ones(3, device="npu"), torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        x[1:] += 2 * x[:2]
+    assert x.tolist() == [1, 1, 1]
+    for expected in ([1, 3, 3], [1, 5, 9]):
+        graph.replay()
+        assert x.tolist() == expected
+
+
+def test_what_reads_from_the_npu_cannot_be_captured():
+    x = torch.ones(3, device="npu")
+    for read in (lambda: x[0].item(), lambda: x.cpu(), x.nonzero):
+        with pytest.raises(RuntimeError, match="cannot be captured"), torch.npu.graph(torch.npu.NPUGraph()):
+            read()
+
+
 def test_without_the_new_lengths_tokens_are_others(engine, relaxed, tmp_path):
     from vllm_opset.platform.npu import graphs
 
@@ -71,13 +96,16 @@ def test_a_graph_that_is_never_updated_would_wait_for_ever(engine, relaxed, tmp_
     from vllm_opset.platform.npu import graphs
 
     asking.build("qwen3", tmp_path)
-    with engine(tmp_path, **CAPTURES) as llm, patch.object(graphs.DecodeGraph, "update", lambda *_, **__: None):
-        with pytest.raises(RuntimeError, match="waits for an event that nobody has recorded"):
-            asking.tokens(llm, asking.prompts())
+    with (
+        engine(tmp_path, **CAPTURES) as llm,
+        patch.object(graphs.DecodeGraph, "update", lambda *_, **__: None),
+        pytest.raises(RuntimeError, match="waits for an event that nobody has recorded"),
+    ):
+        asking.tokens(llm, asking.prompts())
 
 
 def test_a_reference_that_would_be_captured_is_refused(engine, relaxed, tmp_path):
     asking.build("gemma2", tmp_path)
-    with pytest.raises(Exception, match="reference of paged_attention cannot be captured in a graph"):
-        with engine(tmp_path, **CAPTURES):
-            pass
+    said = "reference of paged_attention cannot be captured in a graph"
+    with pytest.raises(Exception, match=said), engine(tmp_path, **CAPTURES):
+        pass
