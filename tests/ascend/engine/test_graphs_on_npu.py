@@ -1,11 +1,14 @@
 """Graphs of the emulated NPU, which runs again what was captured, on the same memory: kernels, and steps of decode."""
 
+import sys
 from unittest.mock import patch
 
 import asking
+import emulated_npu
 import pytest
 import torch
 from conftest import TESTS
+from processes import run
 
 DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 8]}
 CAPTURES = {"max_num_seqs": 8, "compilation_config": DECODE}  # six prompts are filled up to eight
@@ -59,6 +62,11 @@ def test_kernels_are_replayed_as_the_hardware_command_asks(strict, monkeypatch):
     import graphs
 
     assert {case: reason for case in graphs.cases() if (reason := graphs.why_not(case))} == {}
+
+
+def test_tokens_are_the_same_with_graphs_as_the_hardware_command_asks():
+    finished = run(sys.executable, TESTS / "ascend_hardware" / "decode.py", **emulated_npu.variables())
+    assert finished.code == 0 and finished.out.splitlines()[-1] == "null", finished
 
 
 def test_what_is_captured_is_not_done_before_it_is_replayed():
