@@ -12,6 +12,7 @@ import importlib.util
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 # What holds the functions; the other libraries are empty and linked against it, for torch_npu asks each by its name.
@@ -30,19 +31,18 @@ def load() -> list[str]:
     return sorted(path.name for path in paths)
 
 
-def build(folder: Path, driver: Path | None = None) -> list[Path]:
+def build(folder: Path, *driver: Path) -> list[Path]:
     """Compiles them into the folder, and answers in which order to load them.
 
-    driver: an object file with functions that are to do something.
+    driver: object files with functions that are to do something.
     """
     torch_npu, torch = _package("torch_npu"), _package("torch")
     wanting = [*torch_npu.glob("_C*.so"), *(torch_npu / "lib").glob("lib*.so")]
     missing = sorted(name for name in _needed(wanting) if not _exists(name, torch_npu / "lib", torch / "lib"))
     functions = _undefined(wanting) - _defined([*wanting, *(torch / "lib").glob("*.so*")])
-    objects = [] if driver is None else [driver]
-    functions -= _defined(objects) if objects else set()
+    functions -= _defined(driver) if driver else set()
     return [
-        _compile(folder, name, *((functions, objects) if name == ALL_FUNCTIONS else (set(), [folder / ALL_FUNCTIONS])))
+        _compile(folder, name, *((functions, driver) if name == ALL_FUNCTIONS else (set(), [folder / ALL_FUNCTIONS])))
         for name in sorted(missing, key=lambda name: name != ALL_FUNCTIONS)
     ]
 
@@ -73,12 +73,12 @@ def _undefined(libraries: list[Path]) -> set[str]:
     return {symbol for symbol in symbols if not hasattr(here, symbol)}
 
 
-def _defined(files: list[Path]) -> set[str]:
+def _defined(files: Sequence[Path]) -> set[str]:
     of_libraries = ["--dynamic"] if files[0].suffix != ".o" else []
     return set(re.findall(r" \w (\w+)", _run("nm", *of_libraries, "--defined-only", *files)))
 
 
-def _compile(folder: Path, name: str, functions: set[str], linked: list[Path]) -> Path:
+def _compile(folder: Path, name: str, functions: set[str], linked: Sequence[Path]) -> Path:
     source = "".join(f'extern "C" long {function}() {{ return 0; }}\n' for function in sorted(functions))
     command = ["g++", "-x", "c++", "-", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", str(folder / name)]
     command += ["-Wl,--no-as-needed", "-x", "none", *map(str, linked)]

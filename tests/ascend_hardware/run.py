@@ -44,6 +44,7 @@ def steps() -> Iterator[Step]:
         yield Step(f"parity of {op}, caches apart", (sys.executable, str(HERE / "apart.py"), op), 30)
     for case in graphs.cases():
         yield Step(f"ACL graph: {case}", (sys.executable, str(HERE / "graphs.py"), case))
+    yield Step("tokens with graphs and without", (sys.executable, str(HERE / "decode.py")), 30)
     yield Step("timing", (sys.executable, str(HERE / "timing.py")), 30)
     yield Step("vllm serve", (sys.executable, str(HERE / "serve.py")), 30)
 

@@ -35,15 +35,15 @@ def _nothing() -> None:
     pass
 
 
-def define_weak_ref_tensor() -> None:
+def define_weak_ref_tensor(dispatch_key: str = "CUDA", weak: Callable | None = None) -> None:
     """Defines `_C::weak_ref_tensor`, a tensor over the same memory that does not keep it, if vLLM's kernels lack.
 
     vLLM's wrapper of CUDA graphs calls it for what a graph returns, in 0.26 to 0.33. Goes when vLLM has a version of
-    its own in Python, or asks its platform for one.
+    its own in Python, or asks its platform for one. weak: what makes one for the key, if not PyTorch.
     """
     if not hasattr(torch.ops._C, "weak_ref_tensor"):
         _library.define("weak_ref_tensor(Tensor input) -> Tensor")
-        _library.impl("weak_ref_tensor", _weak_ref_tensor, "CUDA")
+        _library.impl("weak_ref_tensor", weak or _weak_ref_tensor, dispatch_key)
 
 
 _library = torch.library.Library("_C", "FRAGMENT")
@@ -59,11 +59,18 @@ def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def name_npu_as_cuda() -> None:
     """Makes what vLLM's model runner calls by torch.cuda mean the NPU, in a process that has one for its device.
 
-    The runner names streams and events by torch.cuda, also while it serves, in 0.26 to 0.33; where PyTorch was built
-    without CUDA these raise. Goes when vLLM uses torch.Stream, torch.Event and torch.accelerator throughout.
+    The runner names streams, events and graphs by torch.cuda, also while it serves, in 0.26 to 0.33; where PyTorch was
+    built without CUDA these raise. Goes when vLLM uses torch.Stream, torch.Event and torch.accelerator throughout, and
+    has its runner take the platform's wrapper of graphs, which only its compiler does.
     """
+    import torch_npu
+
+    from vllm_opset.platform.npu import graphs
+
     for name in ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize"):
         setattr(torch.cuda, name, getattr(torch.npu, name))
+    torch.cuda.CUDAGraph, torch.cuda.graph = graphs.DecodeGraph, graphs.capture
+    define_weak_ref_tensor("PrivateUse1", torch_npu._C._weak_ref_tensor)
 
 
 @contextlib.contextmanager

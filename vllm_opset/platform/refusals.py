@@ -8,8 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_opset import selection
+from vllm_opset.kernel import REFERENCE
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+OUTSIDE_GRAPHS = {"compute_slot_mapping", "apply_penalties", "top_k_top_p_sample"}
 
 
 class Refusal(NotImplementedError):
@@ -50,6 +55,16 @@ def check_attention(backend: str, selected_backend, wanted, where: str) -> None:
     reasons = ours.validate_configuration(device_capability=None, **wanted._asdict())
     if reasons:
         raise Refusal(f"vllm-opset {where} cannot serve an attention layer of this model: {', '.join(reasons)}.")
+
+
+def check_graphs(choices: Iterable[selection.Choice]) -> None:
+    """Raises Refusal for a reference that a graph would have to capture: it may read lengths back from the device."""
+    for choice in choices:
+        if choice.kernel.provider == REFERENCE and choice.op not in OUTSIDE_GRAPHS:
+            raise Refusal(
+                f"vllm-opset's reference of {choice.op} cannot be captured in a graph: give --enforce-eager, or "
+                "choose another kernel."
+            )
 
 
 def of_model(is_so: Callable) -> Callable[["VllmConfig"], bool]:

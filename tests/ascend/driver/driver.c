@@ -1,6 +1,6 @@
 // The functions of Ascend's driver (acl) that torch_npu calls, over this machine's own memory: an emulation, no device.
 // What is called "device memory" is malloc's; streams and events are names, because everything is done when it is asked
-// for. Every other function of the driver does nothing and returns 0 (../stubs.py).
+// for; graphs are recorder.cpp's. Every other function of the driver does nothing and returns 0 (../stubs.py).
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>

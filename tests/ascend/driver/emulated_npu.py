@@ -16,7 +16,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ASCEND = HERE.parent
 ROOT = HERE.parents[2]
-SOURCES = (HERE / "driver.c", HERE / "reroute.cpp", ASCEND / "stubs.py", Path(__file__))
+SOURCES = (
+    *(HERE / name for name in ("driver.c", "recorder.cpp", "recorder.h", "reroute.cpp")),
+    ASCEND / "stubs.py",
+    Path(__file__),
+)
+COMPILE = ("g++", "-std=c++20", "-O1", "-fPIC")
 # What PyTorch asks at its import for extensions to load: torch_npu has such an entry as well.
 ENTRY_POINTS = "[torch.backends]\nemulated_npu = emulated_npu:complete\n"
 
@@ -40,12 +45,15 @@ def build() -> Path:
 def _compile_into(folder: Path) -> None:
     import stubs
 
-    subprocess.run(["gcc", "-O1", "-fPIC", "-c", HERE / "driver.c", "-o", folder / "driver.o"], check=True)
-    libraries = stubs.build(folder, folder / "driver.o")
+    driver = [folder / "driver.o", folder / "recorder.o"]
+    subprocess.run(["gcc", "-O1", "-fPIC", "-c", HERE / "driver.c", "-o", driver[0]], check=True)
+    subprocess.run([*COMPILE, "-c", HERE / "recorder.cpp", "-o", driver[1]], check=True)
+    libraries = stubs.build(folder, *driver)
     torch = stubs._package("torch")
     include = [f"-I{torch / 'include'}", f"-I{torch / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", *include, HERE / "reroute.cpp"]
-    subprocess.run([*command, "-o", folder / "reroute.so", f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"], check=True)
+    command = [*COMPILE, "-shared", *include, HERE / "reroute.cpp"]
+    linked = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-L{folder}", "-lascendcl"]
+    subprocess.run([*command, "-o", folder / "reroute.so", *linked], check=True)
     metadata = folder / "emulated_npu-0.dist-info"
     metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: emulated-npu\nVersion: 0\n")
@@ -75,7 +83,8 @@ def complete() -> None:
 
     emulation = importlib.import_module("emulation")
     torch.set_num_threads(1)
-    ctypes.CDLL(str(build() / "reroute.so")).reroute_operators(" ".join(emulation.OPERATORS).encode())
+    names = [*emulation.OPERATORS, *emulation.graphs.CAPTURED]
+    ctypes.CDLL(str(build() / "reroute.so")).reroute_operators(" ".join(names).encode())
 
 
 def variables() -> dict[str, str]:

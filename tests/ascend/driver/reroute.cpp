@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "recorder.h"
+
 namespace {
 
 using c10::DispatchKey;
@@ -24,6 +26,8 @@ const std::set<std::string> kept = {
 const std::set<std::string> mixed = {"aten::copy_",          "aten::_copy_from",  "aten::_copy_from_and_resize",
                                      "aten::index",          "aten::index_put_",  "aten::_index_put_impl_",
                                      "aten::_unsafe_index",  "atb::_npu_paged_attention"};
+// What has its result on the host, and so must wait for the NPU.
+const std::set<std::string> read = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select"};
 
 struct Pair {
     at::Tensor npu, host;
@@ -89,17 +93,57 @@ IValue map_tensors(const IValue& value, const Function& function) {
     return value;
 }
 
+// One call on the CPU's side, to be done again when a graph is replayed.
+struct Call {
+    c10::OperatorHandle op;
+    std::vector<IValue> arguments;
+
+    std::vector<IValue> run() const {
+        torch::jit::Stack stack = arguments;
+        at::AutoDispatchBelowADInplaceOrView below_autograd;
+        op.callBoxed(&stack);
+        return stack;
+    }
+};
+
+void prepare_capture(const c10::FunctionSchema& schema, const std::vector<IValue>& arguments) {
+    TORCH_CHECK(!read.count(schema.name()), schema.name(), " reads from the NPU, which cannot be captured");
+    for (size_t i = 0; i < arguments.size(); ++i) {
+        const auto* alias = schema.arguments()[i].alias_info();
+        if (!alias || !alias->isWrite() || !arguments[i].isTensor() || !arguments[i].toTensor().defined()) continue;
+        TORCH_CHECK(arguments[i].toTensor().is_privateuseone(), schema.name(),
+                    " writes to the host, which cannot be captured");
+        auto written = Operands::host_view(arguments[i].toTensor());
+        emulated_driver::undo([written, before = written.clone()] { written.copy_(before); });
+    }
+}
+
+// Whatever is captured is done at once as well, for the shapes of its results, and taken back at the end.
 void run_on_host(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
     const auto& schema = op.schema();
     Operands operands{{}, mixed.count(schema.name()) > 0};
     auto arguments = torch::jit::pop(*stack, schema.arguments().size());
-    for (const IValue& argument : arguments)
-        stack->push_back(map_tensors(argument, [&](const at::Tensor& tensor) { return operands.host(tensor); }));
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    op.callBoxed(stack);
-    auto results = torch::jit::pop(*stack, schema.returns().size());
-    for (const IValue& result : results)
-        stack->push_back(map_tensors(result, [&](const at::Tensor& tensor) { return operands.npu(tensor); }));
+    if (emulated_driver::records()) prepare_capture(schema, arguments);
+    Call call{op, {}};
+    auto to_host = [&](const at::Tensor& tensor) { return operands.host(tensor); };
+    for (const IValue& argument : arguments) call.arguments.push_back(map_tensors(argument, to_host));
+    std::vector<at::Tensor> written;  // the memory of each result, as the CPU's
+    for (const IValue& result : call.run())
+        stack->push_back(map_tensors(result, [&](const at::Tensor& tensor) {
+            auto npu = operands.npu(tensor);
+            written.push_back(npu.defined() && npu.numel() ? Operands::host_view(npu) : at::Tensor());
+            return npu;
+        }));
+    if (!emulated_driver::records()) return;
+    emulated_driver::record([call, written] {
+        size_t i = 0;
+        for (const IValue& result : call.run())
+            map_tensors(result, [&](const at::Tensor& tensor) {
+                const auto& memory = written[i++];
+                if (memory.defined() && memory.data_ptr() != tensor.data_ptr()) memory.copy_(tensor);
+                return tensor;
+            });
+    });
 }
 
 bool makes_views(const c10::FunctionSchema& schema) {
@@ -134,6 +178,9 @@ extern "C" int reroute_operators(const char* named) {
         ++count;
     }
     std::istringstream names(named);
-    for (std::string name; names >> name; ++count) reroute({name, ""});
+    for (std::string name; names >> name; ++count) {
+        const auto dot = name.find('.');
+        reroute({name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});
+    }
     return count;
 }

@@ -4,7 +4,7 @@ An emulation of what the documents say, not of a device: see ../README.md. Impor
 `torch.ops.atb` work on the CPU, for the operators that the Ascend kernels use.
 """
 
-from emulation import attention, cache, elementwise, norms, rotary, sampling
+from emulation import attention, cache, elementwise, graphs, norms, rotary, sampling
 from emulation.registry import OPERATORS, Limits, UndocumentedCall, mode
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "attention",
     "cache",
     "elementwise",
+    "graphs",
     "mode",
     "norms",
     "rotary",

@@ -10,8 +10,12 @@ from questions import MODEL
 ASKED = {
     "block size": ({"block_size": 16}, "this block size of the KV cache: leave out --block-size, or give 128"),
     "graphs": (
-        {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
-        "graph capture .*: leave cudagraph_mode out",
+        {"compilation_config": {"cudagraph_mode": "FULL"}},
+        r"graph capture of anything but steps of decode: give .*FULL_DECODE_ONLY.*, or leave cudagraph_mode out",
+    ),
+    "graphs of pooling": (
+        {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}, "runner": "pooling"},
+        "graph capture of pooling models: leave cudagraph_mode out",
     ),
     "compiler": ({"compilation_config": {"mode": 3}}, "torch.compile: leave the mode out"),
     "several NPUs": ({"tensor_parallel_size": 2}, "tensor parallelism: .*use one NPU"),
@@ -58,3 +62,16 @@ def test_what_is_not_asked_for_is_decided():
     assert config.compilation_config.mode == CompilationMode.NONE
     assert config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
     assert config.parallel_config.worker_cls == "vllm_opset.platform.npu.worker.OpsetNpuWorker"
+
+
+def test_graphs_are_taken_only_where_they_are_asked_for_and_with_a_warning(caplog):
+    from vllm.config import CUDAGraphMode
+
+    config = configuration(compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"})
+    assert config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+    assert [r.getMessage() for r in caplog.records if "graphs" in r.getMessage()] == [
+        "vllm-opset has never run graphs on an Ascend NPU: what follows is untested there"
+    ]
+    caplog.clear()
+    assert configuration().compilation_config.cudagraph_mode == CUDAGraphMode.NONE
+    assert not [r for r in caplog.records if "graphs" in r.getMessage()]

@@ -1,19 +1,13 @@
 """One worker process on a GPU."""
 
-from collections.abc import Iterable
-
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
-from vllm_opset.kernel import REFERENCE
-from vllm_opset.platform import compat, fusion, sampler, slots
+from vllm_opset.platform import compat, fusion, refusals, sampler, slots
 from vllm_opset.platform.cuda import device, warm_up
-from vllm_opset.platform.refusals import Refusal
 from vllm_opset.platform.worker import OpsetWorker
-
-OUTSIDE_GRAPHS = {"compute_slot_mapping", "apply_penalties", "top_k_top_p_sample"}
 
 
 class OpsetCudaWorker(OpsetWorker):
@@ -38,16 +32,6 @@ class OpsetCudaWorker(OpsetWorker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.log_choices()
         if self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-            _check_graphs(selection.choices())
+            refusals.check_graphs(selection.choices())
         with compat.own_warm_up(warm_up.kernels), device.named_out_of_memory():
             return super().compile_or_warm_up_model()
-
-
-def _check_graphs(choices: Iterable[selection.Choice]) -> None:
-    """References may read lengths back from the GPU, which a graph cannot do."""
-    for choice in choices:
-        if choice.kernel.provider == REFERENCE and choice.op not in OUTSIDE_GRAPHS:
-            raise Refusal(
-                f"vllm-opset's reference of {choice.op} cannot be captured in a CUDA graph: give --enforce-eager, or "
-                "choose another kernel."
-            )

@@ -4,12 +4,15 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.logger import init_logger
 
 from vllm_opset.platform.base import OpsetPlatform
 from vllm_opset.platform.npu import refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class OpsetNpuPlatform(OpsetPlatform):
@@ -47,13 +50,28 @@ class OpsetNpuPlatform(OpsetPlatform):
             compilation.mode = CompilationMode.NONE
         if compilation.cudagraph_mode is None:
             compilation.cudagraph_mode = CUDAGraphMode.NONE
+        if compilation.cudagraph_mode != CUDAGraphMode.NONE:
+            logger.warning("vllm-opset has never run graphs on an Ascend NPU: what follows is untested there")
 
-    # Kernels and layers
+    # Kernels, layers and graphs
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
         """Attention is called directly, not through a custom op: nothing is compiled, and the detour costs time."""
         return False
+
+    @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        return True
+
+    @classmethod
+    def get_static_graph_wrapper_cls(cls) -> str:
+        """vLLM's own, which is given the NPU's graphs: see `npu/graphs.py`."""
+        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
+
+    def get_global_graph_pool(self) -> tuple[int, int]:
+        """One for each engine of a process: torch_npu does not take a pool up again whose graphs are gone."""
+        return self.graph_pool_handle()
 
     # The device. What may be asked before an engine's processes are started must not initialise it: see above.
 

@@ -4,7 +4,16 @@ from typing import TYPE_CHECKING
 
 from vllm_opset.kernels.ascend._constraints import ATTENTION_BLOCK_SIZES
 from vllm_opset.platform.refusals import RULES as COMMON
-from vllm_opset.platform.refusals import Rule, caches_in_another_dtype, captures, compiles, given, offloads, several
+from vllm_opset.platform.refusals import (
+    Rule,
+    caches_in_another_dtype,
+    captures,
+    compiles,
+    given,
+    of_model,
+    offloads,
+    several,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -15,12 +24,23 @@ def _has_another_block_size(config: "VllmConfig") -> bool:
     return cache.user_specified_block_size and cache.block_size not in ATTENTION_BLOCK_SIZES
 
 
+def _captures_more_than_decode(config: "VllmConfig") -> bool:
+    from vllm.config import CUDAGraphMode
+
+    return captures(config) and config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY
+
+
 # What can only be seen before vLLM resolves the configuration: later it has been overridden.
 ASKED: tuple[Rule, ...] = (
     Rule(
-        "graph capture (its attention takes lengths from the host, which a graph would keep from when it was captured)",
+        "graph capture of anything but steps of decode",
+        'give --compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\', or leave cudagraph_mode out',
+        _captures_more_than_decode,
+    ),
+    Rule(
+        "graph capture of pooling models",
         "leave cudagraph_mode out of --compilation-config",
-        captures,
+        lambda config: captures(config) and of_model(lambda model: model.runner_type == "pooling")(config),
     ),
     Rule(
         "this block size of the KV cache",

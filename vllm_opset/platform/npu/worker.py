@@ -1,6 +1,7 @@
 """One worker process on an NPU."""
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.utils import report_usage_stats
@@ -8,7 +9,8 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.worker_base import CompilationTimes
 from vllm.v1.worker.workspace import init_workspace_manager
 
-from vllm_opset.platform import compat
+from vllm_opset import selection
+from vllm_opset.platform import compat, refusals
 from vllm_opset.platform.npu.memory import Budget
 from vllm_opset.platform.npu.runner import OpsetNpuRunner
 from vllm_opset.platform.worker import OpsetWorker
@@ -44,6 +46,8 @@ class OpsetNpuWorker(OpsetWorker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.log_choices()
+        if self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+            refusals.check_graphs(selection.choices())
         with compat.own_warm_up(_nothing_to_compile):
             return super().compile_or_warm_up_model()
 

@@ -1,0 +1,119 @@
+"""Graphs of the emulated NPU, which runs again what was captured, on the same memory: kernels, and steps of decode."""
+
+import sys
+from unittest.mock import patch
+
+import asking
+import emulated_npu
+import pytest
+import torch
+from conftest import TESTS
+from processes import run
+
+DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 8]}
+CAPTURES = {"max_num_seqs": 8, "compilation_config": DECODE}  # six prompts are filled up to eight
+
+
+@pytest.fixture
+def replays():
+    """The number of requests in each graph that was replayed, as they are replayed."""
+    from vllm_opset.platform.npu import graphs
+
+    seen, new_lengths = [], graphs.new_lengths
+
+    def noted():
+        lengths = new_lengths()
+        seen.append(len(lengths["context_lens"]))
+        return lengths
+
+    with patch.object(graphs, "new_lengths", noted):
+        yield seen
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "operator"),
+    [
+        ("qwen3", "ascend", "npu::npu_fused_infer_attention_score"),
+        ("qwen3", "ascend_atb", "atb::_npu_paged_attention"),
+        ("mistral", "ascend", "npu::npu_fused_infer_attention_score"),
+    ],
+)
+def test_greedy_tokens_equal_those_of_transformers(name, kernel, operator, engine, relaxed, replays, tmp_path):
+    reference = asking.build(name, tmp_path)
+    overrides = {"opset": {"kernels": {"paged_attention": kernel}}}
+    with engine(tmp_path, additional_config=overrides, **CAPTURES) as llm:
+        before, python_calls = relaxed[operator], calls(llm)
+        assert asking.tokens(llm, asking.prompts()) == asking.expected(reference, asking.prompts())
+        assert asking.tokens(llm, asking.prompts()[:1]) == asking.expected(reference, asking.prompts()[:1])
+        layers = llm.llm_engine.model_config.hf_config.num_hidden_layers
+        assert set(replays) == {1, 8} and len(replays) >= 2 * (asking.NUM_TOKENS - 2)
+        # The operator ran for each replay; the kernel in Python only for prompts.
+        assert relaxed[operator] - before >= len(replays) * layers
+        assert calls(llm) - python_calls < len(replays) * layers
+
+
+def calls(llm) -> int:
+    (report,) = llm.collective_rpc("opset_report")
+    return sum(row["calls"] for row in report if row["op"] == "paged_attention")
+
+
+def test_kernels_are_replayed_as_the_hardware_command_asks(strict, monkeypatch):
+    monkeypatch.syspath_prepend(TESTS / "ascend_hardware")
+    import graphs
+
+    assert {case: reason for case in graphs.cases() if (reason := graphs.why_not(case))} == {}
+
+
+def test_tokens_are_the_same_with_graphs_as_the_hardware_command_asks():
+    finished = run(sys.executable, TESTS / "ascend_hardware" / "decode.py", **emulated_npu.variables())
+    assert finished.code == 0 and finished.out.splitlines()[-1] == "null", finished
+
+
+def test_what_is_captured_is_not_done_before_it_is_replayed():
+    x, graph = torch.ones(3, device="npu"), torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        x[1:] += 2 * x[:2]
+    assert x.tolist() == [1, 1, 1]
+    for expected in ([1, 3, 3], [1, 5, 9]):
+        graph.replay()
+        assert x.tolist() == expected
+
+
+def test_what_reads_from_the_npu_cannot_be_captured():
+    x = torch.ones(3, device="npu")
+    for read in (lambda: x[0].item(), lambda: x.cpu(), x.nonzero):
+        with pytest.raises(RuntimeError, match="cannot be captured"), torch.npu.graph(torch.npu.NPUGraph()):
+            read()
+
+
+def test_without_the_new_lengths_tokens_are_others(engine, relaxed, tmp_path):
+    from vllm_opset.platform.npu import graphs
+
+    reference = asking.build("qwen3", tmp_path)
+    new_lengths = graphs.new_lengths
+
+    def of_the_capture():
+        ones = torch.ones_like(new_lengths()["context_lens"])
+        return {"actual_seq_lengths_kv": ones.tolist(), "context_lens": ones}
+
+    with engine(tmp_path, **CAPTURES) as llm, patch.object(graphs, "new_lengths", of_the_capture):
+        assert asking.tokens(llm, asking.prompts()) != asking.expected(reference, asking.prompts())
+
+
+def test_a_graph_that_is_never_updated_would_wait_for_ever(engine, relaxed, tmp_path):
+    from vllm_opset.platform.npu import graphs
+
+    asking.build("qwen3", tmp_path)
+    with (
+        engine(tmp_path, **CAPTURES) as llm,
+        patch.object(graphs.DecodeGraph, "update", lambda *_, **__: None),
+        pytest.raises(RuntimeError, match="waits for an event that nobody has recorded"),
+    ):
+        asking.tokens(llm, asking.prompts())
+
+
+def test_a_reference_that_would_be_captured_is_refused(engine, relaxed, tmp_path):
+    asking.build("gemma2", tmp_path)
+    said = "reference of paged_attention cannot be captured in a graph"
+    with pytest.raises(Exception, match=said), engine(tmp_path, **CAPTURES):
+        pass
