@@ -1,6 +1,7 @@
 """What can be seen of `make test-ascend-hardware` without an NPU: its probes, its report, that it comes to its end."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -153,9 +154,10 @@ def test_every_step_of_the_command_is_a_program_that_is_there():
 
 
 def test_the_command_says_what_is_missing_on_this_machine(tmp_path):
-    """As `make test-ascend-hardware` calls it, without the emulation."""
+    """As `make test-ascend-hardware` calls it: without the emulation, and where PyTorch loads torch_npu, and fails."""
     command = [sys.executable, run.__file__, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 1, done.stdout + done.stderr
     (result,) = json.loads((tmp_path / "report.json").read_text())["results"]
     assert "CANN's libascendcl.so" in result["why_not"] and "set_env.sh" in result["why_not"]

@@ -85,17 +85,16 @@ def run(step: Step) -> Result:
 
 
 def machine() -> dict:
-    """What the report is of. No names of hosts or people."""
-    import torch
-
+    """What the report is of. No names of hosts or people. PyTorch, which may fail to be imported, is not."""
     names = {dist.name.lower().replace("-", "_") for dist in importlib.metadata.distributions()}
     versions = {
-        name: importlib.metadata.version(name) for name in ("torch_npu", "vllm", "transformers") if name in names
+        name: importlib.metadata.version(name)
+        for name in ("torch", "torch_npu", "vllm", "transformers")
+        if name in names
     }
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
     return {
         "commit": commit or "no git checkout",
-        "torch": torch.__version__,
         **versions,
         "CANN": os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH") or "no set_env.sh sourced",
         "host": f"{platform.machine()}, Python {platform.python_version()}, {os.cpu_count()} cores",
@@ -104,13 +103,14 @@ def machine() -> dict:
 
 def why_no_device() -> str | None:
     """Why there is nothing to test on, with the cure, or None. Imports torch_npu if it can be had."""
-    import torch
-
     from vllm_opset.kernels import ascend
 
-    if reason := ascend.unavailable():
+    if reason := ascend.missing():  # before torch is imported, which would load torch_npu, and fail
         return reason
-    import torch_npu  # noqa: F401
+    import torch
+
+    if reason := ascend.import_error():
+        return reason
 
     return None if torch.npu.is_available() else "torch_npu finds no NPU: npu-smi info must list one"
 
