@@ -36,7 +36,7 @@ class Limits:
 
 # Conflict: docs of npu_scatter_pa_kv_cache name A2 and A3; a comment in InfiniOps (CANN 8.5.1) says that it is there
 # on A5 alone, and vllm-ascend went back to the ATB operator in a release. The docs are followed; on A2 and A3 the ATB
-# operator comes first, so that this one runs where an override names it.
+# operator comes first, so that this one serves what that one does not take: A5, and fp32.
 SCATTER_PA_KV_CACHE_SOCS = (A2, A3, A5)
 
 OPERATORS = {
