@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
 
+COMPILED_FOR = "opset_platform"
+
 
 class OpsetPlatform(Platform):
     """See `vllm.platforms.interface.Platform` for what each hook means.
@@ -46,6 +48,8 @@ class OpsetPlatform(Platform):
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker
         vllm_config.parallel_config.disable_custom_all_reduce = True
+        # A graph that was compiled on another platform does not fit: this is in the key of vLLM's cache.
+        vllm_config.additional_config = {**vllm_config.additional_config, COMPILED_FOR: cls.__qualname__}
         if vllm_config.model_config is not None:
             vllm_config.model_config.disable_cascade_attn = True
 

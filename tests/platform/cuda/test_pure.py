@@ -47,6 +47,12 @@ def test_an_fp8_cache_is_not_refused(config):
     check(RULES, config, "here")
 
 
+def test_compiled_graphs_of_other_platforms_are_not_taken_for_ours(config):
+    ours = config.compute_hash()
+    object.__setattr__(config, "additional_config", {})
+    assert config.compute_hash() != ours
+
+
 @pytest.mark.parametrize(
     ("asked", "runner", "graphs", "custom_ops"),
     [
