@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_opset.kernels.triton._rows import enough_warps
+from vllm_opset.kernels.triton._rows import KEPT, enough_warps
 
 
 class Heads(NamedTuple):
@@ -65,13 +65,15 @@ def grouped(query: torch.Tensor, key: torch.Tensor | None, head_size: int, heads
 @triton.jit
 def load_heads(start, column, mask, shape: tl.constexpr):
     """The heads that begin at `start` [HEADS, 1], as they are stored. mask: [HEADS, 1], which of them there are."""
-    pair = tl.arange(0, shape.pair_block)[None, :]
     if shape.neox:
-        first = tl.load(start + pair * column, mask & (pair < shape.pairs), 0.0)
-        second = tl.load(start + (shape.pairs + pair) * column, mask & (pair < shape.pairs), 0.0)
+        pair = tl.arange(0, shape.pair_block)[None, :]
+        inside = mask & (pair < shape.pairs)
+        first = tl.load(start + pair * column, inside, 0.0, eviction_policy=KEPT)
+        second = tl.load(start + (shape.pairs + pair) * column, inside, 0.0, eviction_policy=KEPT)
     else:
         element = tl.arange(0, 2 * shape.pair_block)[None, :]
-        both = tl.load(start + element * column, mask & (element < 2 * shape.pairs), 0.0)
+        inside = mask & (element < 2 * shape.pairs)
+        both = tl.load(start + element * column, inside, 0.0, eviction_policy=KEPT)
         first, second = tl.split(tl.reshape(both, [start.shape[0], shape.pair_block, 2]))
     return first, second, load_rest(start, column, mask, shape)
 
@@ -81,7 +83,8 @@ def load_rest(start, column, mask, shape: tl.constexpr):
     """What lies behind the pairs: one column of zeros where there is nothing."""
     if shape.rest > 0:
         offset = tl.arange(0, shape.rest_block)[None, :]
-        rest = tl.load(start + (2 * shape.pairs + offset) * column, mask & (offset < shape.rest), 0.0)
+        inside = mask & (offset < shape.rest)
+        rest = tl.load(start + (2 * shape.pairs + offset) * column, inside, 0.0, eviction_policy=KEPT)
     else:
         rest = tl.where(mask, 0.0, 0.0)
     return rest

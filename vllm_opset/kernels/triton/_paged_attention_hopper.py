@@ -57,10 +57,12 @@ def attend_many_on_hopper(
     full_keys, empty_keys = _barriers(STAGES, 2)
     full_values, empty_values = _barriers(STAGES, 2)
     full_posts, empty_posts = _barriers(POSTS, 3)
+    cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # both halves of a block's end
+    mbarrier.init(cleared, count=2)
     board = (posts, full_posts, empty_posts)
 
     tensors = (query, query_strides, out, out_strides, sinks)
-    ring = (keys, values, full_keys, empty_keys, full_values, empty_values)
+    ring = (keys, values, full_keys, empty_keys, full_values, empty_values, cleared)
     batch = (query_start_loc, seq_lens, block_table, table_strides, num_reqs)
     gl.warp_specialize(
         [
@@ -97,15 +99,16 @@ def _attend(
 ):  # fmt: skip
     """Half the rows of each tile that is posted, up to a post of no queries."""
     _, _, empty_posts = board
-    taken, done = 0, 0  # tiles, and blocks of keys
+    taken, done, num_cleared = 0, 0, 0  # tiles, blocks of keys, and those of them that were cleared
     num_queries = await_post(board, taken)
     while num_queries > 0:
         first_token, first_position = read_post(board, taken, 1), read_post(board, taken, 2)
         seq_len, head = read_post(board, taken, 3), read_post(board, taken, 4)
         mbarrier.arrive(empty_posts.index(taken % POSTS))
-        done = _attend_tile(
-            HALF_INDEX, tensors, queries.index(HALF_INDEX), ring, done, num_queries, first_token, first_position,
-            seq_len, head, scale, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
+        done, num_cleared = _attend_tile(
+            HALF_INDEX, tensors, queries.index(HALF_INDEX), ring, done, num_cleared,
+            num_queries, first_token, first_position, seq_len, head, scale,
+            BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
         )  # fmt: skip
         taken += 1
         num_queries = await_post(board, taken)
@@ -113,16 +116,17 @@ def _attend(
 
 @gluon.jit
 def _attend_tile(
-    HALF_INDEX: gl.constexpr, tensors, q, ring, done, num_queries, first_token, first_position, seq_len, head, scale,
+    HALF_INDEX: gl.constexpr, tensors, q, ring, done, num_cleared,
+    num_queries, first_token, first_position, seq_len, head, scale,
     BOX_ROWS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax of half the rows of a tile, and its result. q: room for both. Returns the blocks so far."""
+    """The online softmax of half the rows of a tile, and its result. q: room for both. Returns the counts so far."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     PLACES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     query, query_strides, out, out_strides, sinks = tensors
-    _, values, _, empty_keys, full_values, empty_values = ring
+    _, values, _, empty_keys, full_values, empty_values, cleared = ring
     low, _, num_blocks, num_right, num_masked = blocks(
         first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N
     )
@@ -149,7 +153,10 @@ def _attend_tile(
     )
     mbarrier.wait(full_values.index(done % STAGES), done // STAGES & 1)
     if start + BLOCK_N > seq_len:
-        _clear(values.index(done % STAGES), seq_len - start, BLOCK_N, PLACES)
+        _clear(HALF_INDEX, values.index(done % STAGES), seq_len - start, BLOCK_N // 2, PLACES)
+        mbarrier.arrive(cleared)
+        mbarrier.wait(cleared, num_cleared & 1)
+        num_cleared += 1
     for turn in range(1, num_masked):
         acc, weight, top, total = _step(
             acc, weight, top, total, done + turn, q, ring, unit, start_of(turn, low, num_blocks, num_right, BLOCK_N),
@@ -175,7 +182,7 @@ def _attend_tile(
     q.store((acc * gl.convert_layout(share, gl.SliceLayout(1, RESULT))[:, None]).to(q.dtype))
     place = gl.multiple_of(out + token * out_strides[0] + query_head * out_strides[1], 16)
     gl.store(place[:, None] + column[None, :], q.load(PLACES), inside)
-    return done
+    return done, num_cleared
 
 
 @gluon.jit
@@ -234,8 +241,11 @@ def _weigh(
 
 
 @gluon.jit
-def _clear(values, num_rows, BLOCK_N: gl.constexpr, PLACES: gl.constexpr):
-    """Zeros in the rows from num_rows on, which may hold NaN: a weight of zero would not hide it."""
-    row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, PLACES))
+def _clear(HALF_INDEX: gl.constexpr, values, num_rows, NUM_ROWS: gl.constexpr, PLACES: gl.constexpr):
+    """Zeros in this group's half of a block from row num_rows of the block on, which may hold NaN: a weight of zero
+    would not hide it.
+    """
+    values = values.slice(HALF_INDEX * NUM_ROWS, NUM_ROWS)
+    row = HALF_INDEX * NUM_ROWS + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, PLACES))
     values.store(gl.where((row < num_rows)[:, None], values.load(PLACES), 0.0))
     hopper.fence_async_shared()

@@ -24,6 +24,7 @@ from vllm_opset.kernels.triton._heads import (
     store_rest,
 )
 from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._rows import KEPT
 
 
 class Norms(NamedTuple):
@@ -88,7 +89,7 @@ def _rope_cache(
     value += token * value_heads.token + kv_head * value_heads.head + column * value_heads.column
     a, b, q_rest = load_heads(query, query_heads.column, in_query, SHAPE)
     c, d, k_rest = load_heads(key, key_heads.column, in_key, SHAPE)
-    values = tl.load(value, in_key & (column < HEAD_SIZE))
+    values = tl.load(value, in_key & (column < HEAD_SIZE), eviction_policy=KEPT)
     cos, sin = load_angles(table, table_strides, position, in_query, SHAPE)
     kv_cos, kv_sin = load_angles(table, table_strides, position, in_key, SHAPE)
 
