@@ -7,7 +7,7 @@ import torch
 
 from vllm_opset.platform import compat
 from vllm_opset.platform.base import OpsetPlatform
-from vllm_opset.platform.cuda import refusals
+from vllm_opset.platform.cuda import nvml, refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -108,8 +108,13 @@ class OpsetCudaPlatform(OpsetPlatform):
         torch.cuda.manual_seed_all(seed)
 
     @classmethod
+    def device_control_id_to_physical_device_id(cls, device_id: str) -> int:
+        return nvml.physical_id(device_id)
+
+    @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        return torch.cuda.get_device_name(device_id)
+        known = nvml.gpu(device_id)
+        return known.name if known else torch.cuda.get_device_name(device_id)
 
     @classmethod
     def get_device_uuid(cls, device_id: int = 0) -> str:
@@ -117,7 +122,8 @@ class OpsetCudaPlatform(OpsetPlatform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        return torch.cuda.get_device_properties(device_id).total_memory
+        known = nvml.gpu(device_id)
+        return known.total_memory if known else torch.cuda.get_device_properties(device_id).total_memory
 
     @classmethod
     def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:

@@ -1,0 +1,49 @@
+"""What a process does that configures an engine for a GPU and then forks: over an emulated NVML, without a GPU."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from processes import run
+from small_models import LLAMA
+
+pytestmark = pytest.mark.window
+
+UUID = "GPU-00000000-1111-2222-3333-444444444444"
+SCRIPT = """
+import json, sys, torch
+
+def initialised(): raise SystemExit("CUDA was initialised")
+
+torch.version.cuda, torch.cuda.device_count, torch.cuda._lazy_init = "13.0", lambda: 1, initialised
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
+from vllm.platforms import current_platform as platform
+
+registry._run_in_subprocess = lambda inspect: inspect()  # where PyTorch is again one without CUDA
+config = EngineArgs(sys.argv[1], skip_tokenizer_init=True, dtype="bfloat16").create_engine_config()
+print(json.dumps([
+    type(platform).__name__, platform.get_device_name(), platform.get_device_total_memory(),
+    platform.visible_device_id_to_physical_device_id(0), config.device_config.device_type,
+]))
+"""
+
+
+@pytest.fixture
+def emulated(tmp_path):
+    folder = tmp_path / "nvml"
+    folder.mkdir()
+    source = Path(__file__).with_name("nvml.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", folder / "libnvidia-ml.so.1", source], check=True)
+    return folder
+
+
+def test_cuda_is_not_initialised_before_processes_are_forked(emulated, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    settings = {"OPSET_PLATFORM": "cuda", "CUDA_VISIBLE_DEVICES": UUID, "LD_LIBRARY_PATH": emulated}
+    found = run("python", tmp_path / "script.py", tmp_path, **settings)
+    assert found.code == 0, found
+    answer = json.loads(found.out.splitlines()[-1])
+    assert answer == ["OpsetCudaPlatform", "Emulated GPU", 80 << 30, 0, "cuda"]
