@@ -69,18 +69,33 @@ def _powers_up_to(largest: int) -> Iterator[int]:
 
 def _attention(runner: GPUModelRunner, most_queries: int, most_keys: int) -> None:
     """Attends one request, and if it has few queries, as if it was one of many with long contexts."""
-    layers = [layer for layer in runner.compilation_config.static_forward_context.values() if _decodes(layer)]
-    for layer in {layer.impl.problem: layer for layer in layers}.values():
+    layers = runner.compilation_config.static_forward_context
+    variants = {
+        (layers[name].impl.problem, width): layers[name]
+        for name, width in _block_table_widths(runner).items()
+        if _decodes(layers[name])
+    }
+    for (_, width), layer in variants.items():
         impl = layer.impl
         for num_queries in _powers_up_to(most_queries):
             query = torch.zeros(num_queries, impl.num_heads, impl.head_size, dtype=impl.dtype, device=runner.device)
             starts, lens, table = (
                 torch.tensor(values, dtype=torch.int32, device=runner.device)
-                for values in ([0, num_queries], [num_queries], [[0] * num_queries])
+                for values in ([0, num_queries], [num_queries], [[0] * width])
             )
             for max_seq_len in _powers_up_to(most_keys) if num_queries <= FEW_QUERIES else (num_queries,):
                 batch = PagedBatch(starts, lens, table, num_queries, max_seq_len)
                 impl.attend(layer, query, layer.kv_cache, batch, torch.empty_like(query))
+
+
+def _block_table_widths(runner: GPUModelRunner) -> dict[str, int]:
+    """Blocks that a request has room for, by layer: Triton compiles anew for a stride that 16 does not divide."""
+    if hasattr(runner, "block_tables"):  # of vLLM's second model runner
+        tables = runner.block_tables.input_block_tables
+    else:
+        tables = [table.get_device_tensor(1) for table in runner.input_batch.block_table.block_tables]
+    groups = runner.kv_cache_config.kv_cache_groups
+    return {name: table.stride(0) for group, table in zip(groups, tables, strict=True) for name in group.layer_names}
 
 
 def _decodes(layer: torch.nn.Module) -> bool:
