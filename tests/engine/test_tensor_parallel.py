@@ -10,10 +10,11 @@ import pytest
 import torch
 
 NUM_TOKENS = 16
+CLOSE = 1e-3  # log-probabilities in fp32, of another order of sums
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none: runs on a machine with two"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="refused on GPUs until it has been run on two of them"),
 ]
 
 # No `if __name__ == "__main__"`: it must do without.
@@ -22,11 +23,18 @@ import json, sys, torch
 (torch.randn(600, 600) @ torch.randn(600, 600)).exp().sum()  # starts OpenMP's threads
 from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], skip_tokenizer_init=True, dtype="float32", max_model_len=512, tensor_parallel_size=2)
-params = SamplingParams(temperature=0, max_tokens={NUM_TOKENS}, ignore_eos=True, detokenize=False)
-outputs = llm.generate([{{"prompt_token_ids": prompt}} for prompt in json.loads(sys.argv[2])], params)
+prompts = [{{"prompt_token_ids": prompt}} for prompt in json.loads(sys.argv[2])]
+def answers(temperature):
+    params = SamplingParams(
+        temperature=temperature, max_tokens={NUM_TOKENS}, ignore_eos=True, detokenize=False, logprobs=0
+    )
+    for output in llm.generate(prompts, params):
+        ids, steps = output.outputs[0].token_ids, output.outputs[0].logprobs
+        yield list(ids), [step[token].logprob for token, step in zip(ids, steps)]
+greedy, drawn = list(answers(0)), list(answers(1))
 (torch.randn(600, 600) @ torch.randn(600, 600)).exp().sum()
 reports = llm.collective_rpc("opset_report")
-print(json.dumps([[list(output.outputs[0].token_ids) for output in outputs], reports]))
+print(json.dumps([greedy, drawn, reports]))
 """
 GUARDED = "def main():" + PLAIN.replace("\n", "\n    ") + '\nif __name__ == "__main__":\n    main()\n'
 
@@ -50,8 +58,15 @@ def test_two_workers(script, method, tmp_path):
         timeout=600,
     )
     assert process.returncode == 0, process.stderr[-4000:]
-    answers, reports = json.loads(next(line for line in process.stdout.splitlines() if line.startswith("[[")))
-    assert answers == [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
+    greedy, drawn, reports = json.loads(next(line for line in process.stdout.splitlines() if line.startswith("[[[")))
+    assert [ids for ids, _ in greedy] == [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
+    # Had the workers drawn different tokens, the next ones would follow from a mixture of them.
+    for prompt, (ids, logprobs) in zip(prompts, drawn, strict=True):
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        expected = expected.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=CLOSE)
+    assert [ids for ids, _ in drawn] != [ids for ids, _ in greedy]
     attention = [row for report in reports for row in report if row["op"] == "paged_attention"]
     assert ["num_heads=2, " in row["problem"] or row["problem"] for row in attention] == [True, True]
     assert "vllm_opset/" not in process.stderr, process.stderr[-4000:]
