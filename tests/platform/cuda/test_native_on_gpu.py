@@ -28,6 +28,8 @@ def answers(native: str, backend: str = "") -> dict:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
+        # Else it is by timing that Inductor chooses among its reductions, whose orders of sums differ.
+        "TORCHINDUCTOR_DETERMINISTIC": "1",
         **({"OPSET_PLATFORM": "off"} if native == "stock" else {"OPSET_PLATFORM": "native", "OPSET_NATIVE": native}),
     }
     script = Path(__file__).with_name("native_engine.py")
