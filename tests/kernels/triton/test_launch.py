@@ -1,6 +1,7 @@
 """Launch parameters: the data in launch.yaml, how an entry is found, and how tuning makes entries of measurements."""
 
 import torch
+import triton
 
 from vllm_opset import ops
 from vllm_opset.bench.tune import Trial, entries
@@ -60,3 +61,9 @@ def test_an_entry_must_suit_every_case_of_its_size():
         for tile, time in zip((512, 1024), times, strict=True)
     ]
     assert entries(trials) == [{"tile": 512}]
+
+
+def test_integers_are_rounded_as_triton_does():
+    numbers = [*range(70), 4095, 4096, 4097, 151936]
+    assert [*map(_launch.next_power_of_2, numbers)] == [*map(triton.next_power_of_2, numbers)]
+    assert all(_launch.cdiv(n, m) == triton.cdiv(n, m) for n in numbers for m in (1, 2, 7, 4096))

@@ -39,9 +39,9 @@ def _launch_over(
 ) -> None:
     total = num_rows(x)
     values = _launch.parameters(launch, x.device, total)
-    block = min(values["tile"], triton.next_power_of_2(columns))
+    block = min(values["tile"], _launch.next_power_of_2(columns))
     held = values["tile"] // block
-    elementwise[(triton.cdiv(total, held) * triton.cdiv(columns, block),)](
+    elementwise[(_launch.cdiv(total, held) * _launch.cdiv(columns, block),)](
         x, rows(x), out, total, parameters,
         COLUMNS=columns, ROWS=held, BLOCK=block, num_warps=enough_warps(values["warps"], values["tile"]),
         **constants, **_launch.overlap(x.device),

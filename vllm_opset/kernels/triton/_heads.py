@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_opset.kernels.triton._launch import cdiv, next_power_of_2
 from vllm_opset.kernels.triton._rows import KEPT, enough_warps
 
 
@@ -35,7 +36,7 @@ class Shape(NamedTuple):
     @classmethod
     def of(cls, head_size: int, rotary_dim: int, is_neox_style: bool) -> "Shape":
         pairs, rest = rotary_dim // 2, head_size - rotary_dim
-        return cls(pairs, triton.next_power_of_2(pairs), rest, max(1, triton.next_power_of_2(rest)), is_neox_style)
+        return cls(pairs, next_power_of_2(pairs), rest, max(1, next_power_of_2(rest)), is_neox_style)
 
 
 def heads(x: torch.Tensor | None, head_size: int) -> Heads | None:
@@ -53,12 +54,12 @@ def num_heads(x: torch.Tensor | None, head_size: int) -> int:
 def grouped(query: torch.Tensor, key: torch.Tensor | None, head_size: int, heads: int, warps: int) -> dict[str, int]:
     """Launch arguments of a kernel whose programs take up to `heads` heads of a query, and a share of the key's."""
     of_query, of_key = num_heads(query, head_size), num_heads(key, head_size)
-    held = min(heads, triton.next_power_of_2(of_query))
-    groups = triton.cdiv(of_query, held)
-    held_of_key = triton.next_power_of_2(triton.cdiv(of_key, groups))
+    held = min(heads, next_power_of_2(of_query))
+    groups = cdiv(of_query, held)
+    held_of_key = next_power_of_2(cdiv(of_key, groups))
     return {
         "NUM_HEADS": of_query, "NUM_KV_HEADS": of_key, "GROUPS": groups, "HEADS": held, "KV_HEADS": held_of_key,
-        "num_warps": enough_warps(warps, (held + held_of_key) * triton.next_power_of_2(head_size)),
+        "num_warps": enough_warps(warps, (held + held_of_key) * next_power_of_2(head_size)),
     }  # fmt: skip
 
 

@@ -88,6 +88,19 @@ def begin(OVERLAP: tl.constexpr):
         cuda.gdc_launch_dependents()
 
 
+def next_power_of_2(n: int) -> int:
+    """The smallest that is not below n; 0 for 0.
+
+    As triton.next_power_of_2, which can be called in kernels too, and takes 1.6 of the 25 microseconds of a launch.
+    """
+    return 1 << (n - 1).bit_length() if n else 0
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up; see `next_power_of_2`."""
+    return -(-a // b)
+
+
 def candidates(launch: str) -> list[Parameters]:
     """All that tuning tries."""
     values = table()[launch]["candidates"]

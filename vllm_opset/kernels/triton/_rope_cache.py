@@ -59,7 +59,7 @@ def launch(
         positions, positions.stride(0), cos_sin_cache, cos_sin_cache.stride(),
         kv_cache, kv_cache.stride(), slot_mapping, slot_mapping.stride(0), len(slot_mapping), k_scale, v_scale,
         SHAPE=Shape.of(head_size, cos_sin_cache.shape[1], is_neox_style),
-        HEAD_SIZE=head_size, HEAD_BLOCK=triton.next_power_of_2(head_size),
+        HEAD_SIZE=head_size, HEAD_BLOCK=_launch.next_power_of_2(head_size),
         BLOCK_SIZE=kv_cache.shape[2], FP8=kv_cache.dtype == torch.float8_e4m3fn, **constants,
     )  # fmt: skip
 

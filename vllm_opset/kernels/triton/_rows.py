@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton import _supports
+from vllm_opset.kernels.triton._launch import next_power_of_2
 from vllm_opset.ops.contract import Problem
 
 MAX_WARPS = 32  # of a thread block, on every NVIDIA GPU
@@ -63,12 +64,12 @@ def num_rows(x: torch.Tensor) -> int:
 
 def enough_warps(warps: int, elements: int) -> int:
     """At least so many, a power of two, that a program's elements fit the registers of its threads."""
-    return min(MAX_WARPS, max(warps, triton.next_power_of_2(elements) // (32 * MAX_PER_THREAD)))
+    return min(MAX_WARPS, max(warps, next_power_of_2(elements) // (32 * MAX_PER_THREAD)))
 
 
 def whole_rows(columns: int, tile: int, warps: int) -> dict[str, int]:
     """Launch arguments of a kernel whose programs hold whole rows, as many as `tile` elements allow."""
-    block = triton.next_power_of_2(columns)
+    block = next_power_of_2(columns)
     held = max(1, tile // block)
     return {"ROWS": held, "BLOCK": block, "num_warps": enough_warps(warps, held * block)}
 

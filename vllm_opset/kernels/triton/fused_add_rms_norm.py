@@ -25,7 +25,7 @@ def fused_add_rms_norm(
     launch = _launch.overlap(x.device) | whole_rows(
         columns, **_launch.parameters("fused_add_rms_norm", x.device, total)
     )
-    _fused_add_rms_norm[(triton.cdiv(total, launch["ROWS"]),)](
+    _fused_add_rms_norm[(_launch.cdiv(total, launch["ROWS"]),)](
         x, rows(x), residual, rows(residual), weight, total, epsilon, weight_offset, COLUMNS=columns, **launch
     )
 

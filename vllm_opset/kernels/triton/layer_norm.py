@@ -19,7 +19,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total, columns = num_rows(x), x.shape[-1]
     launch = _launch.overlap(x.device) | whole_rows(columns, **_launch.parameters("layer_norm", x.device, total))
-    _layer_norm[(triton.cdiv(total, launch["ROWS"]),)](
+    _layer_norm[(_launch.cdiv(total, launch["ROWS"]),)](
         x, rows(x), weight, bias, out, total, epsilon, COLUMNS=columns, **launch
     )
     return out

@@ -4,7 +4,6 @@ import functools
 import math
 
 import torch
-import triton
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -65,7 +64,7 @@ def paged_attention(
     num_reqs, group = len(batch.seq_lens), num_heads // num_kv_heads
     if num_tokens == 0 or num_reqs == 0:
         return
-    block_d = triton.next_power_of_2(head_size)
+    block_d = _launch.next_power_of_2(head_size)
     row_bytes = block_d * query.element_size()
     few = batch.max_query_len * group <= (MAX_ROWS_FP32 if query.dtype == torch.float32 else FEW_ROWS)
     if not few and _suits_hopper(query, kv_cache, batch, out, soft_cap, alibi_slopes, k_scale, v_scale):
@@ -100,7 +99,7 @@ def paged_attention(
     else:
         num_items = (num_tokens // (rows // group) + num_reqs) * num_kv_heads
         span = _span(batch, left, right, rows // group)
-        num_splits = max(1, min(programs // num_items, triton.cdiv(span, max(block_n, values["share"]))))
+        num_splits = max(1, min(programs // num_items, _launch.cdiv(span, max(block_n, values["share"]))))
         workspace = (None,) * 3
         if num_splits > 1:
             parts = batch.once(_workspace, num_items * num_splits, rows, block_d)
@@ -138,7 +137,7 @@ def _attend_on_hopper(
 ) -> None:  # fmt: skip
     num_kv_heads, block_size = kv_cache.shape[1:3]
     group, head_size = query.shape[1] // num_kv_heads, query.shape[2]
-    block_d = triton.next_power_of_2(head_size)
+    block_d = _launch.next_power_of_2(head_size)
     span = _span(batch, left, right, _hopper.ROWS.value // group)
     values = _launch.parameters("paged_attention_hopper", query.device, span)
     block_n = values["keys"] * ROW_BYTES // max(ROW_BYTES, block_d * query.element_size())
@@ -190,7 +189,7 @@ def _rows(wanted: int, group: int, dtype: torch.dtype) -> int:
     """Of a query tile: a power of two that holds at least one token."""
     if dtype == torch.float32:
         wanted = min(wanted, MAX_ROWS_FP32)
-    return triton.next_power_of_2(max(MIN_ROWS, group, wanted))
+    return _launch.next_power_of_2(max(MIN_ROWS, group, wanted))
 
 
 def _warps(wanted: int, rows: int, columns: int) -> int:

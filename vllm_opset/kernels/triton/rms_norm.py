@@ -18,7 +18,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, weigh
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total, columns = num_rows(x), x.shape[-1]
     launch = _launch.overlap(x.device) | whole_rows(columns, **_launch.parameters("rms_norm", x.device, total))
-    _rms_norm[(triton.cdiv(total, launch["ROWS"]),)](
+    _rms_norm[(_launch.cdiv(total, launch["ROWS"]),)](
         x, rows(x), weight, out, total, epsilon, weight_offset, COLUMNS=columns, **launch
     )
     return out

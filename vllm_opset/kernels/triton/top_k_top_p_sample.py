@@ -1,7 +1,6 @@
 """top_k_top_p_sample: guess where the cuts are from a sample, list what is near, cut and race that; no sort."""
 
 import torch
-import triton
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
@@ -39,7 +38,7 @@ def top_k_top_p_sample(
         return tokens, out
     values = _launch.parameters("top_k_top_p_sample", device, num_rows)
     chunk, capacity = values["chunk"], min(vocab_size, values["listed"])
-    num_chunks = triton.cdiv(vocab_size, chunk)
+    num_chunks = _launch.cdiv(vocab_size, chunk)
     asked = int(processed is not None)
     filtered = not (top_k is None and top_p is None and min_p is None)
 
@@ -74,7 +73,7 @@ def top_k_top_p_sample(
     _sampling_finish.finish[(num_rows,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, asked,
         ints, floats, parts, part_ids, listed, listed_ids, capacity,
-        CHUNK=chunk, CHUNKS=max(FEW_CHUNKS, triton.next_power_of_2(num_chunks)), FILTERED=filtered,
+        CHUNK=chunk, CHUNKS=max(FEW_CHUNKS, _launch.next_power_of_2(num_chunks)), FILTERED=filtered,
         num_warps=values["row_warps"], maxnreg=ROW_REGISTERS, **overlap,
     )  # fmt: skip
     if out is not None:
