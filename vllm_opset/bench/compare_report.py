@@ -84,10 +84,11 @@ class Report:
             "A case is requests x prompt tokens / output tokens, greedy unless sampled. Median of "
             f"{self.plan.repetitions} runs (least to most) after one that does not count. TTFT: until every request "
             "has its first token. TPOT: the rest of the time over the rest of the tokens. Random weights, no prefix "
-            "caching. All engines are up, runs interleave, and the engines that do not run are stopped. Same tokens: "
-            "requests with the greedy tokens of the first engine, which in bfloat16 no engine owes. Start-up: from the "
-            f"start of the process, caches of compiled code {caches}. Peak memory: {memory}. First requests: the run "
-            "that does not count, of every case. Compiled: Triton kernels, also those that come from its cache."
+            "caching. All engines are up, runs interleave, and the engines that do not run are stopped; before each "
+            "run, one prompt is answered that does not count. Same tokens: requests with the greedy tokens of the "
+            "first engine, which in bfloat16 no engine owes. Start-up: from the start of the process, caches of "
+            f"compiled code {caches}. Peak memory: {memory}. First requests: the run that does not count, of every "
+            "case. Compiled: Triton kernels, also those that come from its cache."
         )
 
     def _described(self) -> Iterator[str]:

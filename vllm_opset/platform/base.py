@@ -6,13 +6,11 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_opset import selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.platform import refusals
+from vllm_opset.platform import compile_cache, refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
-
-COMPILED_FOR = "opset_platform"
 
 
 class OpsetPlatform(Platform):
@@ -48,8 +46,7 @@ class OpsetPlatform(Platform):
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker
         vllm_config.parallel_config.disable_custom_all_reduce = True
-        # A graph that was compiled on another platform does not fit: this is in the key of vLLM's cache.
-        vllm_config.additional_config = {**vllm_config.additional_config, COMPILED_FOR: cls.__qualname__}
+        compile_cache.keep_apart(vllm_config, cls.__qualname__)
         if vllm_config.model_config is not None:
             vllm_config.model_config.disable_cascade_attn = True
 
@@ -80,6 +77,16 @@ class OpsetPlatform(Platform):
 
         ir.register()
         return ir.priority()
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        """Attention is called directly, not through a custom op: without a compiler the detour only costs time."""
+        return False
+
+    @classmethod
+    def get_static_graph_wrapper_cls(cls) -> str:
+        """vLLM's own, asked for where `support_static_graph_mode` is true."""
+        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads: int | None = None) -> str:

@@ -70,13 +70,6 @@ class OpsetCpuPlatform(OpsetPlatform):
     def is_pin_memory_available(cls) -> bool:
         return False
 
-    # Kernels and layers
-
-    @classmethod
-    def opaque_attention_op(cls) -> bool:
-        """Attention is called directly, not through a custom op: nothing is compiled, and the detour costs time."""
-        return False
-
     # The device
 
     @classmethod

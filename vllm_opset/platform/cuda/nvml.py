@@ -24,7 +24,10 @@ class Gpu(NamedTuple):
 
 @functools.cache
 def gpu(device_id: int) -> Gpu | None:
-    """The GPU that PyTorch gives this number. None where NVML does not know it: not all systems have NVML."""
+    """Of that number among the visible ones. None where NVML does not know it: not all systems have NVML.
+
+    NVML numbers GPUs by PCI bus, as CUDA does under CUDA_DEVICE_ORDER=PCI_BUS_ID, or where all are of one kind.
+    """
     names = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     try:
         with _handle(names[device_id] if names else str(device_id)) as handle:
@@ -35,7 +38,7 @@ def gpu(device_id: int) -> Gpu | None:
 
 def physical_id(name: str) -> int:
     """Of a GPU as CUDA_VISIBLE_DEVICES names it: by number, or by UUID. Raises NVMLError for one that NVML lacks."""
-    if name.isdigit():
+    if name.strip().isdigit():
         return int(name)
     with _handle(name) as handle:
         return pynvml.nvmlDeviceGetIndex(handle)
@@ -45,6 +48,7 @@ def physical_id(name: str) -> int:
 def _handle(name: str) -> Iterator:
     pynvml.nvmlInit()
     try:
+        name = name.strip()
         by_number = name.isdigit()
         yield pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_number else pynvml.nvmlDeviceGetHandleByUUID(name)
     finally:

@@ -72,10 +72,6 @@ class OpsetCudaPlatform(OpsetPlatform):
         return True
 
     @classmethod
-    def get_static_graph_wrapper_cls(cls) -> str:
-        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
-
-    @classmethod
     def get_pass_manager_cls(cls) -> str:
         return "vllm_opset.platform.cuda.passes.OpsetPassManager"
 

@@ -11,13 +11,13 @@ from vllm.platforms.cuda import CudaPlatform
 
 from vllm_opset import ops, selection
 from vllm_opset.attention import BACKEND
+from vllm_opset.platform import compile_cache
 from vllm_opset.platform.native import parts
 from vllm_opset.platform.refusals import Refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-COMPILED_FOR = "opset_attention"
 USUAL_BLOCK_SIZE = 16  # no kernel depends on it
 
 logger = init_logger(f"vllm.{__name__}")
@@ -57,8 +57,7 @@ class OpsetNativePlatform(CudaPlatform):
             if any(part.on for part in decisions.values()) and parallel.worker_cls in ("auto", parts.STOCK_WORKER):
                 parallel.worker_cls = parts.WORKER
             if decisions["attention"].on:
-                # A graph that was compiled for another attention does not fit: this is in the key of vLLM's cache.
-                vllm_config.additional_config = {**vllm_config.additional_config, COMPILED_FOR: BACKEND}
+                compile_cache.keep_apart(vllm_config, BACKEND)
             for name, part in decisions.items():
                 logger.info_once(f"vllm-opset's {name} is {'on' if part.on else 'off'}: {part.why}")
         super().check_and_update_config(vllm_config)

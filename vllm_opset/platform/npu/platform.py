@@ -53,21 +53,12 @@ class OpsetNpuPlatform(OpsetPlatform):
         if compilation.cudagraph_mode != CUDAGraphMode.NONE:
             logger.warning("vllm-opset has never run graphs on an Ascend NPU: what follows is untested there")
 
-    # Kernels, layers and graphs
-
-    @classmethod
-    def opaque_attention_op(cls) -> bool:
-        """Attention is called directly, not through a custom op: nothing is compiled, and the detour costs time."""
-        return False
+    # Graphs
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
+        """vLLM's wrapper of CUDA graphs is given the NPU's: see `npu/graphs.py`."""
         return True
-
-    @classmethod
-    def get_static_graph_wrapper_cls(cls) -> str:
-        """vLLM's own, which is given the NPU's graphs: see `npu/graphs.py`."""
-        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
 
     def get_global_graph_pool(self) -> tuple[int, int]:
         """One for each engine of a process: torch_npu does not take a pool up again whose graphs are gone."""
