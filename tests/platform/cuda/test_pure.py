@@ -23,7 +23,6 @@ def config(configure):
 
 REFUSED = [
     ("speculative decoding with a model that drafts", "speculative_config", SimpleNamespace(method="eagle")),
-    ("tensor parallelism", "parallel_config.tensor_parallel_size", 2),
     ("a KV cache in this dtype", "cache_config.cache_dtype", "fp8_e5m2"),
 ]
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from vllm_opset.platform.refusals import RULES as COMMON
-from vllm_opset.platform.refusals import Rule, several
+from vllm_opset.platform.refusals import Rule
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,8 +23,6 @@ RULES: tuple[Rule, ...] = (
         'give --speculative-config with {"method": "ngram"}, or leave it out',
         lambda config: config.speculative_config is not None and config.speculative_config.method != "ngram",
     ),
-    # It has not been run on two GPUs yet.
-    Rule("tensor parallelism", "leave out --tensor-parallel-size, and use one GPU", several("tensor_parallel_size")),
     Rule(
         "a KV cache in this dtype",
         "leave out --kv-cache-dtype, or give fp8_e4m3",
