@@ -14,11 +14,13 @@ import torch
 
 ROUNDS = 21  # replays whose times are compared
 MAX_CALLS = 256  # in one replay
-PLACES = 8  # in memory, for operands, in one replay: identical calls differ by a tenth from place to place
 ROUND_SECONDS = 1e-3  # what a replay should last: events tick in half a microsecond
 MEMORY_SHARE = 0.2  # of the device's memory that is free, for operands
 CPU_SECONDS = 0.5  # to spend on one case
 SWEEP_BYTES = 1 << 30  # larger than any cache; long enough to hide the launch of a replay behind
+# The driver zeroes memory that is given back, in its own time, which costs what runs meanwhile a tenth of its speed: 52
+# GB kept an H200 at that for a tenth of a second. A third of that rate, to be on the safe side.
+ZEROED_BYTES_PER_SECOND = 170e9
 
 Call = tuple[tuple, dict]
 
@@ -51,7 +53,7 @@ def _time_cuda(run: Callable, call: Call, prepare: Callable) -> Timing:
         prepared = prepare(*call)
         _seconds_on_stream(run, prepared)  # compiles
         seconds = _seconds_on_stream(run, prepared)
-        calls = _copies(run, call, prepare, limit=min(MAX_CALLS, max(PLACES, round(ROUND_SECONDS / seconds))))
+        calls = _copies(run, call, prepare, limit=min(MAX_CALLS, round(ROUND_SECONDS / seconds)))
         sweep = torch.zeros(SWEEP_BYTES // 4, dtype=torch.int32, device="cuda")
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -71,6 +73,7 @@ def _make_room() -> None:
     free, total = torch.cuda.mem_get_info()
     if free < total / 2:
         torch.cuda.empty_cache()
+        time.sleep((torch.cuda.mem_get_info()[0] - free) / ZEROED_BYTES_PER_SECOND)
 
 
 def _replay(graph: torch.cuda.CUDAGraph, sweep: torch.Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
