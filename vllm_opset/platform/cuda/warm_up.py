@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset.attention.impl import OpsetAttentionImpl
+from vllm_opset.kernels.triton._ahead import compiled_ahead
 from vllm_opset.ops.paged_batch import PagedBatch
 
 FEW_QUERIES = 64  # of a request, at most, in what a kernel of paged_attention may do in another way than a prompt
@@ -36,15 +37,22 @@ def kernels(worker: Worker) -> None:
 def model(worker: Worker) -> None:
     """What is before the logits, with a model runner of either kind."""
     runner, scheduler = worker.model_runner, worker.scheduler_config
+    if not runner.is_pooling_model:
+        with compiled_ahead():
+            _attention(worker)
+        _attention(worker)
     for num_tokens in _powers_up_to(scheduler.max_num_batched_tokens):
         _step(runner, num_tokens)
         if runner.lora_config is not None and num_tokens > 1:
             _step(runner, num_tokens - 1)  # vLLM's kernels for adapters are compiled anew for multiples of 16
     runner.maybe_remove_all_loras(runner.lora_config)
+
+
+def compile_sampler(runner: GPUModelRunner) -> None:
+    """Called when a model is loaded: vLLM measures memory next, and would compile one kernel after the other."""
     if not runner.is_pooling_model:
-        most_queries = min(scheduler.max_num_batched_tokens, worker.model_config.max_model_len)
-        # One request that is so long is to paged_attention what the most requests of the longest context are.
-        _attention(runner, most_queries, scheduler.max_num_seqs**2 * worker.model_config.max_model_len)
+        with compiled_ahead():
+            runner.sampler.warm_up(runner.device)
 
 
 def _step(runner: GPUModelRunner, num_tokens: int) -> None:
@@ -67,8 +75,12 @@ def _powers_up_to(largest: int) -> Iterator[int]:
     yield largest
 
 
-def _attention(runner: GPUModelRunner, most_queries: int, most_keys: int) -> None:
+def _attention(worker: Worker) -> None:
     """Attends one request, and if it has few queries, as if it was one of many with long contexts."""
+    runner, scheduler, max_model_len = worker.model_runner, worker.scheduler_config, worker.model_config.max_model_len
+    most_queries = min(scheduler.max_num_batched_tokens, max_model_len)
+    # One request that is so long is to paged_attention what the most requests of the longest context are.
+    most_keys = scheduler.max_num_seqs**2 * max_model_len
     layers = runner.compilation_config.static_forward_context
     variants = {
         (layers[name].impl.problem, width): layers[name]

@@ -20,6 +20,7 @@ class OpsetCudaWorker(OpsetWorker):
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
         fusion.bind(self.model_runner.get_model(), self.vllm_config)
+        warm_up.compile_sampler(self.model_runner)
 
     def determine_available_memory(self) -> int:
         with device.named_out_of_memory():

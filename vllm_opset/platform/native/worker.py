@@ -32,8 +32,11 @@ class OpsetNativeWorker(Worker):
             with set_current_vllm_config(self.vllm_config):
                 layers.bind(model, self.model_config.dtype)
             fusion.bind(model, self.vllm_config)
-        if "sampler" in self.parts and not sampler.install(self.model_runner):
-            self.parts.remove("sampler")
+        if "sampler" in self.parts:
+            if sampler.install(self.model_runner):
+                warm_up.compile_sampler(self.model_runner)
+            else:
+                self.parts.remove("sampler")
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         if self.rank == 0:
