@@ -5,16 +5,6 @@ from processes import OUR_FRAME, Server
 
 
 @pytest.fixture(scope="session")
-def inspect_models_here():
-    """vLLM asks about a model's class in a process of its own, to keep CUDA out of this one; it takes ten seconds."""
-    from vllm.model_executor.models import registry
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
-        yield
-
-
-@pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """One server for all tests that do not end it. Its own end is a test as well: a SIGTERM while it is idle."""
     server = Server(tmp_path_factory.mktemp("server") / "log", "--enable-prompt-tokens-details")

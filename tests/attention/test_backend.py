@@ -16,7 +16,7 @@ SCALE = HEAD_SIZE**-0.5
 
 
 @pytest.fixture(scope="module", autouse=True)
-def plugin(inspect_models_here):
+def plugin():
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()

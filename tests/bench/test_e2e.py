@@ -44,7 +44,6 @@ def command_here(*words: str):
 
 
 @pytest.mark.parametrize("name", shapes.names())
-@pytest.mark.usefixtures("inspect_models_here")
 def test_vllm_takes_every_shape_with_the_arguments_of_the_engines(name, tmp_path):
     from vllm.engine.arg_utils import EngineArgs
 

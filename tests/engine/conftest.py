@@ -7,5 +7,5 @@ from engines import running
 
 
 @pytest.fixture(scope="session")
-def engine(inspect_models_here) -> Callable:
+def engine() -> Callable:
     return running

@@ -14,7 +14,6 @@ REQUESTS = (
 )
 
 
-@pytest.mark.usefixtures("inspect_models_here")
 def test_tokens_do_not_depend_on_the_batch(engine, tmp_path):
     from vllm import SamplingParams
 

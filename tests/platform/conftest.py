@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.fixture(scope="session", autouse=True)
-def registered(inspect_models_here):
+def registered():
     """The plugin as vLLM's processes have it."""
     from vllm.plugins import load_general_plugins
 

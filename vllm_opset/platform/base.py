@@ -1,12 +1,13 @@
 """What opset's platforms for a vLLM without compiled kernels have in common."""
 
+import os
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_opset import selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.platform import compile_cache, refusals
+from vllm_opset.platform import compat, compile_cache, refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,6 +30,13 @@ class OpsetPlatform(Platform):
     attention_backend: ClassVar[str] = BACKEND
 
     # Configuration
+
+    @classmethod
+    def pre_register_and_update(cls, parser=None) -> None:
+        # The buffers of vLLM's second model runner need an operator that only its own builds for GPUs have, and much of
+        # the rest of it is Triton kernels.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        compat.inspect_models_in_this_process()
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:

@@ -35,6 +35,22 @@ def _nothing() -> None:
     pass
 
 
+def inspect_models_in_this_process() -> None:
+    """Lets vLLM look at a model's class where it is asked to, and not in a process that imports all of vLLM for it.
+
+    That process, of the first start with a model, is there to keep CUDA out of the one that forks engines. It takes 5
+    to 20 seconds, and the classes of models do not use a device when they are imported; if one did, vLLM would spawn
+    its engine. Needed by 0.26 to 0.33, before a model is configured. Goes when vLLM asks its platform.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = _here
+
+
+def _here(inspect: Callable[[], object]) -> object:
+    return inspect()
+
+
 def define_weak_ref_tensor(dispatch_key: str = "CUDA", weak: Callable | None = None) -> None:
     """Defines `_C::weak_ref_tensor`, a tensor over the same memory that does not keep it, if vLLM's kernels lack.
 

@@ -38,7 +38,6 @@ def environment():
 def engine() -> Callable:
     """`engines.running`: an engine in this process, whose steps are small so that measuring them is quick."""
     from engines import running
-    from vllm.model_executor.models import registry
 
     @contextmanager
     def on_npu(path, **arguments):
@@ -48,8 +47,7 @@ def engine() -> Callable:
             finally:
                 llm.llm_engine.engine_core.shutdown()  # or the next engine finds its memory taken
 
-    with patch.object(registry, "_run_in_subprocess", lambda inspect: inspect()):
-        yield on_npu
+    return on_npu
 
 
 @pytest.fixture

@@ -43,8 +43,6 @@ ASK = """
 import sys
 import asking, models
 from engines import running
-from vllm.model_executor.models import registry
-registry._run_in_subprocess = lambda inspect: inspect()
 folder, dtype = sys.argv[1:]
 from pathlib import Path
 with running(Path(folder), dtype=dtype, gpu_memory_utilization=0.05, max_num_batched_tokens=512) as llm:

@@ -22,10 +22,8 @@ def initialised(): raise SystemExit("CUDA was initialised")
 
 torch.version.cuda, torch.cuda.device_count, torch.cuda._lazy_init = "13.0", lambda: 1, initialised
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.models import registry
 from vllm.platforms import current_platform as platform
 
-registry._run_in_subprocess = lambda inspect: inspect()  # where PyTorch is again one without CUDA
 config = EngineArgs(sys.argv[1], skip_tokenizer_init=True, dtype="bfloat16").create_engine_config()
 print(json.dumps([
     type(platform).__name__, platform.get_device_name(), platform.get_device_total_memory(),

@@ -1,6 +1,5 @@
 """The platform: an out-of-tree vLLM platform whose device is the CPU, for a vLLM without compiled kernels."""
 
-import os
 from typing import TYPE_CHECKING
 
 import psutil
@@ -37,8 +36,7 @@ class OpsetCpuPlatform(OpsetPlatform):
 
     @classmethod
     def pre_register_and_update(cls, parser=None) -> None:
-        # vLLM's second model runner consists of Triton kernels.
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        super().pre_register_and_update(parser)
         threads.remember_users_choice()
 
     @classmethod

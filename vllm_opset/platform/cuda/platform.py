@@ -1,6 +1,5 @@
 """The platform: an out-of-tree vLLM platform whose device is an NVIDIA GPU, for a vLLM without compiled kernels."""
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,11 +25,6 @@ class OpsetCudaPlatform(OpsetPlatform):
     worker = "vllm_opset.platform.cuda.worker.OpsetCudaWorker"
 
     # Configuration
-
-    @classmethod
-    def pre_register_and_update(cls, parser=None) -> None:
-        # The buffers of vLLM's second model runner need an operator that only its own builds for GPUs have.
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:

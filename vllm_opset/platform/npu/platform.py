@@ -34,8 +34,7 @@ class OpsetNpuPlatform(OpsetPlatform):
 
     @classmethod
     def pre_register_and_update(cls, parser=None) -> None:
-        # vLLM's second model runner consists of Triton kernels.
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        super().pre_register_and_update(parser)
         if torch.npu.is_initialized():
             # As vLLM does for GPUs: a process that is forked from this one could not use the NPU.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
