@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from vllm_opset.bench import engines, shapes
 from vllm_opset.bench.compare import Plan
+from vllm_opset.bench.compare_report import Report
 from vllm_opset.cli import app
 
 KIB, GIB = 2**10, 2**30
@@ -147,6 +148,20 @@ def test_two_engines_side_by_side(tmp_path):
     assert "| 8x64/32 | TTFT, s |" in page and "8 of 8" in page
     assert {file.name for file in files["logs"].iterdir()} == {"opset.log", "again.log"}
     assert "max_num_seqs=4" in page
+
+
+@pytest.mark.engine
+def test_what_was_done_before_an_interruption_is_reported(tmp_path):
+    def interrupt(step: str) -> None:
+        if step.startswith("8x64/32"):
+            raise KeyboardInterrupt
+
+    shape = shapes.load("tiny")
+    plan = Plan(shape, shape.cases[:2], [engines.Engine("opset")], repetitions=1, cold=False)
+    report = Report(plan, plan.run(tmp_path, tmp_path, interrupt), "the command")
+    assert [result.case.name for result in report.found.results] == ["1x64/32"] and report.missing == ["8x64/32"]
+    assert report.as_json()["missing"] == ["8x64/32"] and "Interrupted before 8x64/32." in report.as_markdown()
+    assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
 
 
 def test_an_engine_that_fails_ends_the_command_with_its_log_and_leaves_no_process(tmp_path):

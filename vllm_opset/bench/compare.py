@@ -50,7 +50,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """started, peak_bytes: by engine. In every case the first engine's result comes first."""
+    """started, peak_bytes: by engine. In every case the first engine's result comes first.
+
+    Of a comparison that was interrupted, it has the cases that were done.
+    """
 
     engines: list[Engine]
     started: dict[str, Started]
@@ -89,20 +92,26 @@ class Plan:
         return len(self.engines) * (1 + len(self.cases) * (1 + self.repetitions))
 
     def run(self, folder: Path, logs: Path, progress: Callable[[str], None]) -> Comparison:
-        """folder: for what is gone afterwards. progress: told what is done before each step. Raises EngineError."""
+        """folder: for what is gone afterwards. progress: told what is done before each step. Raises EngineError.
+
+        If it is interrupted, or told to exit, once a case is done, it returns what is there.
+        """
         (folder / "config.json").write_text(json.dumps(self.shape.config))
-        with ExitStack() as stack:
-            running = []
-            for engine in self.engines:
-                progress(f"starting {engine.name}")
-                env = {name: str(folder / "caches" / engine.name / name) for name in CACHES if self.cold}
-                one = RunningEngine(engine, self.engine_args(folder), logs, env)
-                running.append(stack.enter_context(one))
-            results, peak_bytes = [], {}
-            for case in self.cases:
-                for result, peak in self._measure(case, running, progress):
-                    results.append(result)
-                    peak_bytes[result.engine] = peak
+        running, results, peak_bytes = [], [], {}
+        try:
+            with ExitStack() as stack:
+                for engine in self.engines:
+                    progress(f"starting {engine.name}")
+                    env = {name: str(folder / "caches" / engine.name / name) for name in CACHES if self.cold}
+                    one = RunningEngine(engine, self.engine_args(folder), logs, env)
+                    running.append(stack.enter_context(one))
+                for case in self.cases:
+                    for result, peak in self._measure(case, running, progress):
+                        results.append(result)
+                        peak_bytes[result.engine] = peak
+        except (KeyboardInterrupt, SystemExit):
+            if not results:
+                raise
         started = {one.engine.name: one.started for one in running}
         return Comparison(list(self.engines), started, peak_bytes, results)
 

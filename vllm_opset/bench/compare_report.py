@@ -28,6 +28,12 @@ class Report:
     def machine(self) -> str:
         return next(iter(self.found.started.values())).device or describe_cpu()
 
+    @property
+    def missing(self) -> list[str]:
+        """The cases that were not done, since it was interrupted."""
+        done = {result.case.name for result in self.found.results}
+        return [case.name for case in self.plan.cases if case.name not in done]
+
     def as_json(self) -> dict:
         """Plain data: the whole plan, and every run."""
         return {
@@ -38,6 +44,7 @@ class Report:
             "shape": {"name": self.plan.shape.name, "config": dict(self.plan.shape.config)},
             "cold_caches": self.plan.cold,
             "repetitions": self.plan.repetitions,
+            "missing": self.missing,
             "kv_cache_bytes": self.plan.shape.kv_cache_bytes(self.plan.cases),
             **self.found.as_json(),
         }
@@ -80,8 +87,9 @@ class Report:
     def legend(self) -> str:
         caches = "empty" if self.plan.cold else "not emptied"
         memory = "by PyTorch's allocator" if next(iter(self.found.started.values())).device else "resident in a worker"
+        interrupted = f"Interrupted before {', '.join(self.missing)}. " if self.missing else ""
         return (
-            "A case is requests x prompt tokens / output tokens, greedy unless sampled. Median of "
+            f"{interrupted}A case is requests x prompt tokens / output tokens, greedy unless sampled. Median of "
             f"{self.plan.repetitions} runs (least to most) after one that does not count. TTFT: until every request "
             "has its first token. TPOT: the rest of the time over the rest of the tokens. Random weights, no prefix "
             "caching. All engines are up, runs interleave, and the engines that do not run are stopped; before each "
@@ -100,7 +108,8 @@ class Report:
 
     def _by_case(self) -> Iterator[list[Result]]:
         for case in self.plan.cases:
-            yield [result for result in self.found.results if result.case == case]
+            if case.name not in self.missing:
+                yield [result for result in self.found.results if result.case == case]
 
 
 def as_plain(table: Table) -> list[dict[str, str]]:

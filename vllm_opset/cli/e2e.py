@@ -22,6 +22,7 @@ from vllm_opset.cli.show import print_table
 from vllm_opset.selection import nearest
 
 OUTPUTS = ("--json", "--markdown", "--logs")
+INTERRUPTED = 128 + signal.SIGINT
 # What an engine can be given beside arguments of LLM.
 SETTINGS = ("env", "site")
 MEMORY_HINT = "If memory is short: all engines are up together; fewer of them, or of the cases (--case), need less."
@@ -50,7 +51,10 @@ def compare(
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write a page's section here.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Keep the log of each engine in this folder.")] = None,
 ) -> None:
-    """Time whole engines side by side: random weights, the same prompts, by turns, each in a process of its own."""
+    """Time whole engines side by side: random weights, the same prompts, by turns, each in a process of its own.
+
+    Interrupted by Ctrl-C or SIGTERM, it reports the cases that are done.
+    """
     shape = _shape(model)
     plan = Plan(shape, _cases(shape, case or ["*"]), _engines(against or [], variant or []), repetitions, cold)
     with tempfile.TemporaryDirectory() as folder, _ended_by_sigterm(), _progress(plan.steps) as step:
@@ -67,6 +71,8 @@ def compare(
     if markdown_file:
         markdown_file.write_text(report.as_markdown())
     _print(report)
+    if report.missing:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _print(report: Report) -> None:
