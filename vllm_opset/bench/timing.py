@@ -73,7 +73,8 @@ def _make_room() -> None:
     free, total = torch.cuda.mem_get_info()
     if free < total / 2:
         torch.cuda.empty_cache()
-        time.sleep((torch.cuda.mem_get_info()[0] - free) / ZEROED_BYTES_PER_SECOND)
+        given_back = torch.cuda.mem_get_info()[0] - free  # others may have taken some
+        time.sleep(max(0, given_back) / ZEROED_BYTES_PER_SECOND)
 
 
 def _replay(graph: torch.cuda.CUDAGraph, sweep: torch.Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -22,7 +22,6 @@ from vllm_opset.cli.show import print_table
 from vllm_opset.selection import nearest
 
 OUTPUTS = ("--json", "--markdown", "--logs")
-INTERRUPTED = 128 + signal.SIGINT
 # What an engine can be given beside arguments of LLM.
 SETTINGS = ("env", "site")
 MEMORY_HINT = "If memory is short: all engines are up together; fewer of them, or of the cases (--case), need less."
@@ -72,7 +71,7 @@ def compare(
         markdown_file.write_text(report.as_markdown())
     _print(report)
     if report.missing:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(1)
 
 
 def _print(report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Every difference between the vLLM releases that are served (0.26 to 0.33), and everything that is changed in place.
+"""Every difference between the vLLM releases that are served (0.26 to 0.33), and all of vLLM that is changed in place.
 
 What is changed in place is one function here, which says why, for which releases, and when it can go. Differences are
 found by looking at what vLLM offers, never by its version. Most need no code of their own, since a method that a
@@ -39,8 +39,9 @@ def inspect_models_in_this_process() -> None:
     """Lets vLLM look at a model's class where it is asked to, and not in a process that imports all of vLLM for it.
 
     That process, of the first start with a model, is there to keep CUDA out of the one that forks engines. It takes 5
-    to 20 seconds, and the classes of models do not use a device when they are imported; if one did, vLLM would spawn
-    its engine. Needed by 0.26 to 0.33, before a model is configured. Goes when vLLM asks its platform.
+    to 20 seconds, and the classes of models do not use a device when they are imported; if one did, vLLM (on an NPU,
+    opset's platform) would have engines spawned. Needed by 0.26 to 0.33, before a model is configured. Goes when vLLM
+    asks its platform.
     """
     from vllm.model_executor.models import registry
 

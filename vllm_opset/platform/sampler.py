@@ -87,6 +87,7 @@ class OpsetSampler(Sampler):
         )
         return logits
 
+    @torch.inference_mode()  # as where requests are served: torch.compile would compile anew there
     def warm_up(self, device: torch.device) -> None:
         """Calls all that a request can ask for, so that nothing is compiled then."""
         logits = torch.zeros(2, self._sample.problem.vocab_size, device=device)

@@ -1,4 +1,4 @@
-"""Kernels that are compiled ahead: several at once, not launched, and ready when they are."""
+"""Kernels that are compiled ahead: in other threads, not launched, and ready when they are."""
 
 import json
 import os
@@ -8,14 +8,16 @@ from pathlib import Path
 
 # For a Hopper GPU, without one; Triton decides at import whether it interprets.
 SCRIPT = """
-import json
+import json, threading
 import compile_only, torch, triton
+import triton.language as tl
 from triton.runtime import driver
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton._ahead import compiled_ahead
 
-launched, compiled = [], compile_only._recorded()
+launched, compiled, threads = [], compile_only._recorded(), set()
+triton.knobs.compilation.listener = lambda **_: threads.add(threading.get_ident())
 
 class Counting(compile_only.CompileOnly):
     def launcher_cls(self, source, metadata):
@@ -34,20 +36,43 @@ def call_all():
 
 with compiled_ahead():
     call_all()
-print(json.dumps([(len(launched), len(compiled)), call_all()]))
+before = len(launched), len(compiled)
+
+@triton.jit
+def theirs(x):
+    tl.store(x, 1)
+
+@triton.jit
+def broken(x):
+    tl.store(x, no_such_name)
+
+broken.module = "vllm_opset.test"
+x, errors = torch.zeros(1), []
+with compiled_ahead():
+    theirs[(1,)](x)
+    broken[(1,)](x)
+their_launches = launched.count("theirs")
+try:
+    broken[(1,)](x)
+except triton.CompilationError as error:
+    errors.append(str(error))
+print(json.dumps([before, threading.get_ident() in threads, call_all(), their_launches, errors]))
 """
 
 
 def test_kernels_are_compiled_and_not_launched(tmp_path):
     paths = [str(Path(__file__).parent), *sys.path]
+    (tmp_path / "script.py").write_text(SCRIPT)
     process = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, tmp_path / "script.py"],
         env=os.environ
         | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
     )
     assert process.returncode == 0, process.stderr
-    (launched, compiled), (launched_then, compiled_then) = json.loads(process.stdout)
-    assert launched == 0 and compiled >= 2
-    assert launched_then == 4 and compiled_then == compiled
+    (launched, compiled), in_this_thread, (launched_then, compiled_then), theirs, errors = json.loads(process.stdout)
+    assert launched == 0 and compiled >= 2 and not in_this_thread
+    assert theirs == 1, "a kernel that is not opset's has to run"
+    assert launched_then == 4 + theirs and compiled_then == compiled + theirs
+    assert len(errors) == 1 and "no_such_name" in errors[0], "it has to raise when it is called again"

@@ -1,5 +1,6 @@
 """vLLM's own CUDA platform with opset's parts: when it is taken, which parts serve, and what users are told."""
 
+import functools
 import inspect
 from pathlib import Path
 
@@ -72,13 +73,13 @@ def config(configure, monkeypatch):
     monkeypatch.delenv("OPSET_CONFIG", raising=False)
 
     def config(**changes):
-        made = configure(QWEN3, load_format="dummy")
+        made = configure(QWEN3, load_format="dummy", dtype="bfloat16")
         # What this machine's own platform has said.
         made.parallel_config.worker_cls = "auto"
         made.compilation_config.mode = None
         for path, value in changes.items():
-            part, _, name = path.rpartition("__")
-            setattr(getattr(made, part) if part else made, name, value)
+            *parts_of, name = path.split("__")
+            setattr(functools.reduce(getattr, parts_of, made), name, value)
         return made
 
     return config
@@ -150,6 +151,36 @@ def test_what_is_not_covered_is_left_to_vllm_by_default(part, config, everything
     decisions = parts.decide(config(**NOT_COVERED[part]), HOPPER)
     assert not decisions[part].on and decisions[part].why.startswith("vLLM's own serves ")
     assert on(config(**NOT_COVERED[part])) == set(parts.PARTS) - {part}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cache_config__kv_offloading_size": 1.0},
+        {"parallel_config__worker_cls": "another.Worker"},
+    ],
+)
+def test_attention_is_not_offered_where_it_would_be_without_its_worker_or_its_cache(
+    changes, config, everything_is_faster, monkeypatch
+):
+    assert "attention" not in on(config(**changes))
+    monkeypatch.setenv("OPSET_NATIVE", "attention=on")
+    with pytest.raises(Refusal, match=r"vllm-opset \(attention\)"):
+        parts.decide(config(**changes), HOPPER)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cache_config__cache_dtype": "fp8"},
+        {"model_config__dtype": torch.float32},
+        {"model_config__hf_text_config__attn_logit_softcapping": 50.0},
+    ],
+)
+def test_attention_that_was_not_measured_is_had_by_asking(changes, config, everything_is_faster, monkeypatch):
+    assert "attention" not in on(config(**changes))
+    monkeypatch.setenv("OPSET_NATIVE", "attention=on")
+    assert "attention" in on(config(**changes))
 
 
 @pytest.mark.parametrize("part", NOT_COVERED)

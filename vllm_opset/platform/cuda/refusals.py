@@ -1,19 +1,9 @@
 """What opset does not do on NVIDIA GPUs with a vLLM that has no compiled kernels."""
 
-from typing import TYPE_CHECKING
-
 from vllm_opset.platform.refusals import RULES as COMMON
-from vllm_opset.platform.refusals import Rule
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from vllm_opset.platform.refusals import Rule, caches_in_another_dtype
 
 FP8 = ("fp8", "fp8_e4m3")
-
-
-def _caches_in_another_dtype(config: "VllmConfig") -> bool:
-    same = () if config.model_config is None else (str(config.model_config.dtype).removeprefix("torch."),)
-    return config.cache_config.cache_dtype not in ("auto", *same, *FP8)
 
 
 RULES: tuple[Rule, ...] = (
@@ -26,6 +16,6 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "a KV cache in this dtype",
         "leave out --kv-cache-dtype, or give fp8_e4m3",
-        _caches_in_another_dtype,
+        lambda config: config.cache_config.cache_dtype not in FP8 and caches_in_another_dtype(config),
     ),
 )

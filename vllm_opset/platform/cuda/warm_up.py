@@ -19,7 +19,7 @@ from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.kernels.triton._ahead import compiled_ahead
 from vllm_opset.ops.paged_batch import PagedBatch
 
-FEW_QUERIES = 64  # of a request, at most, in what a kernel of paged_attention may do in another way than a prompt
+FEW_QUERIES = 64  # of a request, at most, for whose launches every size of the context matters
 DRAFTING = (1, 9, 16)  # requests: Triton compiles anew for 1 and for multiples of 16, and vLLM has two ways to top-k
 
 
@@ -59,6 +59,8 @@ def _step(runner: GPUModelRunner, num_tokens: int) -> None:
     """A step over as many requests as it may have. With attention, if the block table has room for these."""
     num_reqs = min(num_tokens, runner.max_num_reqs)
     longest = num_tokens // num_reqs + num_tokens % num_reqs  # as vLLM shares the tokens out
+    if longest > runner.max_model_len and hasattr(runner, "block_tables"):
+        return  # the second model runner attends whatever it is told
     runner._dummy_run(
         num_tokens,
         cudagraph_runtime_mode=CUDAGraphMode.NONE,
@@ -76,7 +78,10 @@ def _powers_up_to(largest: int) -> Iterator[int]:
 
 
 def _attention(worker: Worker) -> None:
-    """Attends one request, and if it has few queries, as if it was one of many with long contexts."""
+    """Attends one request, as if it was one of many, and with short and long contexts.
+
+    What is launched is chosen by the longest context that a batch says it has; the lengths are on the device.
+    """
     runner, scheduler, max_model_len = worker.model_runner, worker.scheduler_config, worker.model_config.max_model_len
     most_queries = min(scheduler.max_num_batched_tokens, max_model_len)
     # One request that is so long is to paged_attention what the most requests of the longest context are.
@@ -95,7 +100,7 @@ def _attention(worker: Worker) -> None:
                 torch.tensor(values, dtype=torch.int32, device=runner.device)
                 for values in ([0, num_queries], [num_queries], [[0] * width])
             )
-            for max_seq_len in _powers_up_to(most_keys) if num_queries <= FEW_QUERIES else (num_queries,):
+            for max_seq_len in _powers_up_to(most_keys) if num_queries <= FEW_QUERIES else (1, max_model_len):
                 batch = PagedBatch(starts, lens, table, num_queries, max_seq_len)
                 impl.attend(layer, query, layer.kv_cache, batch, torch.empty_like(query))
 

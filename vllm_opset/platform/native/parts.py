@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import yaml
 
 from vllm_opset import selection
@@ -65,6 +66,18 @@ def _compiled(config: "VllmConfig") -> bool:
     return config.compilation_config.mode not in (None, CompilationMode.NONE)
 
 
+def _offloads_cache(config: "VllmConfig") -> bool:
+    return config.cache_config.kv_offloading_size is not None
+
+
+def _caches_fp8(config: "VllmConfig") -> bool:
+    return str(config.cache_config.cache_dtype).startswith("fp8")
+
+
+def _soft_caps(model) -> bool:
+    return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
+
+
 def _model(name: str) -> Callable[["VllmConfig"], bool]:
     return of_model(lambda model: getattr(model, name, False))
 
@@ -82,15 +95,28 @@ _POOLING = Rule("pooling models", _LEAVE_IT_OUT, of_model(lambda model: model.ru
 PARTS: Mapping[str, Part] = {
     "attention": Part(
         cannot=(
+            _OTHER_WORKER,
             Rule("another attention backend", "leave out --attention-backend", _another_backend),
             Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla")),
             Rule("a KV cache in that dtype", "leave out --kv-cache-dtype", _another_cache),
             Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
+            # vLLM makes a connector of it once the configuration is checked.
+            Rule("KV cache offloading", "leave out --kv-offloading-size", _offloads_cache),
             Rule("decode context parallelism", _LEAVE_IT_OUT, several("decode_context_parallel_size")),
             Rule("prefill context parallelism", _LEAVE_IT_OUT, several("prefill_context_parallel_size")),
             _BATCH_INVARIANT,
         ),
-        unmeasured=(_SPECULATIVE, _HYBRID, _ENCODER_DECODER, _POOLING),
+        unmeasured=(
+            _SPECULATIVE,
+            _HYBRID,
+            _ENCODER_DECODER,
+            _POOLING,
+            # Prompts of these are not for the kernel that was measured.
+            Rule("an fp8 KV cache", _LEAVE_IT_OUT, _caches_fp8),
+            Rule("soft-capped attention", _LEAVE_IT_OUT, of_model(_soft_caps)),
+            Rule("ALiBi", _LEAVE_IT_OUT, _model("uses_alibi")),
+            Rule("fp32", _LEAVE_IT_OUT, of_model(lambda model: model.dtype == torch.float32)),
+        ),
     ),
     "sampler": Part(
         cannot=(

@@ -33,8 +33,8 @@ class OpsetNpuPlatform(OpsetPlatform):
     # Configuration
 
     @classmethod
-    def pre_register_and_update(cls, parser=None) -> None:
-        super().pre_register_and_update(parser)
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        super().check_and_update_config(vllm_config)
         if torch.npu.is_initialized():
             # As vLLM does for GPUs: a process that is forked from this one could not use the NPU.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

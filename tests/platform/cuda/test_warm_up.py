@@ -1,0 +1,115 @@
+"""The warm-up attends so that whatever paged_attention launches for a batch was compiled: launches are recorded."""
+
+import functools
+import importlib.util
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_opset.attention.impl import OpsetAttentionImpl
+from vllm_opset.ops.paged_batch import PagedBatch
+from vllm_opset.platform.cuda import warm_up
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or not importlib.util.find_spec("triton"),
+    reason="launches nothing, for a Hopper GPU that is not there: runs where there is Triton, and no GPU",
+)
+
+MULTIPROCESSORS = 132
+HEAD_SIZE, BLOCK_SIZE = 128, 16
+NUM_BATCHES = 400
+# KV heads, query heads of each; tokens of a step, requests and length at most.
+SETTINGS = {
+    "usual": (8, 4, 8192, 256, 40960),
+    "chunks": (8, 4, 2048, 256, 32768),
+    "no groups": (32, 1, 8192, 256, 32768),
+    "one KV head": (1, 4, 8192, 1024, 32768),
+    "short": (8, 4, 512, 16, 384),
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names and constants of all that is launched: a set that fills."""
+    from vllm_opset.kernels.triton import paged_attention
+
+    variants = set()
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid):
+            def launch(*inputs, **options):
+                absent = tuple(value is None for value in inputs)
+                variants.add((self.name, absent, tuple(sorted(options.items()))))
+
+            return launch
+
+    for module, name in (("_few", "plan"), ("_few", "attend_few"), ("_many", "attend_many")):
+        monkeypatch.setattr(getattr(paged_attention, module), name, Recorder(name))
+    monkeypatch.setattr(paged_attention._hopper, "attend_many_on_hopper", Recorder("attend_many_on_hopper"))
+    monkeypatch.setattr(paged_attention, "_multiprocessors", lambda device: MULTIPROCESSORS)
+    return variants
+
+
+def layer(num_kv_heads: int, group: int) -> SimpleNamespace:
+    from vllm_opset.kernels.triton.paged_attention import paged_attention
+
+    impl = OpsetAttentionImpl(num_kv_heads * group, HEAD_SIZE, HEAD_SIZE**-0.5, num_kv_heads)
+    impl.dtype, impl.problem = torch.bfloat16, "one of a kind"
+    impl._attend = functools.partial(paged_attention, scale=impl.scale, window=impl.window)
+    cache = torch.zeros(4, num_kv_heads, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
+    assert impl.attn_type == AttentionType.DECODER
+    return SimpleNamespace(impl=impl, kv_cache=cache)
+
+
+def worker(served: SimpleNamespace, most_tokens: int, most_requests: int, longest: int) -> SimpleNamespace:
+    """What the warm-up looks at in one."""
+    table = torch.zeros(1, -(-longest // BLOCK_SIZE), dtype=torch.int32)
+    runner = SimpleNamespace(
+        device=torch.device("cpu"),
+        compilation_config=SimpleNamespace(static_forward_context={"layer": served}),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layer"])]),
+        input_batch=SimpleNamespace(
+            block_table=SimpleNamespace(block_tables=[SimpleNamespace(get_device_tensor=lambda rows: table)])
+        ),
+    )
+    return SimpleNamespace(
+        model_runner=runner,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=most_tokens, max_num_seqs=most_requests),
+        model_config=SimpleNamespace(max_model_len=longest),
+    )
+
+
+def batches(most_tokens: int, most_requests: int, longest: int):
+    """(query tokens, contexts) of the requests of random steps: of decode, of prompts and chunks, and mixed."""
+    draw = random.Random(0)
+    for _ in range(NUM_BATCHES):
+        left, requests = most_tokens, []
+        longest_query = draw.choice((1, 1, 4, 64, 300, longest))
+        for _ in range(draw.choice((1, 2, 8, most_requests))):
+            query = min(left, draw.randint(1, longest_query))
+            if query:
+                requests.append((query, draw.choice((query, draw.randint(query, longest), longest))))
+                left -= query
+        yield requests
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_all_that_serving_launches_was_launched_before(setting, launched):
+    num_kv_heads, group, *limits = SETTINGS[setting]
+    served = layer(num_kv_heads, group)
+    warm_up._attention(worker(served, *limits))
+    warm = set(launched)
+    for requests in batches(*limits):
+        queries, contexts = zip(*requests, strict=True)
+        query = torch.empty(sum(queries), num_kv_heads * group, HEAD_SIZE, dtype=torch.bfloat16)
+        starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
+        lens, table = torch.tensor(contexts, dtype=torch.int32), torch.zeros(len(requests), 1, dtype=torch.int32)
+        batch = PagedBatch(starts, lens, table, max(queries), max(contexts))
+        served.impl.attend(served, query, served.kv_cache, batch, torch.empty_like(query))
+        assert launched == warm, f"{len(requests)} requests, up to {max(queries)} of {max(contexts)} tokens"
