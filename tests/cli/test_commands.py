@@ -126,6 +126,12 @@ def test_doctor_says_why_vllm_would_not_use_the_plugin(command_here, variables, 
     assert cure in line
 
 
+def test_doctor_says_that_an_override_is_for_another_device():
+    finished = command("doctor", OPSET_KERNELS="rms_norm=triton")
+    assert finished.code == 1, finished
+    assert "NOT USED: OPSET_KERNELS asks for rms_norm=triton, which runs on cuda, not on cpu." in finished.output
+
+
 def test_doctor_says_why_the_platform_cannot_be_had():
     finished = command("doctor", "--json", OPSET_PLATFORM="of")
     assert finished.code == 1, finished
@@ -208,6 +214,10 @@ def test_parity_finds_a_wrong_kernel_out(jobs, users_kernels):
         (["parity", "--kernel", "mine"], {}, "no kernel named 'mine' runs on cpu"),
         (["parity", "rms_norm", "--device", "npu"], {}, "there is no npu here"),
         (["parity", "rms_norm", "--device", "npu"], {}, "ascend: torch_npu is not installed"),
+        (["parity", "rms_norm", "--device", "gpu"], {}, "unknown: 'gpu'; did you mean 'npu'?"),
+        (["bench", "rms_norm", "--device", "npu"], {}, "unknown: 'npu'; did you mean 'cpu'?"),
+        (["bench", "rms_norm", "--kernel", "cpuu"], {}, "no kernel 'cpuu' runs on cpu; did you mean 'cpu'?"),
+        (["demo", "--dtype", "fp16"], {}, "unknown: 'fp16'; did you mean 'float16'?"),
         (["ops"], {"OPSET_KERNELS": "rms_norm=cpuu"}, "rms_norm has no kernel 'cpuu' here; did you mean 'cpu'?"),
         (["ops"], {"OPSET_CONFIG": "nowhere.yaml"}, "cannot read nowhere.yaml"),
         (["doctor"], {"OPSET_IMPORT": "nowhere"}, "importing 'nowhere' raised ModuleNotFoundError"),

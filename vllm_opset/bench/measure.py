@@ -79,9 +79,10 @@ def measure(
     """Checks the candidate against the reference, then times it."""
     name = str(dtype).removeprefix("torch.")
     which = "--against" if candidate.peer else "--kernel"
+    in_dtype = f" --dtype {name}" if dtype.is_floating_point else ""  # an op of integers has no other
     result = Result(
         op.name, sample.name, name, candidate.kernel.name, candidate.peer,
-        f"vllm-opset bench {op.name} --case '{sample.name}' --dtype {name} {which} {candidate.kernel.name}",
+        f"vllm-opset bench {op.name} --case '{sample.name}'{in_dtype} {which} {candidate.kernel.name}",
     )  # fmt: skip
     try:
         compare = check_draws if candidate.peer and op.name in DRAWN else check_sample

@@ -17,11 +17,14 @@ from vllm_opset.bench import ceilings, peers
 from vllm_opset.bench.measure import Candidate, candidates, cases, dtype_of, measure
 from vllm_opset.bench.report import LEGEND, Report, device_name, draw
 from vllm_opset.bench.text import asked_for
+from vllm_opset.cli.devices import require
 from vllm_opset.cli.show import print_table
+from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Op, Sample
 from vllm_opset.selection import nearest
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+DEVICES = ("cpu", "cuda")  # that can be timed
 OUTPUTS = ("--json", "--plot", "--page")
 KERNELS = "kernels"
 
@@ -50,6 +53,7 @@ def bench(
     `vllm-opset bench e2e` times whole engines.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    require(device, DEVICES)
     chosen = [_op(name) for name in names or [op.name for op in ops.ALL if hasattr(op, "bench_samples")]]
     found, missing = _peers([] if alone else against or list(peers.NAMES), device)
     work = _work(chosen, device, DTYPES[_known(dtype, DTYPES, "--dtype")], kernel, found, case)
@@ -77,6 +81,11 @@ def _work(
 ) -> list[tuple[Op, Sample, Candidate]]:
     """Every measurement to make; what belongs to one case stands side by side."""
     implementations = {op.name: list(candidates(op, device, kernel, against)) for op in chosen}
+    ours = {known.name for op in chosen for known in kernels_of(op.name).values() if known.runs_on(device)}
+    if kernel is not None and kernel not in ours:
+        raise typer.BadParameter(
+            f"no kernel {kernel!r} runs on {device}; {nearest(kernel, ours)}", param_hint="--kernel"
+        )
     return [
         (op, sample, candidate)
         for op in chosen

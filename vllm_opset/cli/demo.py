@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 
 from vllm_opset.cli.show import print_table
+from vllm_opset.selection import nearest
 
+DTYPES = ("float32", "bfloat16", "float16")
 CHECKOUT = Path(__file__).parents[2]
 SAMPLING = {"temperature": 0.5, "top_k": 20, "top_p": 0.95, "min_p": 0.02, "seed": 7, "repetition_penalty": 1.01}
 
@@ -19,8 +21,8 @@ def answer(
     model: Annotated[Path, typer.Option(help="A model folder with its held-out questions.")] = CHECKOUT
     / "examples"
     / "tiny-qwen3",
-    questions: Annotated[int, typer.Option(min=1, help="How many questions to ask.")] = 20,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    questions: Annotated[int, typer.Option(min=1, help="How many questions to ask, at most.")] = 20,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
     verbose: Annotated[bool, typer.Option(help="Show vLLM's own log.")] = False,
 ) -> None:
     """Ask the tiny model questions it has not seen, and show which kernel served which op."""
@@ -28,9 +30,12 @@ def answer(
         raise typer.BadParameter(
             f"{model} has no heldout.jsonl; run the demo from a clone of the project", param_hint="--model"
         )
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"unknown: {dtype!r}; {nearest(dtype, DTYPES)}", param_hint="--dtype")
+    held_out = _held_out(model)
     os.environ["OPSET_COUNT_CALLS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
-    asked = random.Random(0).sample(_held_out(model), questions)
+    asked = random.Random(0).sample(held_out, min(questions, len(held_out)))
     started = time.perf_counter()
     llm = _load(model, dtype)
     ready = time.perf_counter()

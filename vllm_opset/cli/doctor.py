@@ -6,17 +6,22 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import torch
 import typer
 
 from vllm_opset import __version__, ops, selection
+from vllm_opset.bench.measure import dtype_of
 from vllm_opset.cli import autoload
+from vllm_opset.cli.bench import DTYPES
 from vllm_opset.cli.show import AsJson, print_json, print_missing, print_table
 from vllm_opset.kernel import unavailable
 from vllm_opset.kernels import ascend
 from vllm_opset.platform.cuda import device as gpu
+from vllm_opset.platform.native import parts as native_parts
 
+NATIVE = "vllm_opset.platform.native.platform.OpsetNativePlatform"
 ENTRY_POINT_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 
 
@@ -28,8 +33,13 @@ class Fault:
     cure: str
 
 
-def examine(as_json: AsJson = False) -> None:
+def examine(
+    dtype: Annotated[str, typer.Option(help=f"Of the model: one of {', '.join(DTYPES)}.")] = "bfloat16",
+    as_json: AsJson = False,
+) -> None:
     """Say what would run here and why; exits with 1, and the cure, where vLLM would not use the plugin."""
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"unknown: {dtype!r}; {selection.nearest(dtype, DTYPES)}", param_hint="--dtype")
     # Its default is standard output, which is for what is found.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     faults = list(_faults())
@@ -37,7 +47,17 @@ def examine(as_json: AsJson = False) -> None:
     if not faults:
         active, faults = _active_platform()
     device = _device(used=not faults)
-    found = {"machine": _machine(), "platform": active, "device": device, "kernels": _kernels(device)}
+    try:
+        selection.require_device(device)
+        kernels = _kernels(device, DTYPES[dtype])
+    except selection.OverrideError as error:
+        what, _, cure = str(error).partition(". ")
+        kernels, faults = [], [*faults, Fault(what, cure)]
+    parts = native_parts.decide_without_model(_family()) if active == NATIVE else {}
+    found = {
+        "machine": _machine(), "platform": active, "device": device, "dtype": dtype, "kernels": kernels,
+        "parts": {name: part._asdict() for name, part in parts.items()},
+    }  # fmt: skip
     if as_json:
         print_json({**found, "unavailable": unavailable(), "faults": [asdict(fault) for fault in faults]})
     else:
@@ -49,7 +69,11 @@ def _print(found: dict, faults: list[Fault]) -> None:
     print_table("This machine", ("what", "found"), ({"what": k, "found": v} for k, v in found["machine"].items()))
     print(f"Platform: {found['platform'] or 'none of this plugin'}\n")
     rows = map(_on_one_line, found["kernels"])
-    print_table(f"Kernels on {found['device']!r}", ("op", "kernel", "why", "others"), rows)
+    print_table(f"Kernels on {found['device']!r}, {found['dtype']}", ("op", "kernel", "why", "others"), rows)
+    if found["parts"]:
+        title = "Parts of these that serve here, if they can do the model; else vLLM's own do"
+        switch = ({"part": name, "on": part["on"], "why": part["why"]} for name, part in found["parts"].items())
+        print_table(title, ("part", "on", "why"), switch)
     print_missing(unavailable())
     for fault in faults:
         print(f"NOT USED: {fault.what}. Cure: {fault.cure}")
@@ -138,12 +162,17 @@ def _device(used: bool) -> str:
     return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
 
 
-def _kernels(device: str) -> list[dict]:
+def _family() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def _kernels(device: str, dtype: torch.dtype) -> list[dict]:
     """The kernel that selection would choose for each op, over the problems of the op's own sample inputs."""
     rows = []
     for op in ops.ALL:
         problems = {
-            op.describe(*args, **kwargs) for args, kwargs in (s.make() for s in op.samples("cpu", op.dtypes[0]))
+            op.describe(*args, **kwargs) for args, kwargs in (s.make() for s in op.samples("cpu", dtype_of(op, dtype)))
         }
         chosen: dict[str, list] = {}
         for problem in problems:

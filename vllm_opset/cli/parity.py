@@ -6,16 +6,18 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Annotated
 
-import torch
 import typer
 from rich.progress import track
 
 from vllm_opset import ops, selection
+from vllm_opset.cli.devices import missing, require
 from vllm_opset.cli.show import AsJson, print_json, print_table
-from vllm_opset.kernel import Kernel, kernels_of, unavailable
+from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.ops.contract import Op
 from vllm_opset.parity import Check, check_kernel
 from vllm_opset.selection import nearest
+
+DEVICES = ("cpu", "cuda", "npu")
 
 
 def check(
@@ -26,10 +28,10 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Check kernels against the references; exits with 1 if one disagrees."""
+    require(device, DEVICES)
     chosen = [(op.name, candidate.name) for op, candidate in _chosen(names or list(ops.BY_NAME), device, kernel)]
     if not chosen:
-        raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}{_missing()}", param_hint="--kernel")
-    _require(device)
+        raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}{missing(device)}", param_hint="--kernel")
     results = _in_processes(chosen, device, jobs) if jobs > 1 else (_check(*pair, device) for pair in chosen)
     checks = list(itertools.chain(*track(results, "checking", total=len(chosen), disable=as_json, transient=True)))
     failures = [check for check in checks if not check.passed]
@@ -41,19 +43,6 @@ def check(
             print(f"FAILED {failure.op}={failure.kernel} {failure.dtype}, {failure.case}: {failure.failure}")
         print(f"{len(checks) - len(failures)} passed, {len(failures)} failed")
     raise typer.Exit(1 if failures else 0)
-
-
-def _require(device: str) -> None:
-    """A device that nothing can be put on is refused before anything is checked."""
-    try:
-        torch.empty(0, device=device)
-    except Exception as error:
-        said = str(error).partition("\n")[0]
-        raise typer.BadParameter(f"there is no {device} here: {said}{_missing()}", param_hint="--device") from error
-
-
-def _missing() -> str:
-    return "".join(f"; {provider}: {reason}" for provider, reason in unavailable().items())
 
 
 def _check(op: str, kernel: str, device: str) -> list[Check]:

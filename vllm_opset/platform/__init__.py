@@ -17,7 +17,7 @@ import logging
 import os
 
 CHOICES = ("auto", "cpu", "cuda", "native", "npu", "off")
-CURE = "Mend that, or set OPSET_PLATFORM=off to run vLLM without this plugin."
+CURE = "Mend that, or set OPSET_PLATFORM=off to run vLLM without this plugin, if it has kernels of its own."
 
 _CLASSES = {
     "OpsetCpuPlatform": "vllm_opset.platform.cpu.platform",

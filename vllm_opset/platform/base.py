@@ -51,6 +51,7 @@ class OpsetPlatform(Platform):
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         refusals.check(cls.rules, vllm_config, cls.where)
         selection.configure(vllm_config.additional_config)
+        selection.require_device(cls.device_type)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker
         vllm_config.parallel_config.disable_custom_all_reduce = True

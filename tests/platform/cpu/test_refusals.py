@@ -157,3 +157,12 @@ def test_other_attention_backends_are_refused(configure):
     config = configure(LLAMA, attention_backend="TRITON_ATTN")
     with set_current_vllm_config(config), pytest.raises(NotImplementedError, match="leave out --attention-backend"):
         get_attn_backend(32, torch.float32, "auto")
+
+
+def test_what_would_end_a_worker_ends_the_configuration(configure, monkeypatch):
+    kernels = {"opset": {"kernels": {"rms_norm": "triton"}}}
+    with pytest.raises(ValueError, match=r"asks for rms_norm=triton, which runs on cuda, not on cpu\. Remove"):
+        configure(LLAMA, additional_config=kernels)
+    monkeypatch.setenv("OPSET_NUM_THREADS", "x")
+    with pytest.raises(ValueError, match="OPSET_NUM_THREADS='x' is neither a number nor 'auto'"):
+        configure(LLAMA)

@@ -110,6 +110,13 @@ def test_by_default_the_table_says(config, everything_is_faster):
     )
 
 
+def test_what_is_said_of_a_model_that_every_part_can_do(everything_is_faster, monkeypatch):
+    monkeypatch.setenv("OPSET_NATIVE", "sampler=off")
+    decisions = parts.decide_without_model(HOPPER)
+    assert decisions["sampler"] == (False, "OPSET_NATIVE")
+    assert decisions["attention"] == (True, "faster by a page")
+
+
 def test_a_family_that_was_not_measured_has_nothing_on(config, everything_is_faster):
     decisions = parts.decide(config(), 100)
     assert {part for part in decisions.values()} == {

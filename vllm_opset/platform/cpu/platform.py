@@ -53,6 +53,7 @@ class OpsetCpuPlatform(OpsetPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         super().check_and_update_config(vllm_config)
+        threads.users_choice()  # in workers, which count them, an error would be hard to find
         cls._schedule_in_step(vllm_config.scheduler_config)
 
     @classmethod

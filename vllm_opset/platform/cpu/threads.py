@@ -43,8 +43,14 @@ def set_compute_threads(num_workers: int) -> int:
     cores but one. A second thread on a core only gets in the way of the first one's vector units; and where no core is
     left for vLLM's other processes, all threads wait for the one that these interrupt.
     """
+    choice = users_choice()
+    torch.set_num_threads(max(1, (machine.physical_cores() - 1) // num_workers if choice == AUTO else int(choice)))
+    return torch.get_num_threads()
+
+
+def users_choice() -> str:
+    """A number, or AUTO. Raises ValueError for anything else."""
     choice = os.environ.get(VARIABLE, AUTO)
     if choice != AUTO and not choice.isdecimal():
         raise ValueError(f"{VARIABLE}={choice!r} is neither a number nor {AUTO!r}")
-    torch.set_num_threads(max(1, (machine.physical_cores() - 1) // num_workers if choice == AUTO else int(choice)))
-    return torch.get_num_threads()
+    return choice

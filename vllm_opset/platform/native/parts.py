@@ -163,6 +163,12 @@ def decide(config: "VllmConfig", family: int) -> dict[str, Decision]:
     return {name: _decide(name, part, said.get(name), config, family) for name, part in PARTS.items()}
 
 
+def decide_without_model(family: int) -> dict[str, Decision]:
+    """What `decide` answers for a model and configuration that every part can do, by variables and files alone."""
+    said = _words({})
+    return {name: said[name] if name in said else _by_default(name, family) for name in PARTS}
+
+
 @functools.cache
 def defaults() -> Mapping[str, Mapping[str, object]]:
     return yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text())
@@ -173,7 +179,12 @@ def _said(config: "VllmConfig") -> dict[str, Decision]:
     said = {}
     if config.attention_config.backend is not None and not _another_backend(config):
         said["attention"] = Decision(True, "--attention-backend CUSTOM")
-    for source, name, value in selection.said("native", config.additional_config):
+    return said | _words(config.additional_config)
+
+
+def _words(additional_config: Mapping) -> dict[str, Decision]:
+    said = {}
+    for source, name, value in selection.said("native", additional_config):
         if name not in PARTS:
             raise selection.OverrideError(f"{source}: unknown part {name!r}; {selection.nearest(str(name), PARTS)}")
         if not isinstance(value, str | bool) or value not in SWITCH:
@@ -192,12 +203,17 @@ def _decide(name: str, part: Part, said: Decision | None, config: "VllmConfig", 
         if cannot is not None:
             raise cannot.refusal(f"({name}) {WHERE}")
         return Decision(True, f"asked for by {said.why}")
+    by_default = _by_default(name, family)
+    why_not = cannot or _first(part.unmeasured, config)
+    if by_default.on and why_not is not None:
+        return Decision(False, f"vLLM's own serves {why_not.feature}")
+    return by_default
+
+
+def _by_default(name: str, family: int) -> Decision:
     row = defaults().get(f"sm{family}", {})
     if not row.get(name):
         return Decision(False, f"not measured to be faster on GPUs of compute capability {family // 10}.{family % 10}")
-    why_not = cannot or _first(part.unmeasured, config)
-    if why_not is not None:
-        return Decision(False, f"vLLM's own serves {why_not.feature}")
     return Decision(True, f"faster by {row['measured']}")
 
 

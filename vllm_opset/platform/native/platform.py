@@ -51,6 +51,7 @@ class OpsetNativePlatform(CudaPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         selection.configure(vllm_config.additional_config)
+        selection.require_device(cls.device_type)
         if vllm_config.model_config is not None:
             decisions = cls.decide(vllm_config)
             parallel = vllm_config.parallel_config

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
-from vllm_opset.platform import fusion, layers, report
+from vllm_opset.platform import fusion, layers, refusals, report
 from vllm_opset.platform.cuda import warm_up
 from vllm_opset.platform.native import sampler
 
@@ -41,6 +41,8 @@ class OpsetNativeWorker(Worker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         if self.rank == 0:
             logger.info("%s", report.table())
+        if self.parts and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+            refusals.check_graphs(selection.choices())
         if self.parts & {"attention", "ops"}:
             warm_up.model(self)
         if "sampler" in self.parts:
