@@ -132,6 +132,13 @@ def test_doctor_says_that_an_override_is_for_another_device():
     assert "NOT USED: OPSET_KERNELS asks for rms_norm=triton, which runs on cuda, not on cpu." in finished.output
 
 
+def test_doctor_counts_what_an_override_cannot_do():
+    finished = command("doctor", "--json", OPSET_KERNELS="paged_attention=cpu")
+    assert finished.code == 0, finished
+    rows = {row["kernel"]: row for row in json.loads(finished.out)["kernels"] if row["op"] == "paged_attention"}
+    assert set(rows) == {"cpu", "none"} and "asks for paged_attention=cpu, which cannot do it" in rows["none"]["why"]
+
+
 def test_doctor_says_why_the_platform_cannot_be_had():
     finished = command("doctor", "--json", OPSET_PLATFORM="of")
     assert finished.code == 1, finished

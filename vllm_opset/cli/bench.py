@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -17,13 +16,12 @@ from vllm_opset.bench import ceilings, peers
 from vllm_opset.bench.measure import Candidate, candidates, cases, dtype_of, measure
 from vllm_opset.bench.report import LEGEND, Report, device_name, draw
 from vllm_opset.bench.text import asked_for
-from vllm_opset.cli.devices import require
 from vllm_opset.cli.show import print_table
+from vllm_opset.cli.words import DTYPES, known, require_device
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Op, Sample
 from vllm_opset.selection import nearest
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 DEVICES = ("cpu", "cuda")  # that can be timed
 OUTPUTS = ("--json", "--plot", "--page")
 KERNELS = "kernels"
@@ -53,10 +51,10 @@ def bench(
     `vllm-opset bench e2e` times whole engines.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    require(device, DEVICES)
+    require_device(device, DEVICES)
     chosen = [_op(name) for name in names or [op.name for op in ops.ALL if hasattr(op, "bench_samples")]]
     found, missing = _peers([] if alone else against or list(peers.NAMES), device)
-    work = _work(chosen, device, DTYPES[_known(dtype, DTYPES, "--dtype")], kernel, found, case)
+    work = _work(chosen, device, DTYPES[known(dtype, DTYPES, "--dtype")], kernel, found, case)
     if not work:
         raise typer.BadParameter(f"no case matches {case!r}", param_hint="--case")
     limits = ceilings.measure(device, DTYPES[dtype])
@@ -81,7 +79,7 @@ def _work(
 ) -> list[tuple[Op, Sample, Candidate]]:
     """Every measurement to make; what belongs to one case stands side by side."""
     implementations = {op.name: list(candidates(op, device, kernel, against)) for op in chosen}
-    ours = {known.name for op in chosen for known in kernels_of(op.name).values() if known.runs_on(device)}
+    ours = {one.name for op in chosen for one in kernels_of(op.name).values() if one.runs_on(device)}
     if kernel is not None and kernel not in ours:
         raise typer.BadParameter(
             f"no kernel {kernel!r} runs on {device}; {nearest(kernel, ours)}", param_hint="--kernel"
@@ -96,21 +94,15 @@ def _work(
 
 def _peers(names: list[str], device: str) -> tuple[list[str], dict[str, str]]:
     """Those that can be had here, and why the others cannot."""
-    reasons = {name: peers.peer(_known(name, peers.NAMES, "--against")).unavailable(device) for name in names}
+    reasons = {name: peers.peer(known(name, peers.NAMES, "--against")).unavailable(device) for name in names}
     return [name for name in names if not reasons[name]], {name: why for name, why in reasons.items() if why}
 
 
 def _op(name: str) -> Op:
-    op = ops.BY_NAME[_known(name, ops.BY_NAME, "OP")]
+    op = ops.BY_NAME[known(name, ops.BY_NAME, "OP")]
     if not hasattr(op, "bench_samples"):
         raise typer.BadParameter(f"{name} has no benchmark cases", param_hint="OP")
     return op
-
-
-def _known(word: str, known: Collection[str], hint: str) -> str:
-    if word not in known:
-        raise typer.BadParameter(f"unknown: {word!r}; {nearest(word, known)}", param_hint=hint)
-    return word
 
 
 def _print(report: Report) -> None:

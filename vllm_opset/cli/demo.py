@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from vllm_opset.cli.show import print_table
-from vllm_opset.selection import nearest
+from vllm_opset.cli.words import DTYPES, known
 
-DTYPES = ("float32", "bfloat16", "float16")
 CHECKOUT = Path(__file__).parents[2]
 SAMPLING = {"temperature": 0.5, "top_k": 20, "top_p": 0.95, "min_p": 0.02, "seed": 7, "repetition_penalty": 1.01}
 
@@ -30,8 +29,7 @@ def answer(
         raise typer.BadParameter(
             f"{model} has no heldout.jsonl; run the demo from a clone of the project", param_hint="--model"
         )
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"unknown: {dtype!r}; {nearest(dtype, DTYPES)}", param_hint="--dtype")
+    known(dtype, DTYPES, "--dtype")
     held_out = _held_out(model)
     os.environ["OPSET_COUNT_CALLS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")

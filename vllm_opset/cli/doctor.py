@@ -14,8 +14,8 @@ import typer
 from vllm_opset import __version__, ops, selection
 from vllm_opset.bench.measure import dtype_of
 from vllm_opset.cli import autoload
-from vllm_opset.cli.bench import DTYPES
 from vllm_opset.cli.show import AsJson, print_json, print_missing, print_table
+from vllm_opset.cli.words import DTYPES, known
 from vllm_opset.kernel import unavailable
 from vllm_opset.kernels import ascend
 from vllm_opset.platform.cuda import device as gpu
@@ -38,8 +38,7 @@ def examine(
     as_json: AsJson = False,
 ) -> None:
     """Say what would run here and why; exits with 1, and the cure, where vLLM would not use the plugin."""
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"unknown: {dtype!r}; {selection.nearest(dtype, DTYPES)}", param_hint="--dtype")
+    known(dtype, DTYPES, "--dtype")
     # Its default is standard output, which is for what is found.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     faults = list(_faults())
@@ -47,13 +46,14 @@ def examine(
     if not faults:
         active, faults = _active_platform()
     device = _device(used=not faults)
+    kernels, parts = [], {}
     try:
         selection.require_device(device)
         kernels = _kernels(device, DTYPES[dtype])
+        parts = native_parts.decide_without_model(_family()) if active == NATIVE else {}
     except selection.OverrideError as error:
         what, _, cure = str(error).partition(". ")
-        kernels, faults = [], [*faults, Fault(what, cure)]
-    parts = native_parts.decide_without_model(_family()) if active == NATIVE else {}
+        faults = [*faults, Fault(what, cure)]
     found = {
         "machine": _machine(), "platform": active, "device": device, "dtype": dtype, "kernels": kernels,
         "parts": {name: part._asdict() for name, part in parts.items()},
@@ -106,8 +106,8 @@ def _accelerator() -> str:
 
 
 def _gpu() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+    family = _family()
+    return f"{torch.cuda.get_device_name()}, compute capability {family // 10}.{family % 10}, CUDA {torch.version.cuda}"
 
 
 def _faults() -> Iterator[Fault]:
@@ -163,6 +163,7 @@ def _device(used: bool) -> str:
 
 
 def _family() -> int:
+    """Its compute capability, such as 90."""
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 
@@ -175,10 +176,18 @@ def _kernels(device: str, dtype: torch.dtype) -> list[dict]:
             op.describe(*args, **kwargs) for args, kwargs in (s.make() for s in op.samples("cpu", dtype_of(op, dtype)))
         }
         chosen: dict[str, list] = {}
+        refused = []
         for problem in problems:
-            choice = selection.select(op, type(problem)(**{**vars(problem), "device": device}))
-            chosen.setdefault(choice.kernel.name, []).append(choice)
+            try:
+                choice = selection.select(op, type(problem)(**{**vars(problem), "device": device}))
+            except selection.OverrideError as error:  # of samples: a model may have none of these problems
+                refused.append(str(error).partition(". ")[0])
+            else:
+                chosen.setdefault(choice.kernel.name, []).append(choice)
         rows += [_kernel_row(op.name, name, choices, len(problems)) for name, choices in chosen.items()]
+        if refused:
+            why = f"{refused[0]} ({len(refused)} of {len(problems)} sample problems)"
+            rows.append({"op": op.name, "kernel": "none", "why": why, "others": []})
     return rows
 
 

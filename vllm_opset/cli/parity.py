@@ -10,8 +10,8 @@ import typer
 from rich.progress import track
 
 from vllm_opset import ops, selection
-from vllm_opset.cli.devices import missing, require
 from vllm_opset.cli.show import AsJson, print_json, print_table
+from vllm_opset.cli.words import missing, require_device
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.ops.contract import Op
 from vllm_opset.parity import Check, check_kernel
@@ -28,7 +28,7 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Check kernels against the references; exits with 1 if one disagrees."""
-    require(device, DEVICES)
+    require_device(device, DEVICES)
     chosen = [(op.name, candidate.name) for op, candidate in _chosen(names or list(ops.BY_NAME), device, kernel)]
     if not chosen:
         raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}{missing(device)}", param_hint="--kernel")
