@@ -28,10 +28,10 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Check kernels against the references; exits with 1 if one disagrees."""
-    require_device(device, DEVICES)
     chosen = [(op.name, candidate.name) for op, candidate in _chosen(names or list(ops.BY_NAME), device, kernel)]
     if not chosen:
         raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}{missing(device)}", param_hint="--kernel")
+    require_device(device, DEVICES)  # once kernels are loaded, and with them what PyTorch needs for an NPU
     results = _in_processes(chosen, device, jobs) if jobs > 1 else (_check(*pair, device) for pair in chosen)
     checks = list(itertools.chain(*track(results, "checking", total=len(chosen), disable=as_json, transient=True)))
     failures = [check for check in checks if not check.passed]
