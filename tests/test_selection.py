@@ -8,6 +8,7 @@ import torch
 from vllm_opset import kernel as registry
 from vllm_opset import ops, selection
 from vllm_opset.kernel import PROVIDERS, Kernel, kernels_of
+from vllm_opset.kernels import cpp
 from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.layer_norm import LayerNormProblem
 from vllm_opset.selection import OverrideError, choices, configure, fingerprint, select
@@ -84,26 +85,34 @@ def test_a_users_kernel_waits_to_be_named():
     assert select(ops.layer_norm, NORM).kernel.name == "cpu"
 
 
-def test_every_other_kernel_has_its_reason():
+def test_every_other_kernel_for_the_device_has_its_reason():
     add_kernel("relu2", "half", provider="cpu", refuses="only fp16")
     add_kernel("relu2", "elsewhere", provider="triton", devices=("cuda",))
     add_kernel("relu2", "first", provider="cpu")
     add_kernel("relu2", "mine")
     reasons = dict(select(ops.relu2, ACTIVATION).rejected)
-    assert set(reasons) == set(kernels_of("relu2")) - {"first"}
+    assert set(reasons) == set(kernels_of("relu2", device="cpu")) - {"first"}
+    assert "elsewhere" not in reasons
     assert reasons["half"] == "only fp16"
-    assert reasons["elsewhere"] == "it runs on cuda, not on cpu"
     assert reasons["mine"] == "it runs where an override names it"
     assert reasons["reference"] == "first comes first"
 
 
 def test_with_an_override_every_other_kernel_has_its_reason():
-    add_kernel("relu2", "elsewhere", provider="triton", devices=("cuda",))
     configure({"opset": {"kernels": {"relu2": "reference"}}})
     add_kernel("relu2", "mine")
     reasons = dict(select(ops.relu2, ACTIVATION).rejected)
     assert reasons["mine"] == "--additional-config asks for reference"
-    assert reasons["elsewhere"] == "it runs on cuda, not on cpu"
+
+
+def test_a_choice_does_not_ask_for_what_other_devices_need(monkeypatch):
+    """Whether there are C++ kernels for a CPU is found by building them."""
+    asked = []
+    monkeypatch.setattr(cpp, "unavailable", lambda: asked.append("cpp"))
+    select(ops.relu2, Problem("cuda", torch.float32))
+    assert not asked
+    select(ops.relu2, ACTIVATION)
+    assert asked
 
 
 def test_a_choice_is_made_once():

@@ -106,16 +106,23 @@ def kernel(
     return register
 
 
-def kernels_of(op_name: str, elsewhere: bool = False) -> dict[str, Kernel]:
+def kernels_of(op_name: str, elsewhere: bool = False, device: str | None = None) -> dict[str, Kernel]:
     """Every kernel of an op that can be had on this machine, by name, in the order they were registered.
 
     elsewhere: also those of providers that cannot be had here but whose files say LISTED_ANYWHERE; they do not run.
+    device: only those for this type; whether others can be had is not asked, since it may take compiling them.
     """
     for provider in PROVIDERS:
+        if device is not None and device not in _package(provider).DEVICES:
+            continue
         if load(provider) is not None and elsewhere and getattr(_package(provider), "LISTED_ANYWHERE", False):
             _import_files(provider)
     absent = set(PROVIDERS) - _loaded
-    return {name: known for name, known in _registry[op_name].items() if elsewhere or known.provider not in absent}
+    return {
+        name: known
+        for name, known in _registry[op_name].items()
+        if (elsewhere or known.provider not in absent) and (device is None or known.runs_on(device))
+    }
 
 
 def unavailable() -> dict[str, str]:

@@ -160,13 +160,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _decide(op: Op, problem: Problem, override: Override | None) -> Choice:
-    kernels = kernels_of(op.name)
+    kernels = kernels_of(op.name, device=None if override else problem.device)
     if override is not None:
         chosen, reason = _obey(kernels, problem, override, op), f"asked for by {override.source}"
     else:
         chosen = next(kernel for kernel in _in_order_of_preference(kernels, problem) if not _why_not(kernel, problem))
         reason = _why(chosen, problem)
-    others = [kernel for kernel in kernels.values() if kernel is not chosen]
+    others = [kernel for kernel in kernels.values() if kernel is not chosen and kernel.runs_on(problem.device)]
     rejected = ((k.name, _why_not(k, problem) or _why_after(k, chosen, problem, override)) for k in others)
     return Choice(op.name, problem, chosen, reason, tuple(rejected))
 

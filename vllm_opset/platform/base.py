@@ -7,7 +7,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_opset import selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.platform import compat, compile_cache, refusals
+from vllm_opset.platform import compat, compile_cache, forking, refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,6 +28,9 @@ class OpsetPlatform(Platform):
     rules: ClassVar[tuple[refusals.Rule, ...]]
     worker: ClassVar[str]
     attention_backend: ClassVar[str] = BACKEND
+
+    def __init__(self) -> None:
+        forking.make_safe()
 
     # Configuration
 

@@ -29,8 +29,8 @@ class OpsetCpuPlatform(OpsetPlatform):
     worker = "vllm_opset.platform.cpu.worker.OpsetCpuWorker"
 
     def __init__(self) -> None:
+        super().__init__()
         compat.without_accelerator()
-        threads.make_forking_safe()
 
     # Configuration
 

@@ -1,12 +1,5 @@
-"""How many threads an engine computes with, and how a process that has used threads can be forked.
+"""How many threads an engine computes with."""
 
-A forked engine whose parent has run OpenMP threads waits for them forever in its first parallel loop: they do not exist
-in the child, and the runtime does not know. vLLM's own advice, `spawn`, runs the user's script a second time unless it
-is guarded by `if __name__ == "__main__"`. OpenMP can be asked to give its threads back, so that is done before a fork.
-"""
-
-import ctypes
-import functools
 import os
 
 import torch
@@ -15,16 +8,6 @@ from vllm_opset.platform.cpu import machine
 
 VARIABLE = "OPSET_NUM_THREADS"
 AUTO = "auto"
-
-OMP_PAUSE_HARD = 2  # omp_pause_resource_t in OpenMP 5.0: give back everything
-
-
-@functools.cache
-def make_forking_safe() -> None:
-    """From now on the OpenMP threads of a process are given back before it forks; they come back with the next loop."""
-    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
-    if pause is not None:
-        os.register_at_fork(before=functools.partial(pause, OMP_PAUSE_HARD))
 
 
 def remember_users_choice() -> None:

@@ -11,7 +11,7 @@ from vllm.platforms.cuda import CudaPlatform
 
 from vllm_opset import ops, selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.platform import compile_cache
+from vllm_opset.platform import compile_cache, forking
 from vllm_opset.platform.native import parts
 from vllm_opset.platform.refusals import Refusal
 
@@ -55,8 +55,10 @@ class OpsetNativePlatform(CudaPlatform):
         if vllm_config.model_config is not None:
             decisions = cls.decide(vllm_config)
             parallel = vllm_config.parallel_config
-            if any(part.on for part in decisions.values()) and parallel.worker_cls in ("auto", parts.STOCK_WORKER):
-                parallel.worker_cls = parts.WORKER
+            if any(part.on for part in decisions.values()):
+                forking.make_safe()
+                if parallel.worker_cls in ("auto", parts.STOCK_WORKER):
+                    parallel.worker_cls = parts.WORKER
             if decisions["attention"].on:
                 compile_cache.keep_apart(vllm_config, BACKEND)
             for name, part in decisions.items():

@@ -1,0 +1,59 @@
+"""linear of one row, as a lone request decodes: products in registers, at the speed at which the weight can be read.
+
+For more rows than one it is PyTorch's own, which tensor cores serve well.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.triton import _launch, _supports
+from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._rows import num_rows
+from vllm_opset.ops.linear import check_bias
+
+
+@kernel(ops.linear, name="triton", supports=_supports.floats)
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    check_bias(weight, bias)
+    if num_rows(x) != 1:
+        return F.linear(x, weight, bias).contiguous()
+    num_outputs, columns = weight.shape
+    out = x.new_empty((*x.shape[:-1], num_outputs))
+    launch = _launch.overlap(x.device) | _parts(columns, **_launch.parameters("linear", x.device, num_outputs))
+    _linear[(_launch.cdiv(num_outputs, launch["OUTPUTS"]),)](
+        x, x.stride(-1), weight, weight.stride(0), bias, out, num_outputs, COLUMNS=columns, **launch
+    )
+    return out
+
+
+def _parts(columns: int, tile: int, width: int, warps: int) -> dict[str, int]:
+    """Launch arguments: a program holds `tile` elements of the weight at a time, up to `width` of each of its rows."""
+    block = min(width, _launch.next_power_of_2(columns))
+    return {"OUTPUTS": tile // block, "BLOCK": block, "num_warps": warps}
+
+
+@triton.jit(do_not_specialize=["num_outputs"])
+def _linear(
+    x, x_stride, weight, weight_stride, bias, out, num_outputs,
+    COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    begin(OVERLAP)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.arange(0, BLOCK)
+    is_output = output < num_outputs
+    weight += output.to(tl.int64)[:, None] * weight_stride + column[None, :]
+    products = tl.zeros([OUTPUTS, BLOCK], tl.float32)
+    for first in tl.range(0, COLUMNS, BLOCK):
+        inside = first + column < COLUMNS
+        # Read once: it is to take nobody's place in the last-level cache, unlike the row, which all programs read.
+        w = tl.load(weight + first, is_output[:, None] & inside[None, :], 0.0, eviction_policy="evict_first")
+        v = tl.load(x + (first + column) * x_stride, inside, 0.0, eviction_policy="evict_last")
+        products += w.to(tl.float32) * v.to(tl.float32)[None, :]
+    y = tl.sum(products, 1)
+    if bias is not None:
+        y += tl.load(bias + output, is_output, 0.0).to(tl.float32)
+    tl.store(out + output, y, is_output)
