@@ -1,5 +1,7 @@
 """vLLM's layers with weights, multiplying by ops.linear, against vLLM's own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -51,6 +53,45 @@ def test_layers_multiply_as_before(num_tokens, dtype):
     for name, layer in model.items():
         torch.testing.assert_close(layer.quant_method.apply(layer, x, None), before[name], rtol=2**-7, atol=1e-5)
     assert {choice.op for choice in selection.choices()} == {"linear"}
+
+
+def test_a_compiler_is_given_an_operator_of_any_number_of_rows(monkeypatch):
+    """One graph for all numbers of rows, in which the kernel sees how many there are."""
+    model, rows = layers(), []
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=48**-0.5)
+    before = model["replicated"].quant_method
+    linear.bind(model, compiled=True)
+    run = linear._choice(model["replicated"].weight).run
+    monkeypatch.setattr(linear, "_choice", lambda weight: SimpleNamespace(run=seeing(run, rows)))
+    compiled = torch.compile(lambda x: model["replicated"](x)[0], fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_tokens in (5, 1, 16):
+        x = torch.randn(num_tokens, 48)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x), before.apply(model["replicated"], x, model["replicated"].bias))
+    assert rows == [5, 1, 16]
+
+
+def seeing(run, rows: list[int]):
+    """`run`, noting how many rows it is given."""
+
+    def seen(x, weight, bias):
+        rows.append(len(x))
+        return run(x, weight, bias)
+
+    return seen
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_warm_up_multiplies_one_row_by_each_shape(compiled, monkeypatch):
+    monkeypatch.setenv("OPSET_COUNT_CALLS", "1")
+    model = layers()
+    model["again"] = ReplicatedLinear(48, 64)
+    linear.bind(model, compiled=compiled)
+    linear.multiply_one_row(model)
+    (choice,) = selection.choices()
+    # [64, 48] with a bias and without, and [128, 48].
+    assert choice.calls == 3
 
 
 def test_an_embedding_still_looks_up():

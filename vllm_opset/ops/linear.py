@@ -53,11 +53,15 @@ def _(x, weight, bias=None) -> Cost:
 
 @linear.sample_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name, shape, out_features, *, bias=False, layout=lambda x: x) -> Sample:
+    def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def sample(name, shape, out_features, *, bias=False, layout=as_it_is, weight_layout=as_it_is) -> Sample:
         def make():
             rng = samples.generator(name)
             x = layout(samples.normal(shape, dtype, device, rng))
             weight = samples.normal((out_features, shape[-1]), dtype, device, rng, std=shape[-1] ** -0.5)
+            weight = weight_layout(weight)
             return (x, weight, samples.normal((out_features,), dtype, device, rng) if bias else None), {}
 
         return Sample(name, make)
@@ -71,10 +75,14 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("large weight", (16, 640), 512)
     yield sample("large weight, bias", (16, 640), 512, bias=True)
     yield sample("large weight, long sums", (20, 4096), 61)
+    yield sample("one token, long sums", (1, 5120), 61, bias=True)
     yield sample("odd features", (3, 77), 33, bias=True)
+    yield sample("odd features of one token", (1, 77), 33, bias=True)
     yield sample("one output", (16, 64), 1, bias=True)
     yield sample("strided rows", (16, 96), 48, layout=samples.row_view)
     yield sample("one strided row", (1, 96), 48, layout=samples.row_view)
+    yield sample("strided columns of one row", (1, 96), 48, layout=lambda x: samples.row_view(x.mT).mT)
+    yield sample("a weight in a wider one", (1, 96), 48, weight_layout=samples.row_view)
     yield sample("strided columns", (16, 96), 48, layout=samples.column_major)
     yield sample("three dimensions", (2, 3, 64), 32, bias=True)
     yield sample("one dimension", (64,), 32, bias=True)
@@ -102,9 +110,13 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
         return Sample(f"T{num_tokens} {in_features} to {out_features}", make)
 
-    for num_tokens in samples.bench_tokens(device):
-        yield sample(num_tokens, 1024, 6144)
-        yield sample(num_tokens, 3072, 1024)
+    if device == "cpu":  # what a CPU serves: Qwen3-0.6B
+        tokens, shapes = samples.bench_tokens(device), ((1024, 6144), (3072, 1024))
+    else:  # decode steps of Qwen3-8B; prompts are PyTorch's own in any case
+        tokens, shapes = (1, 64), ((4096, 4096), (4096, 6144), (4096, 24576), (12288, 4096), (4096, 151936))
+    for num_tokens in tokens:
+        for shape in shapes:
+            yield sample(num_tokens, *shape)
 
 
 laws.rows_are_independent(linear, lambda run, x: run(x, torch.eye(64, dtype=x.dtype, device=x.device)))

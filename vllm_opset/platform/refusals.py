@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OUTSIDE_GRAPHS = {"compute_slot_mapping", "apply_penalties", "top_k_top_p_sample"}
+CAPTURABLE_REFERENCES = {"linear"}  # PyTorch's own operator
 
 
 class Refusal(NotImplementedError):
@@ -60,7 +61,7 @@ def check_attention(backend: str, selected_backend, wanted, where: str) -> None:
 def check_graphs(choices: Iterable[selection.Choice]) -> None:
     """Raises Refusal for a reference that a graph would have to capture: it may read lengths back from the device."""
     for choice in choices:
-        if choice.kernel.provider == REFERENCE and choice.op not in OUTSIDE_GRAPHS:
+        if choice.kernel.provider == REFERENCE and choice.op not in OUTSIDE_GRAPHS | CAPTURABLE_REFERENCES:
             raise Refusal(
                 f"vllm-opset's reference of {choice.op} cannot be captured in a graph: give --enforce-eager, or "
                 "choose another kernel."

@@ -40,9 +40,9 @@ def answers(native: str, backend: str = "") -> dict:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-OFF = "attention=off,sampler=off,ops=off"
-SAMPLER = "attention=off,sampler=on,ops=off"
-ALL = "attention=on,sampler=on,ops=on"
+OFF = "attention=off,sampler=off,linear=off,ops=off"
+SAMPLER = "attention=off,sampler=on,linear=off,ops=off"
+ALL = "attention=on,sampler=on,linear=on,ops=on"
 
 
 def stock() -> dict:
@@ -66,7 +66,7 @@ def test_with_everything_off_it_is_stock_vllm_bit_for_bit():
 
 
 def test_opsets_attention_answers_where_users_name_it():
-    found = answers("sampler=off,ops=off", "CUSTOM")
+    found = answers("sampler=off,linear=off,ops=off", "CUSTOM")
     assert found["kernels"] == {"reshape_and_cache": "triton", "paged_attention": "triton"}
     assert_close(found)
 

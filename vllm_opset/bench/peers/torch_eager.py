@@ -21,6 +21,10 @@ def layer_norm(x, weight, bias, epsilon):
     return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
 
+def linear(x, weight, bias=None):
+    return F.linear(x, weight, bias)
+
+
 def silu_and_mul(x):
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up

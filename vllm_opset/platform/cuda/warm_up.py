@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.kernels.triton._ahead import compiled_ahead
 from vllm_opset.ops.paged_batch import PagedBatch
+from vllm_opset.platform import linear
 
 FEW_QUERIES = 64  # of a request, at most, for whose launches every size of the context matters
 DRAFTING = (1, 9, 16)  # requests: Triton compiles anew for 1 and for multiples of 16, and vLLM has two ways to top-k
@@ -37,9 +38,11 @@ def kernels(worker: Worker) -> None:
 def model(worker: Worker) -> None:
     """What is before the logits, with a model runner of either kind."""
     runner, scheduler = worker.model_runner, worker.scheduler_config
-    if not runner.is_pooling_model:
-        with compiled_ahead():
+    with compiled_ahead():
+        linear.multiply_one_row(runner.get_model())
+        if not runner.is_pooling_model:
             _attention(worker)
+    if not runner.is_pooling_model:
         _attention(worker)
     for num_tokens in _powers_up_to(scheduler.max_num_batched_tokens):
         _step(runner, num_tokens)

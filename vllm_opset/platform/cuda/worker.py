@@ -1,11 +1,11 @@
 """One worker process on a GPU."""
 
-from vllm.config import CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
-from vllm_opset.platform import compat, fusion, refusals, sampler, slots
+from vllm_opset.platform import compat, fusion, linear, refusals, sampler, slots
 from vllm_opset.platform.cuda import device, warm_up
 from vllm_opset.platform.worker import OpsetWorker
 
@@ -19,8 +19,15 @@ class OpsetCudaWorker(OpsetWorker):
 
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
-        fusion.bind(self.model_runner.get_model(), self.vllm_config)
+        model = self.model_runner.get_model()
+        fusion.bind(model, self.vllm_config)
+        if not refusals.offloads(self.vllm_config):  # weights that move stay in vLLM's hands
+            linear.bind(model, compiled=self.compilation_config.mode != CompilationMode.NONE)
         warm_up.compile_sampler(self.model_runner)
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        super().reload_weights(*args, **kwargs)
+        linear.refresh(self.model_runner.get_model())
 
     def determine_available_memory(self) -> int:
         with device.named_out_of_memory():

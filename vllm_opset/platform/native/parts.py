@@ -2,6 +2,7 @@
 
 - attention: opset's attention backend, as by `--attention-backend CUSTOM`.
 - sampler: temperature, min-p, top-k, top-p and the draw by one kernel.
+- linear: layers with unquantised weights, by a kernel for the one row of a lone request.
 - ops: norms, activations and rotary embeddings, fused by hand; torch.compile is off then.
 
 defaults.yaml says what is on by default on a GPU family. Users say otherwise by `--additional-config
@@ -20,7 +21,7 @@ import torch
 import yaml
 
 from vllm_opset import selection
-from vllm_opset.platform.refusals import Refusal, Rule, environment, given, of_model, several
+from vllm_opset.platform.refusals import Refusal, Rule, environment, given, of_model, offloads, several
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,6 +61,11 @@ def _another_cache(config: "VllmConfig") -> bool:
     return not OpsetAttentionBackend.supports_kv_cache_dtype(config.cache_config.cache_dtype)
 
 
+def _another_linear_backend(config: "VllmConfig") -> bool:
+    # A setting since 0.30.
+    return getattr(config.kernel_config, "linear_backend", "auto") != "auto"
+
+
 def _compiled(config: "VllmConfig") -> bool:
     from vllm.config import CompilationMode
 
@@ -90,7 +96,23 @@ _BATCH_INVARIANT = Rule(
 )
 _HYBRID = Rule("Mamba, state-space and linear attention", _LEAVE_IT_OUT, _model("has_inner_state"))
 _ENCODER_DECODER = Rule("encoder-decoder models", _LEAVE_IT_OUT, _model("is_encoder_decoder"))
+_FP32 = Rule("fp32", _LEAVE_IT_OUT, of_model(lambda model: model.dtype == torch.float32))
 _POOLING = Rule("pooling models", _LEAVE_IT_OUT, of_model(lambda model: model.runner_type == "pooling"))
+
+# What replaces vLLM's layers was measured on dense language models of one GPU alone.
+_NOT_MEASURED = (
+    _POOLING,
+    _SPECULATIVE,
+    _HYBRID,
+    _ENCODER_DECODER,
+    Rule("quantised weights", _LEAVE_IT_OUT, _model("quantization")),
+    Rule("mixture-of-experts (MoE) models", _LEAVE_IT_OUT, _model("is_moe")),
+    Rule("multimodal models", _LEAVE_IT_OUT, _model("is_multimodal_model")),
+    Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla")),
+    Rule("adapters (LoRA)", _LEAVE_IT_OUT, given("lora_config")),
+    Rule("tensor parallelism", _LEAVE_IT_OUT, several("tensor_parallel_size")),
+    Rule("pipeline parallelism", _LEAVE_IT_OUT, several("pipeline_parallel_size")),
+)
 
 PARTS: Mapping[str, Part] = {
     "attention": Part(
@@ -115,7 +137,7 @@ PARTS: Mapping[str, Part] = {
             Rule("an fp8 KV cache", _LEAVE_IT_OUT, _caches_fp8),
             Rule("soft-capped attention", _LEAVE_IT_OUT, of_model(_soft_caps)),
             Rule("ALiBi", _LEAVE_IT_OUT, _model("uses_alibi")),
-            Rule("fp32", _LEAVE_IT_OUT, of_model(lambda model: model.dtype == torch.float32)),
+            _FP32,
         ),
     ),
     "sampler": Part(
@@ -130,25 +152,22 @@ PARTS: Mapping[str, Part] = {
             _BATCH_INVARIANT,
         )
     ),
+    "linear": Part(
+        cannot=(
+            _OTHER_WORKER,
+            Rule("weight offloading", "leave out --cpu-offload-gb and --offload-*, or switch this part off", offloads),
+            Rule("another linear backend", "leave out --linear-backend", _another_linear_backend),
+            _BATCH_INVARIANT,
+        ),
+        unmeasured=(*_NOT_MEASURED, _FP32),
+    ),
     "ops": Part(
         cannot=(
             _OTHER_WORKER,
             Rule("torch.compile", "leave out the compilation mode, which is 0 then", _compiled),
             _BATCH_INVARIANT,
         ),
-        unmeasured=(
-            _POOLING,
-            _SPECULATIVE,
-            _HYBRID,
-            _ENCODER_DECODER,
-            Rule("quantised weights", _LEAVE_IT_OUT, _model("quantization")),
-            Rule("mixture-of-experts (MoE) models", _LEAVE_IT_OUT, _model("is_moe")),
-            Rule("multimodal models", _LEAVE_IT_OUT, _model("is_multimodal_model")),
-            Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla")),
-            Rule("adapters (LoRA)", _LEAVE_IT_OUT, given("lora_config")),
-            Rule("tensor parallelism", _LEAVE_IT_OUT, several("tensor_parallel_size")),
-            Rule("pipeline parallelism", _LEAVE_IT_OUT, several("pipeline_parallel_size")),
-        ),
+        unmeasured=_NOT_MEASURED,
     ),
 }
 

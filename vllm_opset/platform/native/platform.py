@@ -59,8 +59,8 @@ class OpsetNativePlatform(CudaPlatform):
                 forking.make_safe()
                 if parallel.worker_cls in ("auto", parts.STOCK_WORKER):
                     parallel.worker_cls = parts.WORKER
-            if decisions["attention"].on:
-                compile_cache.keep_apart(vllm_config, BACKEND)
+            if seen_by_compiler := [name for name in ("attention", "linear") if decisions[name].on]:
+                compile_cache.keep_apart(vllm_config, f"{BACKEND} {' '.join(seen_by_compiler)}")
             for name, part in decisions.items():
                 logger.info_once(f"vllm-opset's {name} is {'on' if part.on else 'off'}: {part.why}")
         super().check_and_update_config(vllm_config)

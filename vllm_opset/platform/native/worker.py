@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from vllm.config import CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
-from vllm_opset.platform import fusion, layers, refusals, report
+from vllm_opset.platform import fusion, layers, linear, refusals, report
 from vllm_opset.platform.cuda import warm_up
 from vllm_opset.platform.native import sampler
 
@@ -27,23 +27,30 @@ class OpsetNativeWorker(Worker):
     def load_model(self, **kwargs) -> None:
         with _opset_layers() if "ops" in self.parts else nullcontext():
             super().load_model(**kwargs)
+        model = self.model_runner.get_model()
         if "ops" in self.parts:
-            model = self.model_runner.get_model()
             with set_current_vllm_config(self.vllm_config):
                 layers.bind(model, self.model_config.dtype)
             fusion.bind(model, self.vllm_config)
+        if "linear" in self.parts:
+            linear.bind(model, compiled=self.compilation_config.mode != CompilationMode.NONE)
         if "sampler" in self.parts:
             if sampler.install(self.model_runner):
                 warm_up.compile_sampler(self.model_runner)
             else:
                 self.parts.remove("sampler")
 
+    def reload_weights(self, *args, **kwargs) -> None:
+        super().reload_weights(*args, **kwargs)
+        if "linear" in self.parts:
+            linear.refresh(self.model_runner.get_model())
+
     def compile_or_warm_up_model(self) -> CompilationTimes:
         if self.rank == 0:
             logger.info("%s", report.table())
         if self.parts and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             refusals.check_graphs(selection.choices())
-        if self.parts & {"attention", "ops"}:
+        if self.parts & {"attention", "linear", "ops"}:
             warm_up.model(self)
         if "sampler" in self.parts:
             self.model_runner.sampler.warm_up(self.device)
