@@ -141,7 +141,8 @@ class Plan:
                 progress(f"{case.name}, run {repetition} of {self.repetitions}: {one.engine.name}")
                 # The first step of an engine that was stopped takes longer: one prompt goes before.
                 asked = ((prompts[:1], 1), (prompts, 1), (prompts, case.output))
-                answers[one.engine.name].append([one.ask(*what, {**GREEDY, **case.sampling}) for what in asked])
+                with one.awake():
+                    answers[one.engine.name].append([one.ask(*what, {**GREEDY, **case.sampling}) for what in asked])
         expected = next(iter(answers.values()))[0][-1].tokens
         for name, found in answers.items():
             first, *runs = [

@@ -11,7 +11,7 @@ its source: each class and shape is tried once, on random input, with the parts 
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -59,8 +59,15 @@ class WaitingRope(nn.Module):
         return write
 
 
-def bind(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """For a model that was just loaded, if no compiler is to see through its parts."""
+def bind(
+    model: nn.Module,
+    vllm_config: VllmConfig,
+    compiled_ahead: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """For a model that was just loaded, if no compiler is to see through its parts.
+
+    compiled_ahead: within it kernels may be compiled instead of launched, before they are.
+    """
     if vllm_config.compilation_config.mode != CompilationMode.NONE:
         return
     can_wait: dict[tuple, bool] = {}
@@ -71,6 +78,8 @@ def bind(model: nn.Module, vllm_config: VllmConfig) -> None:
         impl = module.attn.impl
         shape = type(module), impl.num_heads, impl.num_kv_heads, impl.head_size, rope.norms is None
         if shape not in can_wait:
+            with compiled_ahead():
+                _can_wait(module, rope, vllm_config)
             can_wait[shape] = _can_wait(module, rope, vllm_config)
         if can_wait[shape]:
             _let_wait(module, rope)

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class EngineError(RuntimeError):
 
 
 class RunningEngine:
-    """An engine in processes of its own, stopped except while it starts or answers. Use in a `with`.
+    """An engine in processes of its own, stopped except while it starts or is `awake`. Use in a `with`.
 
     args: of `LLM`, before those of the engine. folder: for its log. env: variables for its processes, before its own.
     """
@@ -112,17 +112,23 @@ class RunningEngine:
         finally:
             self._kill()
 
-    def ask(self, prompts: list[list[int]], max_tokens: int, sampling: Mapping = GREEDY) -> Answer:
-        """Generates max_tokens for each prompt of token ids. sampling: of vLLM's SamplingParams."""
-        request = {"prompts": prompts, "sampling": {**sampling, "max_tokens": max_tokens}}
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within it the engine answers."""
         self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def ask(self, prompts: list[list[int]], max_tokens: int, sampling: Mapping = GREEDY) -> Answer:
+        """Generates max_tokens for each prompt of token ids, while it is awake. sampling: of vLLM's SamplingParams."""
+        request = {"prompts": prompts, "sampling": {**sampling, "max_tokens": max_tokens}}
         before = self._cpu_seconds()
         with suppress(BrokenPipeError):  # of an engine that has ended, which reading finds
             print(json.dumps(request), file=self._process.stdin, flush=True)
         answer = self._read()
-        cpu_seconds = self._cpu_seconds() - before
-        self._signal(signal.SIGSTOP)
-        return Answer(cpu_seconds=cpu_seconds, **answer)
+        return Answer(cpu_seconds=self._cpu_seconds() - before, **answer)
 
     def _read(self) -> dict:
         # Not the end of the pipe alone: a process that the engine forked may hold that open after the engine's end.

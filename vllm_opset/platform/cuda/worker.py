@@ -5,6 +5,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
+from vllm_opset.kernels.triton._ahead import compiled_ahead
 from vllm_opset.platform import compat, fusion, linear, refusals, sampler, slots
 from vllm_opset.platform.cuda import device, warm_up
 from vllm_opset.platform.worker import OpsetWorker
@@ -20,7 +21,7 @@ class OpsetCudaWorker(OpsetWorker):
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
         model = self.model_runner.get_model()
-        fusion.bind(model, self.vllm_config)
+        fusion.bind(model, self.vllm_config, compiled_ahead)
         if not refusals.offloads(self.vllm_config):  # weights that move stay in vLLM's hands
             linear.bind(model, compiled=self.compilation_config.mode != CompilationMode.NONE)
         warm_up.compile_sampler(self.model_runner)

@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
+from vllm_opset.kernels.triton._ahead import compiled_ahead
 from vllm_opset.platform import fusion, layers, linear, refusals, report
 from vllm_opset.platform.cuda import warm_up
 from vllm_opset.platform.native import sampler
@@ -31,7 +32,7 @@ class OpsetNativeWorker(Worker):
         if "ops" in self.parts:
             with set_current_vllm_config(self.vllm_config):
                 layers.bind(model, self.model_config.dtype)
-            fusion.bind(model, self.vllm_config)
+            fusion.bind(model, self.vllm_config, compiled_ahead)
         if "linear" in self.parts:
             linear.bind(model, compiled=self.compilation_config.mode != CompilationMode.NONE)
         if "sampler" in self.parts:
