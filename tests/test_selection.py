@@ -110,6 +110,7 @@ def test_a_choice_does_not_ask_for_what_other_devices_need(monkeypatch):
     asked = []
     monkeypatch.setattr(cpp, "unavailable", lambda: asked.append("cpp"))
     select(ops.relu2, Problem("cuda", torch.float32))
+    selection.why_no_kernel(ops.relu2, Problem("cuda", torch.float32))
     assert not asked
     select(ops.relu2, ACTIVATION)
     assert asked

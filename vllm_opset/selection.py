@@ -145,7 +145,8 @@ def said(key: str, additional_config: Mapping) -> Iterator[tuple[str, object, ob
 
 def why_no_kernel(op: Op, problem: Problem) -> str | None:
     """Why only the reference can do it on the problem's device, or None if a kernel can. Nothing is chosen."""
-    kernels = [k for k in _in_order_of_preference(kernels_of(op.name), problem) if k.provider != REFERENCE]
+    known = kernels_of(op.name, device=problem.device)
+    kernels = [k for k in _in_order_of_preference(known, problem) if k.provider != REFERENCE]
     reasons = [_why_not(kernel, problem) for kernel in kernels]
     if None in reasons:
         return None

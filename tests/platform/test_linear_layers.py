@@ -5,7 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_opset import selection
@@ -49,62 +54,23 @@ def test_layers_multiply_as_before(num_tokens, dtype):
         torch.nn.init.normal_(parameter, std=48**-0.5)
     x = torch.randn(num_tokens, 48, dtype=dtype)
     before = {name: layer.quant_method.apply(layer, x, None) for name, layer in model.items()}
-    linear.bind(model)
+    linear.bind_packed(model)
     for name, layer in model.items():
         torch.testing.assert_close(layer.quant_method.apply(layer, x, None), before[name], rtol=2**-7, atol=1e-5)
     assert {choice.op for choice in selection.choices()} == {"linear"}
-
-
-def test_a_compiler_is_given_an_operator_of_any_number_of_rows(monkeypatch):
-    """One graph for all numbers of rows, in which the kernel sees how many there are."""
-    model, rows = layers(), []
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=48**-0.5)
-    before = model["replicated"].quant_method
-    linear.bind(model, compiled=True)
-    run = linear._choice(model["replicated"].weight).run
-    monkeypatch.setattr(linear, "_choice", lambda weight: SimpleNamespace(run=seeing(run, rows)))
-    compiled = torch.compile(lambda x: model["replicated"](x)[0], fullgraph=True, dynamic=True, backend="aot_eager")
-    for num_tokens in (5, 1, 16):
-        x = torch.randn(num_tokens, 48)
-        torch._dynamo.mark_dynamic(x, 0)
-        torch.testing.assert_close(compiled(x), before.apply(model["replicated"], x, model["replicated"].bias))
-    assert rows == [5, 1, 16]
-
-
-def seeing(run, rows: list[int]):
-    """`run`, noting how many rows it is given."""
-
-    def seen(x, weight, bias):
-        rows.append(len(x))
-        return run(x, weight, bias)
-
-    return seen
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_warm_up_multiplies_one_row_by_each_shape(compiled, monkeypatch):
-    monkeypatch.setenv("OPSET_COUNT_CALLS", "1")
-    model = layers()
-    model["again"] = ReplicatedLinear(48, 64)
-    linear.bind(model, compiled=compiled)
-    linear.multiply_one_row(model)
-    (choice,) = selection.choices()
-    # [64, 48] with a bias and without, and [128, 48].
-    assert choice.calls == 3
 
 
 def test_an_embedding_still_looks_up():
     layer = VocabParallelEmbedding(128, 48)
     torch.nn.init.normal_(layer.weight)
     ids = torch.tensor([3, 0, 127])
-    linear.bind(layer)
+    linear.bind_packed(layer)
     assert torch.equal(layer(ids), layer.weight[ids])
 
 
 def test_weights_that_are_loaded_again_are_used():
     model = layers()
-    linear.bind(model)
+    linear.bind_packed(model)
     layer, x = model["row"], torch.randn(2, 48)
     with torch.no_grad():
         layer.weight.copy_(torch.eye(64, 48))
@@ -119,7 +85,7 @@ def test_weights_are_packed_at_loading_and_again_when_they_change():
     model = layers().bfloat16()
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    linear.bind(model)
+    linear.bind_packed(model)
     x, tied = torch.ones(2, 48, dtype=torch.bfloat16), model["embedding"]
     if model["row"].weight.numel():
         pytest.skip("nothing is packed, as oneDNN does not multiply in bf16 here: runs on a processor with AVX-512")
@@ -137,6 +103,91 @@ def test_weights_are_packed_at_loading_and_again_when_they_change():
 
 def test_a_model_that_was_loaded_uses_a_kernel_of_the_users_choice():
     selection.configure({"opset": {"kernels": {"linear": "reference"}}})
-    linear.bind(layers())
+    linear.bind_packed(layers())
     (choice,) = selection.choices()
     assert choice.kernel.name == "reference"
+
+
+# As on a GPU, where weights stay where they are.
+
+
+@pytest.fixture
+def reference():
+    """The kernels for a CPU prepare weights."""
+    selection.configure({"opset": {"kernels": {"linear": "reference"}}})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_that_stay_may_be_replaced_and_changed(compiled, reference):
+    """As vLLM does when it loads weights again, layer by layer, or moves them."""
+    model, x = layers(), torch.ones(2, 48)
+    linear.bind(model, compiled)
+    for name in ("row", "head", "embedding"):
+        layer = model[name]
+        for value in (1, 2):
+            layer.weight.data = torch.full_like(layer.weight.data, value)
+            assert (layer.quant_method.apply(layer, x) == 48 * value).all()
+        with torch.no_grad():
+            layer.weight.fill_(3)
+        assert (layer.quant_method.apply(layer, x) == 48 * 3).all()
+
+
+def test_a_compiler_is_given_an_operator_of_any_number_of_rows(reference, monkeypatch):
+    """One graph for all numbers of rows, in which the kernel sees how many there are."""
+    model, rows = layers(), []
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=48**-0.5)
+    layer = model["replicated"]
+    before = layer.quant_method
+    linear.bind(model, compiled=True)
+    run = linear._compiled[torch.float32]
+    monkeypatch.setitem(linear._compiled, torch.float32, seeing(run, rows))
+    compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_tokens in (5, 1, 16):
+        x = torch.randn(num_tokens, 48)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x), before.apply(layer, x, layer.bias))
+    assert rows == [5, 1, 16]
+
+
+def seeing(run, rows: list[int]):
+    """`run`, noting how many rows it is given."""
+
+    def seen(x, weight, bias):
+        rows.append(len(x))
+        return run(x, weight, bias)
+
+    return seen
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_warm_up_multiplies_one_row_by_each_kind(compiled, reference, monkeypatch):
+    model, rows = layers(), []
+    model["again"] = ReplicatedLinear(48, 64)
+    run = linear._choice(torch.float32).run
+    monkeypatch.setattr(linear, "_choice", lambda dtype: SimpleNamespace(run=seeing(run, rows), kernel=KEEPS))
+    linear.bind(model, compiled)
+    linear.multiply_one_row(model)
+    # [64, 48] with a bias and without, and the head's [128, 48].
+    assert rows == [1, 1, 1]
+
+
+KEEPS = SimpleNamespace(prepare={})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_kernel_that_prepares_weights_is_refused_where_they_stay(compiled, monkeypatch):
+    kernel = SimpleNamespace(prepare={"weight": torch.t})
+    monkeypatch.setattr(linear, "_choice", lambda dtype: SimpleNamespace(run=None, kernel=kernel))
+    with pytest.raises(Refusal, match=r"leaves weights as they are, and .* wants to prepare them"):
+        linear.bind(layers(), compiled)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_convolutions_keep_their_method(compiled, reference):
+    """vLLM keeps the weights of some in a linear layer, with a dimension more."""
+    model = layers()
+    model["row"].weight.data = model["row"].weight.data.unsqueeze(1)
+    linear.bind(model, compiled)
+    assert type(model["row"].quant_method) is UnquantizedLinearMethod
+    linear.multiply_one_row(model)

@@ -27,13 +27,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     x: [..., in_features], any strides. weight: [out_features, in_features], rows dense. bias: [out_features] or None.
     All of one dtype. Returns a new contiguous tensor [..., out_features] of that dtype. Zero rows are allowed.
-    Raises ValueError if bias is not [out_features], where broadcasting would go unnoticed.
+    Raises ValueError if widths or dtypes differ, or bias is not [out_features], where broadcasting would go unnoticed.
     """
-    check_bias(weight, bias)
+    check_arguments(x, weight, bias)
     return F.linear(x, weight, bias).contiguous()
 
 
-def check_bias(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def check_arguments(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if x.shape[-1:] != weight.shape[1:] or x.dtype != weight.dtype:
+        raise ValueError(f"x {x.dtype} {list(x.shape)} cannot be multiplied by {weight.dtype} {list(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], not {list(bias.shape)}")
 
@@ -91,13 +93,14 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 @linear.illegal_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name: str, num_tokens: int, bias: tuple[int, ...]) -> Sample:
-        shapes = ((num_tokens, 64), (32, 64), bias)
+    def sample(name: str, *shapes: tuple[int, ...]) -> Sample:
         return Sample(name, lambda: (tuple(torch.ones(s, dtype=dtype, device=device) for s in shapes), {}))
 
     for num_tokens in (1, 16, 80):
-        yield sample(f"a bias of one element, {num_tokens} tokens", num_tokens, (1,))
-    yield sample("a bias a token", 16, (16, 32))
+        yield sample(f"a bias of one element, {num_tokens} tokens", (num_tokens, 64), (32, 64), (1,))
+        yield sample(f"too wide, {num_tokens} tokens", (num_tokens, 72), (32, 64))
+        yield sample(f"too narrow, {num_tokens} tokens", (num_tokens, 56), (32, 64))
+    yield sample("a bias a token", (16, 64), (32, 64), (16, 32))
 
 
 @linear.bench_inputs

@@ -9,7 +9,7 @@ KEY = "opset_compiled_for"
 
 
 def keep_apart(config: "VllmConfig", whose: str) -> None:
-    """Has what is compiled under a configuration found by that platform or backend alone: for others it does not fit.
+    """Has what is compiled under a configuration found by that platform and its parts alone: others it does not fit.
 
     vLLM takes the additional configuration into the key of its cache.
     """

@@ -1,34 +1,77 @@
 """vLLM's layers with unquantised weights, multiplying by ops.linear.
 
 These layers are no custom ops of vLLM's, and the function they multiply by is chosen in vLLM by its own platforms. But
-each asks its `quant_method` to multiply, and that of a model that was loaded can be replaced. torch.compile is given an
-operator, `torch.ops.vllm_opset.linear`: how many rows there are, which decides how a kernel multiplies, is known only
-when it runs.
+each asks its `quant_method` to multiply, and that of a model that was loaded can be replaced.
 
-As in vLLM's own code for CPUs, a linear layer's weight is gone once the kernel has it in a form of its own; embeddings
-keep theirs to look up in. So what reads all parameters is refused (`need_weights`), and loading them again needs
-`refresh`.
+On GPUs weights stay where they are, and a layer's is looked up at every call: vLLM may replace it. torch.compile is
+given an operator, `torch.ops.vllm_opset.linear`: how many rows there are, which decides how a kernel multiplies, is
+known only when it runs.
+
+On a CPU, as in vLLM's own code for it, a linear layer's weight is gone once the kernel has it in a form of its own;
+embeddings keep theirs to look up in. So what reads all parameters is refused (`need_weights`), and loading them again
+needs `refresh`.
 """
 
+from collections.abc import Callable
+
 import torch
+from torch._C import DisableTorchFunctionSubclass
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
 
 from vllm_opset import ops, selection
 from vllm_opset.ops.contract import Problem
 from vllm_opset.platform.refusals import Refusal
 
+# What the operator multiplies by, as it was chosen for the model that was loaded last.
+_compiled: dict[torch.dtype, Callable[..., torch.Tensor]] = {}
+
 
 class LinearMethod(UnquantizedLinearMethod):
-    """For one linear layer."""
+    """For one linear layer, or a head. The weight stays as it is."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        choice = _choice(layer.weight.dtype)
+        if choice.kernel.prepare:
+            raise Refusal(
+                f"vllm-opset on a GPU leaves weights as they are, and {choice.kernel} of linear wants to prepare them: "
+                "choose another kernel."
+            )
+        self._linear = choice.run
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        # vLLM's parameters are of classes that PyTorch would ask for leave at every call.
+        with DisableTorchFunctionSubclass():
+            return self._linear(x, layer.weight, bias)
+
+
+class CompiledLinearMethod(LinearMethod):
+    """For one linear layer of a model that torch.compile sees through."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__(layer)
+        _compiled[layer.weight.dtype] = self._linear
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.ops.vllm_opset.linear(x, layer.weight, bias)
+
+
+class EmbeddingMethod(UnquantizedEmbeddingMethod):
+    """For one embedding, which may be a head, also or alone. The weight stays as it is."""
+
+    __init__, apply = LinearMethod.__init__, LinearMethod.apply
+
+
+class PackedLinearMethod(UnquantizedLinearMethod):
+    """For one linear layer, whose weight the kernel may have in a form of its own."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self.process_weights_after_loading(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        # As a plain tensor: vLLM's parameters are of classes that PyTorch asks for leave at every call.
         weight = layer.weight.data
-        choice = _choice(weight)
+        choice = _choice(weight.dtype)
         self._linear, self._weight = choice.run, choice.kernel.prepared("weight", weight)
         if self._weight is not weight:
             layer.weight.data = weight.new_empty(0)
@@ -37,24 +80,14 @@ class LinearMethod(UnquantizedLinearMethod):
         return self._linear(x, self._weight, bias)
 
 
-class CompiledLinearMethod(UnquantizedLinearMethod):
-    """For one linear layer of a model that torch.compile sees through. The weight stays as it is."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        _choice(layer.weight.data)
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.ops.vllm_opset.linear(x, layer.weight, bias)
-
-
-class EmbeddingMethod(UnquantizedEmbeddingMethod):
+class PackedEmbeddingMethod(UnquantizedEmbeddingMethod):
     """For one embedding. One that is only also a head, as with tied weights, is prepared when it first multiplies."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self.process_weights_after_loading(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        self._choice = _choice(layer.weight.data)
+        self._choice = _choice(layer.weight.dtype)
         self._weight = self._prepared(layer) if isinstance(layer, ParallelLMHead) else None
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -66,53 +99,72 @@ class EmbeddingMethod(UnquantizedEmbeddingMethod):
         return self._choice.kernel.prepared("weight", layer.weight.data)
 
 
-METHODS = (LinearMethod, CompiledLinearMethod, EmbeddingMethod)
+# Of a GPU
 
 
-def bind(model: torch.nn.Module, compiled: bool = False) -> None:
-    """For a model that was just loaded. compiled: whether torch.compile is to see through it."""
-    methods = {
-        UnquantizedLinearMethod: CompiledLinearMethod if compiled else LinearMethod,
-        UnquantizedEmbeddingMethod: EmbeddingMethod,
-    }
-    for layer in model.modules():
-        method = methods.get(type(getattr(layer, "quant_method", None)))
-        if method is not None:
-            layer.quant_method = method(layer)
+def bind(model: torch.nn.Module, compiled: bool) -> None:
+    """For a model that was just loaded, on a GPU. compiled: whether torch.compile is to see through it.
+
+    Raises Refusal for a kernel that prepares weights.
+    """
+    _replace(model, CompiledLinearMethod if compiled else LinearMethod, EmbeddingMethod)
 
 
 def multiply_one_row(model: torch.nn.Module) -> None:
-    """With a weight of each shape, as a lone request does: kernels may be compiled for it."""
-    layers = [layer for layer in model.modules() if isinstance(getattr(layer, "quant_method", None), METHODS)]
-    for layer in {(layer.weight.shape, getattr(layer, "bias", None) is None): layer for layer in layers}.values():
+    """With a weight of each kind, as a lone request does: kernels may be compiled for it."""
+    kinds = {}
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        is_head = isinstance(method, EmbeddingMethod) and isinstance(layer, ParallelLMHead)
+        if is_head or isinstance(method, LinearMethod):
+            kinds[layer.weight.dtype, layer.weight.shape, getattr(layer, "bias", None) is None] = layer
+    for layer in kinds.values():
         x = layer.weight.new_zeros(1, layer.weight.shape[1])
         layer.quant_method.apply(layer, x, getattr(layer, "bias", None))
+
+
+# Of a CPU
+
+
+def bind_packed(model: torch.nn.Module) -> None:
+    """For a model that was just loaded, on a CPU."""
+    _replace(model, PackedLinearMethod, PackedEmbeddingMethod)
 
 
 def refresh(model: torch.nn.Module) -> None:
     """After weights were loaded again: vLLM tells linear layers itself, but not every embedding."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
-        if isinstance(method, LinearMethod | EmbeddingMethod) and layer.weight.numel():
+        if isinstance(method, PackedLinearMethod | PackedEmbeddingMethod) and layer.weight.numel():
             method.process_weights_after_loading(layer)
 
 
 def need_weights(model: torch.nn.Module) -> None:
     """Raises Refusal if a layer's weight is gone, for what is about to read all of them."""
     for layer in model.modules():
-        if isinstance(getattr(layer, "quant_method", None), LinearMethod) and not layer.weight.numel():
+        if isinstance(getattr(layer, "quant_method", None), PackedLinearMethod) and not layer.weight.numel():
             raise Refusal(
                 "vllm-opset on a CPU has packed this model's weights and cannot save, hash or reset them: start the "
                 """engine with --additional-config '{"opset": {"kernels": {"linear": "reference"}}}'."""
             )
 
 
-def _choice(weight: torch.Tensor) -> selection.Choice:
-    return selection.select(ops.linear, Problem(weight.device.type, weight.dtype))
+def _replace(model: torch.nn.Module, linear: type, embedding: type) -> None:
+    methods = {UnquantizedLinearMethod: linear, UnquantizedEmbeddingMethod: embedding}
+    for layer in model.modules():
+        method = methods.get(type(getattr(layer, "quant_method", None)))
+        # The weights of convolutions have a dimension more, and nobody multiplies by them.
+        if method is not None and layer.weight.ndim == 2:
+            layer.quant_method = method(layer)
+
+
+def _choice(dtype: torch.dtype) -> selection.Choice:
+    return selection.select(ops.linear, Problem(current_platform.device_type, dtype))
 
 
 def _operator(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return _choice(weight).run(x, weight, bias)
+    with DisableTorchFunctionSubclass():
+        return _compiled[weight.dtype](x, weight, bias)
 
 
 def _result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from small_models import QWEN3
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_opset import platform
+from vllm_opset.kernel import REFERENCE
 from vllm_opset.platform.native import parts
-from vllm_opset.platform.refusals import Refusal
+from vllm_opset.platform.refusals import Refusal, check_graphs
 from vllm_opset.selection import OverrideError
 
 pytestmark = pytest.mark.window
@@ -100,7 +103,8 @@ def test_the_table_is_well_formed():
         assert family.startswith("sm") and int(family.removeprefix("sm")) >= parts.OLDEST_FAMILY
         assert set(row) == {*parts.PARTS, "measured"}
         assert all(type(row[part]) is bool for part in parts.PARTS)
-        assert (Path(__file__).parents[3] / row["measured"]).exists()
+        page = (Path(__file__).parents[3] / row["measured"]).read_text()
+        assert all(part in page for part in parts.PARTS if row[part])
 
 
 def test_by_default_the_table_says(config, everything_is_faster):
@@ -198,11 +202,37 @@ def test_what_is_not_covered_but_asked_for_is_refused(part, config, monkeypatch)
         parts.decide(config(**NOT_COVERED[part]), HOPPER)
 
 
-def test_what_is_not_measured_can_be_asked_for(config, everything_is_faster, monkeypatch):
-    several = config(parallel_config__tensor_parallel_size=2)
-    assert "ops" not in on(several)
-    monkeypatch.setenv("OPSET_NATIVE", "ops=on")
-    assert "ops" in on(several)
+@pytest.mark.parametrize(
+    ("part", "changes"),
+    [
+        ("ops", {"parallel_config__tensor_parallel_size": 2}),
+        ("linear", {"parallel_config__tensor_parallel_size": 2}),
+        ("linear", {"model_config__dtype": torch.float32}),
+    ],
+)
+def test_what_is_not_measured_can_be_asked_for(part, changes, config, everything_is_faster, monkeypatch):
+    assert part not in on(config(**changes))
+    monkeypatch.setenv("OPSET_NATIVE", f"{part}=on")
+    assert part in on(config(**changes))
+
+
+def test_users_linear_backends_stay(config, everything_is_faster):
+    made = config()
+    if not hasattr(made.kernel_config, "linear_backend"):
+        pytest.skip("this vLLM has one way to multiply: 0.30 brought --linear-backend")
+    made.kernel_config.linear_backend = "cutlass"
+    assert on(made) == set(parts.PARTS) - {"linear"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "refused"), [("linear=reference", False), ("rms_norm=reference", True), ("rms_norm=triton", False)]
+)
+def test_graphs_capture_no_reference_that_may_read_lengths(choice, refused):
+    op, kernel = choice.split("=")
+    provider = REFERENCE if kernel == "reference" else kernel
+    made = SimpleNamespace(op=op, kernel=SimpleNamespace(provider=provider))
+    with pytest.raises(Refusal, match=f"reference of {op} cannot be captured") if refused else nullcontext():
+        check_graphs([made])
 
 
 def test_speculative_decoding_has_vllms_own_sampler(config, everything_is_faster):

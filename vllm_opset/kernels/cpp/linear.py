@@ -7,7 +7,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpp._build import INT, POINTER, function
 from vllm_opset.ops.contract import Problem
-from vllm_opset.ops.linear import check_bias
+from vllm_opset.ops.linear import check_arguments
 
 # The numbers of tokens at which this was faster, by weights that come from memory. MKL reads a weight once for up to 3,
 # and arranges it for itself where that pays.
@@ -27,7 +27,7 @@ def supports(problem: Problem) -> str | None:
 
 @kernel(ops.linear, name="cpp", supports=supports)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    check_bias(weight, bias)
+    check_arguments(x, weight, bias)
     few = x.ndim == 2 and x.shape[0] in FEW and x.stride(1) == 1
     if not few or weight.nbytes <= SMALL or not weight.is_contiguous():
         return F.linear(x, weight, bias).contiguous()

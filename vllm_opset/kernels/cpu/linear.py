@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.ops.contract import Problem
-from vllm_opset.ops.linear import check_bias
+from vllm_opset.ops.linear import check_arguments
 
 onednn = torch.ops.mkldnn
 # What tells whether oneDNN multiplies in that dtype on this processor; in fp32 it does on any.
@@ -40,7 +40,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 @kernel(ops.linear, name="cpu", supports=supports, prepare={"weight": pack})
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    check_bias(weight, bias)
+    check_arguments(x, weight, bias)
     if weight.is_mkldnn:
         return onednn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias).contiguous()

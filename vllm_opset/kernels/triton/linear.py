@@ -13,13 +13,13 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.kernels.triton._rows import num_rows
-from vllm_opset.ops.linear import check_bias
+from vllm_opset.ops.linear import check_arguments
 
 
 @kernel(ops.linear, name="triton", supports=_supports.floats)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    check_bias(weight, bias)
-    if num_rows(x) != 1:
+    check_arguments(x, weight, bias)
+    if num_rows(x) != 1 or weight.stride(1) != 1:
         return F.linear(x, weight, bias).contiguous()
     num_outputs, columns = weight.shape
     out = x.new_empty((*x.shape[:-1], num_outputs))

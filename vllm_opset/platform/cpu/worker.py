@@ -44,7 +44,7 @@ class OpsetCpuWorker(OpsetWorker):
 
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
-        linear.bind(self.model_runner.get_model())
+        linear.bind_packed(self.model_runner.get_model())
 
     def reload_weights(self, *args, **kwargs) -> None:
         super().reload_weights(*args, **kwargs)

@@ -36,7 +36,7 @@ def kernels(worker: Worker) -> None:
 
 
 def model(worker: Worker) -> None:
-    """What is before the logits, with a model runner of either kind."""
+    """The model's kernels, with a model runner of either kind: all but the sampler's."""
     runner, scheduler = worker.model_runner, worker.scheduler_config
     with compiled_ahead():
         linear.multiply_one_row(runner.get_model())

@@ -26,10 +26,6 @@ class OpsetCudaWorker(OpsetWorker):
             linear.bind(model, compiled=self.compilation_config.mode != CompilationMode.NONE)
         warm_up.compile_sampler(self.model_runner)
 
-    def reload_weights(self, *args, **kwargs) -> None:
-        super().reload_weights(*args, **kwargs)
-        linear.refresh(self.model_runner.get_model())
-
     def determine_available_memory(self) -> int:
         with device.named_out_of_memory():
             return super().determine_available_memory()

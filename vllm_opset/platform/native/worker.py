@@ -41,11 +41,6 @@ class OpsetNativeWorker(Worker):
             else:
                 self.parts.remove("sampler")
 
-    def reload_weights(self, *args, **kwargs) -> None:
-        super().reload_weights(*args, **kwargs)
-        if "linear" in self.parts:
-            linear.refresh(self.model_runner.get_model())
-
     def compile_or_warm_up_model(self) -> CompilationTimes:
         if self.rank == 0:
             logger.info("%s", report.table())
