@@ -5,7 +5,7 @@ The same checks serve the test suite, `vllm-opset parity` and a kernel's author.
 
 import dataclasses
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -41,9 +41,9 @@ class Check:
         return self.failure is None
 
 
-def check_kernel(op: Op, kernel: Kernel, device: str) -> Iterator[Check]:
-    """Every sample, illegal sample and property of the op, in every dtype."""
-    for dtype in op.dtypes:
+def check_kernel(op: Op, kernel: Kernel, device: str, dtypes: Iterable[torch.dtype] | None = None) -> Iterator[Check]:
+    """Every sample, illegal sample and property of the op, in every dtype or in these."""
+    for dtype in op.dtypes if dtypes is None else dtypes:
         for sample in op.samples(device, dtype):
             yield check_sample(op, kernel, sample, dtype)
             if device == "cuda" and kernel.provider != REFERENCE:  # references may read lengths back

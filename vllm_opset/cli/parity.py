@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Annotated
 
+import torch
 import typer
 from rich.progress import track
 
@@ -24,15 +25,18 @@ def check(
     names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to check; all without one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or npu.")] = "cpu",
     kernel: Annotated[str | None, typer.Option(help="Only the kernels of this name.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Kernels to check at a time, each in a process of its own.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Kernels and dtypes to check at a time, each in a process of its own.")
+    ] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Check kernels against the references; exits with 1 if one disagrees."""
-    chosen = [(op.name, candidate.name) for op, candidate in _chosen(names or list(ops.BY_NAME), device, kernel)]
+    found = _chosen(names or list(ops.BY_NAME), device, kernel)
+    chosen = [(op.name, candidate.name, dtype) for op, candidate in found for dtype in op.dtypes]
     if not chosen:
         raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}{missing(device)}", param_hint="--kernel")
     require_device(device, DEVICES)  # once kernels are loaded, and with them what PyTorch needs for an NPU
-    results = _in_processes(chosen, device, jobs) if jobs > 1 else (_check(*pair, device) for pair in chosen)
+    results = _in_processes(chosen, device, jobs) if jobs > 1 else (_check(*one, device) for one in chosen)
     checks = list(itertools.chain(*track(results, "checking", total=len(chosen), disable=as_json, transient=True)))
     failures = [check for check in checks if not check.passed]
     if as_json:
@@ -45,15 +49,15 @@ def check(
     raise typer.Exit(1 if failures else 0)
 
 
-def _check(op: str, kernel: str, device: str) -> list[Check]:
-    return list(check_kernel(ops.BY_NAME[op], kernels_of(op)[kernel], device))
+def _check(op: str, kernel: str, dtype: torch.dtype, device: str) -> list[Check]:
+    return list(check_kernel(ops.BY_NAME[op], kernels_of(op)[kernel], device, [dtype]))
 
 
-def _in_processes(chosen: list[tuple[str, str]], device: str, jobs: int) -> Iterator[list[Check]]:
+def _in_processes(chosen: list[tuple[str, str, torch.dtype]], device: str, jobs: int) -> Iterator[list[Check]]:
     """The checks of each, in their order."""
     # Not forked: a process that has used a GPU leaves its children none.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), selection.configure) as pool:
-        for future in [pool.submit(_check, *pair, device) for pair in chosen]:
+        for future in [pool.submit(_check, *one, device) for one in chosen]:
             yield future.result()
 
 
