@@ -22,6 +22,8 @@ demo: env ## answer prompts with the tiny model and show which kernel served whi
 test: env ## the whole suite, on the default vLLM release
 	.venv/bin/python -m pytest $(ARGS)
 
+# Beside each other, they would wait for each other's threads.
+test-gpu%: export OMP_NUM_THREADS ?= 4
 test-gpu: test-gpu-parity $(GPU_TESTS:%=test-gpu-%) ## all that needs a GPU, in the environment of PYTHON: stock vLLM, torch for CUDA, pytest and this checkout (-j4: at once)
 
 test-gpu-parity:

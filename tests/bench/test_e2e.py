@@ -151,6 +151,25 @@ def test_two_engines_side_by_side(tmp_path):
 
 
 @pytest.mark.engine
+def test_one_engine_at_a_time(tmp_path):
+    steps, up = [], []
+
+    def look(step: str) -> None:
+        steps.append(step)
+        up.append(sum(process.name().startswith("python") for process in psutil.Process().children()))
+
+    shape, names = shapes.load("tiny"), ("opset", "again")
+    pair = [engines.Engine(name) for name in names]
+    plan = Plan(shape, shape.cases[:1], pair, repetitions=1, cold=False, apart=True)
+    report = Report(plan, plan.run(tmp_path, tmp_path, look), "the command")
+    runs = [f"1x64/32, run {number} of 1" for number in range(2)]
+    assert steps == [step for name in names for step in (f"starting {name}", *(f"{run}: {name}" for run in runs))]
+    assert up == [0, 1, 1] * 2
+    assert [result.engine for result in report.found.results] == list(names)
+    assert report.found.results[1].same == 1 and "One engine is up at a time" in report.as_markdown()
+
+
+@pytest.mark.engine
 def test_what_was_done_before_an_interruption_is_reported(tmp_path):
     def interrupt(step: str) -> None:
         if step.startswith("8x64/32"):

@@ -1,7 +1,7 @@
 """Whole engines beside each other: the same prompts, by turns, each engine in processes of its own."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +14,9 @@ from vllm_opset.bench.shapes import Case, Shape
 FREE_SHARE = 0.1
 # Where vLLM, torch, Triton, CUDA and opset's C++ kernels keep what they have compiled.
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "OPSET_CACHE")
+
+# Of each engine, for each repetition: one token for one prompt, one for all, and all tokens.
+Answers = dict[str, list[list[Answer]]]
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,17 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be compared. cold: each engine starts with empty caches, which are dropped afterwards."""
+    """What is to be compared.
+
+    cold: each engine starts with empty caches, which are dropped afterwards. apart: one engine is up at a time.
+    """
 
     shape: Shape
     cases: Sequence[Case]
     engines: Sequence[Engine]
     repetitions: int
     cold: bool
+    apart: bool = False
 
     @property
     def steps(self) -> int:
@@ -97,23 +104,33 @@ class Plan:
         If it is interrupted, or told to exit, once a case is done, it returns what is there.
         """
         (folder / "config.json").write_text(json.dumps(self.shape.config))
-        running, results, peak_bytes = [], [], {}
+        started: dict[str, Started] = {}
+        answers: dict[str, Answers] = {case.name: {} for case in self.cases}
         try:
-            with ExitStack() as stack:
-                for engine in self.engines:
-                    progress(f"starting {engine.name}")
-                    env = {name: str(folder / "caches" / engine.name / name) for name in CACHES if self.cold}
-                    one = RunningEngine(engine, self.engine_args(folder), logs, env)
-                    running.append(stack.enter_context(one))
-                for case in self.cases:
-                    for result, peak in self._measure(case, running, progress):
-                        results.append(result)
-                        peak_bytes[result.engine] = peak
+            for engines in [[engine] for engine in self.engines] if self.apart else [self.engines]:
+                with ExitStack() as stack:
+                    running = []
+                    for engine in engines:
+                        progress(f"starting {engine.name}")
+                        running.append(stack.enter_context(self._start(engine, folder, logs)))
+                        started[engine.name] = running[-1].started
+                    for case in self.cases:
+                        answers[case.name] |= self._ask(case, running, progress)
         except (KeyboardInterrupt, SystemExit):
-            if not results:
+            if not self._done(answers):
                 raise
-        started = {one.engine.name: one.started for one in running}
+        done = self._done(answers)
+        peak_bytes = {name: found[-1][-1].peak_bytes for name, found in answers[done[-1].name].items()}
+        results = [result for case in done for result in _results(case, answers[case.name])]
         return Comparison(list(self.engines), started, peak_bytes, results)
+
+    def _start(self, engine: Engine, folder: Path, logs: Path) -> RunningEngine:
+        env = {name: str(folder / "caches" / engine.name / name) for name in CACHES if self.cold}
+        return RunningEngine(engine, self.engine_args(folder), logs, env)
+
+    def _done(self, answers: Mapping[str, Answers]) -> list[Case]:
+        """The cases that every engine has answered."""
+        return [case for case in self.cases if len(answers[case.name]) == len(self.engines)]
 
     def engine_args(self, folder: Path) -> dict:
         """Of every engine, if it has no others. folder: with a config.json."""
@@ -129,25 +146,28 @@ class Plan:
             "seed": 0,
         }
 
-    def _measure(
-        self, case: Case, running: list[RunningEngine], progress: Callable[[str], None]
-    ) -> Iterator[tuple[Result, int]]:
-        """The result of each engine, and the most memory that it has used until then."""
+    def _ask(self, case: Case, running: Sequence[RunningEngine], progress: Callable[[str], None]) -> Answers:
+        """The answers of these engines, by turns."""
         prompts = case.prompts(self.shape.config["vocab_size"])
-        answers: dict[str, list[list[Answer]]] = {one.engine.name: [] for one in running}
+        # The first step of an engine that was stopped takes longer: one prompt goes before.
+        asked = ((prompts[:1], 1), (prompts, 1), (prompts, case.output))
+        answers: Answers = {one.engine.name: [] for one in running}
         for repetition in range(1 + self.repetitions):
             # Back and forth, so that what drifts meets all alike.
             for one in running if repetition % 2 == 0 else reversed(running):
                 progress(f"{case.name}, run {repetition} of {self.repetitions}: {one.engine.name}")
-                # The first step of an engine that was stopped takes longer: one prompt goes before.
-                asked = ((prompts[:1], 1), (prompts, 1), (prompts, case.output))
                 with one.awake():
                     answers[one.engine.name].append([one.ask(*what, {**GREEDY, **case.sampling}) for what in asked])
-        expected = next(iter(answers.values()))[0][-1].tokens
-        for name, found in answers.items():
-            first, *runs = [
-                Run(begun.seconds, complete.seconds, woken.compiled + begun.compiled + complete.compiled)
-                for woken, begun, complete in found
-            ]
-            same = None if case.sampling else sum(map(list.__eq__, found[0][-1].tokens, expected))
-            yield Result(case, name, first, runs, same), found[-1][-1].peak_bytes
+        return answers
+
+
+def _results(case: Case, answers: Answers) -> Iterator[Result]:
+    """Of each engine."""
+    expected = next(iter(answers.values()))[0][-1].tokens
+    for name, found in answers.items():
+        first, *runs = [
+            Run(begun.seconds, complete.seconds, woken.compiled + begun.compiled + complete.compiled)
+            for woken, begun, complete in found
+        ]
+        same = None if case.sampling else sum(map(list.__eq__, found[0][-1].tokens, expected))
+        yield Result(case, name, first, runs, same)

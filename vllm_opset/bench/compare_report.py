@@ -43,6 +43,7 @@ class Report:
             "machine": self.machine,
             "shape": {"name": self.plan.shape.name, "config": dict(self.plan.shape.config)},
             "cold_caches": self.plan.cold,
+            "apart": self.plan.apart,
             "repetitions": self.plan.repetitions,
             "missing": self.missing,
             "kv_cache_bytes": self.plan.shape.kv_cache_bytes(self.plan.cases),
@@ -87,16 +88,20 @@ class Report:
     def legend(self) -> str:
         caches = "empty" if self.plan.cold else "not emptied"
         memory = "by PyTorch's allocator" if next(iter(self.found.started.values())).device else "resident in a worker"
+        up = (
+            "One engine is up at a time"
+            if self.plan.apart
+            else "All engines are up, runs interleave, and the engines that do not run are stopped"
+        )
         interrupted = f"Interrupted before {', '.join(self.missing)}. " if self.missing else ""
         return (
             f"{interrupted}A case is requests x prompt tokens / output tokens, greedy unless sampled. Median of "
             f"{self.plan.repetitions} runs (least to most) after one that does not count. TTFT: until every request "
             "has its first token. TPOT: the rest of the time over the rest of the tokens. Random weights, no prefix "
-            "caching. All engines are up, runs interleave, and the engines that do not run are stopped; before each "
-            "run, one prompt is answered that does not count. Same tokens: requests with the greedy tokens of the "
-            "first engine, which in bfloat16 no engine owes. Start-up: from the start of the process, caches of "
-            f"compiled code {caches}. Peak memory: {memory}. First requests: the run that does not count, of every "
-            "case. Compiled: Triton kernels, also those that come from its cache."
+            f"caching. {up}; before each run, one prompt is answered that does not count. Same tokens: requests with "
+            "the greedy tokens of the first engine, which in bfloat16 no engine owes. Start-up: from the start of the "
+            f"process, caches of compiled code {caches}. Peak memory: {memory}. First requests: the run that does not "
+            "count, of every case. Compiled: Triton kernels, also those that come from its cache."
         )
 
     def _described(self) -> Iterator[str]:
@@ -136,7 +141,7 @@ def _ratio(values: list[float], others: list[float]) -> float:
 
 
 def _same(others: list[Result]) -> str:
-    return ", ".join("" if other.same is None else f"{other.same} of {other.case.batch}" for other in others)
+    return ", ".join(f"{other.same} of {other.case.batch}" for other in others if other.same is not None)
 
 
 def _counted(kernels: Counter[str]) -> str:

@@ -24,7 +24,9 @@ from vllm_opset.selection import nearest
 OUTPUTS = ("--json", "--markdown", "--logs")
 # What an engine can be given beside arguments of LLM.
 SETTINGS = ("env", "site")
-MEMORY_HINT = "If memory is short: all engines are up together; fewer of them, or of the cases (--case), need less."
+MEMORY_HINT = (
+    "If memory is short: all engines are up together; fewer of them, or of the cases (--case), need less, or --apart."
+)
 
 
 def compare(
@@ -46,16 +48,23 @@ def compare(
     case: Annotated[list[str] | None, typer.Option(help="Only cases that match this shell pattern.")] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Runs of each engine and case that count.")] = 5,
     cold: Annotated[bool, typer.Option("--cold/--warm", help="Start with empty caches of compiled code.")] = True,
+    apart: Annotated[
+        bool,
+        typer.Option("--apart/--together", help="One engine up at a time, each with the machine to itself."),
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write a page's section here.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Keep the log of each engine in this folder.")] = None,
 ) -> None:
     """Time whole engines side by side: random weights, the same prompts, by turns, each in a process of its own.
 
+    What is short and launched by Python, such as the first token of a lone request, is best measured --apart: engines
+    that are up together share the GPU and the cores' caches.
+
     Interrupted by Ctrl-C or SIGTERM, it reports the cases that are done.
     """
     shape = _shape(model)
-    plan = Plan(shape, _cases(shape, case or ["*"]), _engines(against or [], variant or []), repetitions, cold)
+    plan = Plan(shape, _cases(shape, case or ["*"]), _engines(against or [], variant or []), repetitions, cold, apart)
     with tempfile.TemporaryDirectory() as folder, _ended_by_sigterm(), _progress(plan.steps) as step:
         if logs:
             logs.mkdir(parents=True, exist_ok=True)

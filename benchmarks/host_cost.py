@@ -1,0 +1,111 @@
+"""What a step of prefill costs in Python, without a GPU: kernels are compiled for Hopper and launched into the void.
+
+    PYTHONPATH=tests/kernels/triton:tests/engine .venv/bin/python benchmarks/host_cost.py [TOKENS]
+
+vLLM's engine runs a Qwen3 of 36 layers as without compiled kernels on a GPU, fused, without graphs, but nothing is
+computed: neither by kernels nor by matrix products. What is left is what a GPU waits for when it has little to do.
+Prints the time of a request for one token, and for each kernel its calls and their share.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1", "OPSET_NUM_THREADS": "1", "OPSET_PLATFORM": "cpu",
+}  # fmt: skip
+
+import torch
+import triton
+from compile_only import CompileOnly
+from rich.console import Console
+from rich.table import Table
+from transformers import Qwen3Config
+
+from vllm_opset import failures, selection
+from vllm_opset.kernel import Kernel
+from vllm_opset.kernels import triton as kernels
+from vllm_opset.platform import fusion, linear
+
+LAYERS, REQUESTS, WARM_UP = 36, 50, 5
+VOCAB_SIZE = 500
+
+spent: dict[str, list[float]] = {}
+
+
+def launch_into_the_void() -> None:
+    """Triton's kernels serve a CPU, as they are, and what would have to be computed is not."""
+    triton.runtime.driver.set_active(CompileOnly())
+    kernels.DEVICES = ("cpu",)
+    selection.PREFERENCE = {"cpu": ("triton",)}
+    fusion._can_wait = lambda *_: True
+    linear.bind_packed = lambda model: linear.bind(model, compiled=False)
+    torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty((*x.shape[:-1], len(weight)))
+    failures.explained = timed(failures.explained)
+
+
+def timed(explained: Callable) -> Callable:
+    """Every chosen kernel's calls are timed."""
+
+    def wrap(kernel: Kernel, run: Callable) -> Callable:
+        inner, times = explained(kernel, run), spent.setdefault(kernel.op, [])
+
+        def call(*args, **kwargs):
+            begin = time.perf_counter()
+            result = inner(*args, **kwargs)
+            times.append(time.perf_counter() - begin)
+            return result
+
+        return call
+
+    return wrap
+
+
+def engine(num_tokens: int, folder: str):
+    from vllm import LLM
+
+    Qwen3Config(
+        vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=512, num_hidden_layers=LAYERS,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=2 * num_tokens,
+        architectures=["Qwen3ForCausalLM"], dtype="bfloat16",
+    ).save_pretrained(folder)  # fmt: skip
+    return LLM(
+        folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2 * num_tokens,
+        max_num_batched_tokens=2 * num_tokens, kv_cache_memory_bytes=1 << 28, enable_prefix_caching=False,
+        enforce_eager=True, worker_cls="fusing_worker.FusingWorker",
+    )  # fmt: skip
+
+
+def main(num_tokens: int) -> None:
+    from vllm import SamplingParams
+
+    launch_into_the_void()
+    prompt = {"prompt_token_ids": [7 * i % VOCAB_SIZE for i in range(num_tokens)]}
+    one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    requests = []
+    with tempfile.TemporaryDirectory() as folder:
+        llm = engine(num_tokens, folder)
+        for number in range(WARM_UP + REQUESTS):
+            if number == WARM_UP:
+                for times in spent.values():
+                    times.clear()
+            begin = time.perf_counter()
+            llm.generate([prompt], one_token, use_tqdm=False)
+            requests.append(1e3 * (time.perf_counter() - begin))
+    total = statistics.median(requests[WARM_UP:])
+    table = Table("what", "calls", "µs a call", "ms a request", "share")
+    for op, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
+        if times:
+            each, calls = 1e6 * statistics.median(times), len(times) / REQUESTS
+            share = each * calls / 1e3 / total
+            table.add_row(op, f"{calls:.0f}", f"{each:.1f}", f"{each * calls / 1e3:.2f}", f"{share:.0%}")
+    table.add_row("all", "", "", f"{total:.2f}", "100%")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1024)
