@@ -24,7 +24,7 @@ test: env ## the whole suite, on the default vLLM release
 
 # Beside each other, they would wait for each other's threads.
 test-gpu%: export OMP_NUM_THREADS ?= 4
-test-gpu: test-gpu-parity $(GPU_TESTS:%=test-gpu-%) ## all that needs a GPU, in the environment of PYTHON: stock vLLM, torch for CUDA, pytest and this checkout (-j4: at once)
+test-gpu: test-gpu-parity $(GPU_TESTS:%=test-gpu-%) ## all that needs a GPU, in the environment of PYTHON: stock vLLM, torch for CUDA, pytest and this checkout (-j4 -O: at once)
 
 test-gpu-parity:
 	$(PYTHON) -m vllm_opset parity --device cuda --jobs 16

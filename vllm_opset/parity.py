@@ -87,7 +87,8 @@ def _replayed(run: Callable) -> Callable:
                 returned = run(*args, **kwargs)
             finally:
                 with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # that of no tokens is
+                    # That of no tokens is; for others the results would tell.
+                    warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                     graph.capture_end()
             graph.replay()
         torch.cuda.synchronize()

@@ -11,8 +11,8 @@ from processes import run
 from typer.testing import CliRunner
 
 from vllm_opset.bench import engines, shapes
-from vllm_opset.bench.compare import Plan
-from vllm_opset.bench.compare_report import Report
+from vllm_opset.bench.compare import Comparison, Plan, Result, Run
+from vllm_opset.bench.compare_report import Report, as_plain
 from vllm_opset.cli import app
 
 KIB, GIB = 2**10, 2**30
@@ -33,6 +33,9 @@ for _ in range(2):
     triton.compile(ASTSource(doubled, {"x": "*fp32"}), target=GPUTarget("cuda", 90, 32))
 print(*engine_probe._compiled)
 """
+
+# What an engine says when it is up.
+NOTHING_STARTED = {"versions": {}, "platform": "none", "device": None, "compiled": []}
 
 
 def command(*words: str, **variables: object):
@@ -110,6 +113,9 @@ def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
         (("--model", "tiny", "--against", "stock=/no/such/folder"), "/no/such/folder"),
         (("--model", "tiny", "--variant", "eager=enforce_eager"), "not JSON"),
         (("--model", "tiny", "--variant", "eager=1"), "not a JSON object"),
+        (("--model", "tiny", "--variant", "a/b={}"), "'a/b' is no name"),
+        (("--model", "tiny", "--variant", 'eager={"env": 1}'), "env must be strings by name"),
+        (("--model", "tiny", "--variant", 'eager={"env": {"A": 1}}'), "env must be strings by name"),
     ],
 )
 def test_wrong_words_are_errors_with_a_hint(words, hint):
@@ -127,7 +133,7 @@ def test_two_engines_side_by_side(tmp_path):
     wanted += ("--variant", f"again={json.dumps(again)}")
     finished = command(*wanted, *outputs)
     assert finished.code == 0, finished
-    assert "8x64/32 sampled" in finished.out and "opset to it" in finished.out
+    assert "8x64/32 sampled" in finished.out and "opset to again" in finished.out
 
     report = json.loads(files["results.json"].read_text())
     assert [engine["name"] for engine in report["engines"]] == ["opset", "again"]
@@ -156,7 +162,7 @@ def test_one_engine_at_a_time(tmp_path):
 
     def look(step: str) -> None:
         steps.append(step)
-        up.append(sum(process.name().startswith("python") for process in psutil.Process().children()))
+        up.append(sum(str(engines.CHILD) in process.cmdline() for process in psutil.Process().children()))
 
     shape, names = shapes.load("tiny"), ("opset", "again")
     pair = [engines.Engine(name) for name in names]
@@ -167,6 +173,39 @@ def test_one_engine_at_a_time(tmp_path):
     assert up == [0, 1, 1] * 2
     assert [result.engine for result in report.found.results] == list(names)
     assert report.found.results[1].same == 1 and "One engine is up at a time" in report.as_markdown()
+
+
+def test_every_engine_has_its_own_ratio():
+    shape, seconds = shapes.load("tiny"), {"opset": 1.0, "stock": 2.0, "other": 4.0}
+    case = shape.cases[0]
+    plan = Plan(shape, [case], [engines.Engine(name) for name in seconds], repetitions=1, cold=False)
+    runs = {name: Run(ttft, 2 * ttft, []) for name, ttft in seconds.items()}
+    started = {name: engines.Started(1.0, **NOTHING_STARTED) for name in seconds}
+    results = [Result(case, name, run, [run], 1) for name, run in runs.items()]
+    found = Comparison(plan.engines, started, dict.fromkeys(seconds, 0), results)
+    head = as_plain(Report(plan, found, "the command").speed())[0]
+    assert (head["opset to stock"], head["opset to other"]) == ("0.500x", "0.250x")
+    assert head["same tokens"] == "1 of 1, 1 of 1"
+
+
+def test_an_engine_that_does_not_end_by_itself_is_ended(tmp_path, monkeypatch):
+    child = tmp_path / "child.py"
+    child.write_text(f"import time; print({json.dumps(json.dumps(NOTHING_STARTED))}, flush=True); time.sleep(1000)")
+    monkeypatch.setattr(engines, "CHILD", child)
+    monkeypatch.setattr(engines, "PATIENCE", 0.1)
+    with engines.RunningEngine(engines.Engine("stubborn"), {}, tmp_path) as engine:
+        assert engine.started.platform == NOTHING_STARTED["platform"]
+    assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
+
+
+def test_an_interruption_before_all_engines_have_done_a_case_is_no_report(tmp_path, monkeypatch):
+    def interrupt(step: str) -> None:
+        raise KeyboardInterrupt
+
+    shape = shapes.load("tiny")
+    plan = Plan(shape, shape.cases[:1], [engines.Engine("opset")], repetitions=1, cold=False, apart=True)
+    with pytest.raises(KeyboardInterrupt):
+        plan.run(tmp_path, tmp_path, interrupt)
 
 
 @pytest.mark.engine

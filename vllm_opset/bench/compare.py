@@ -1,4 +1,4 @@
-"""Whole engines beside each other: the same prompts, by turns, each engine in processes of its own."""
+"""Whole engines beside each other: the same prompts, by turns or apart, each engine in processes of its own."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +101,7 @@ class Plan:
     def run(self, folder: Path, logs: Path, progress: Callable[[str], None]) -> Comparison:
         """folder: for what is gone afterwards. progress: told what is done before each step. Raises EngineError.
 
-        If it is interrupted, or told to exit, once a case is done, it returns what is there.
+        If it is interrupted, or told to exit, once every engine has answered a case, it returns what is there.
         """
         (folder / "config.json").write_text(json.dumps(self.shape.config))
         started: dict[str, Started] = {}
@@ -147,7 +147,7 @@ class Plan:
         }
 
     def _ask(self, case: Case, running: Sequence[RunningEngine], progress: Callable[[str], None]) -> Answers:
-        """The answers of these engines, by turns."""
+        """The answers of these engines, by turns if they are several."""
         prompts = case.prompts(self.shape.config["vocab_size"])
         # The first step of an engine that was stopped takes longer: one prompt goes before.
         asked = ((prompts[:1], 1), (prompts, 1), (prompts, case.output))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vllm_opset.bench.compare import Comparison, Plan, Result
 from vllm_opset.bench.report import commit
-from vllm_opset.bench.text import describe_cpu, markdown_table, median_and_range, versions_text
+from vllm_opset.bench.text import describe_cpu, markdown_table, median, median_and_range, versions_text
 
 GIB = 2**30
 DIGITS = {"TTFT, s": 4, "TPOT, ms": 3, "output tokens/s": 0}
@@ -66,11 +66,14 @@ class Report:
         ]
         return "\n".join(lines) + "\n"
 
-    def speed(self) -> Table:
-        """(columns, rows): three rows for each case, and beside the first engine what it is to each of the others."""
+    def speed(self, spread: bool = True) -> Table:
+        """(columns, rows): three rows for each case, and beside the first engine what it is to each of the others.
+
+        spread: with the least and the most of each median.
+        """
         first, *others = [engine.name for engine in self.found.engines]
-        compared = [column for other in others for column in (other, f"{first} to it")]
-        rows = [row for results in self._by_case() for row in _rows(results)]
+        compared = [column for other in others for column in (other, f"{first} to {other}")]
+        rows = [row for results in self._by_case() for row in _rows(results, spread)]
         return ["case", "", first, *compared, *(["same tokens"] if others else [])], rows
 
     def starts(self) -> Table:
@@ -85,23 +88,25 @@ class Report:
             rows.append([name, f"{started.seconds:.1f}", memory, _counted(first), _counted(later)])
         return columns, rows
 
-    def legend(self) -> str:
+    def legend(self, spread: bool = True) -> str:
+        repetitions = self.plan.repetitions
+        runs = "One run" if repetitions == 1 else f"Median of {repetitions} runs{' (least to most)' if spread else ''}"
         caches = "empty" if self.plan.cold else "not emptied"
         memory = "by PyTorch's allocator" if next(iter(self.found.started.values())).device else "resident in a worker"
         up = (
-            "One engine is up at a time"
+            "One engine is up at a time, so what drifts does not meet all alike"
             if self.plan.apart
             else "All engines are up, runs interleave, and the engines that do not run are stopped"
         )
         interrupted = f"Interrupted before {', '.join(self.missing)}. " if self.missing else ""
         return (
-            f"{interrupted}A case is requests x prompt tokens / output tokens, greedy unless sampled. Median of "
-            f"{self.plan.repetitions} runs (least to most) after one that does not count. TTFT: until every request "
-            "has its first token. TPOT: the rest of the time over the rest of the tokens. Random weights, no prefix "
-            f"caching. {up}; before each run, one prompt is answered that does not count. Same tokens: requests with "
-            "the greedy tokens of the first engine, which in bfloat16 no engine owes. Start-up: from the start of the "
-            f"process, caches of compiled code {caches}. Peak memory: {memory}. First requests: the run that does not "
-            "count, of every case. Compiled: Triton kernels, also those that come from its cache."
+            f"{interrupted}A case is requests x prompt tokens / output tokens, greedy unless sampled. {runs} "
+            "after one that does not count. TTFT: until every request has its first token. TPOT: the rest of the time "
+            f"over the rest of the tokens. Random weights, no prefix caching. {up}; before each run, one prompt is "
+            "answered that does not count. Same tokens: requests with the greedy tokens of the first engine, which in "
+            f"bfloat16 no engine owes. Start-up: from the start of the process, caches of compiled code {caches}. Peak "
+            f"memory: {memory}. First requests: the run that does not count, of every case. Compiled: Triton kernels, "
+            "also those that come from its cache."
         )
 
     def _described(self) -> Iterator[str]:
@@ -123,14 +128,15 @@ def as_plain(table: Table) -> list[dict[str, str]]:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def _rows(results: list[Result]) -> Iterator[list[str]]:
+def _rows(results: list[Result], spread: bool) -> Iterator[list[str]]:
     """Of one case."""
     first, *others = results
+    text = median_and_range if spread else median
     for metric, values in first.metrics().items():
-        row = [median_and_range(values, DIGITS[metric])]
+        row = [text(values, DIGITS[metric])]
         for other in others:
             theirs = other.metrics()[metric]
-            row += [median_and_range(theirs, DIGITS[metric]), f"{_ratio(values, theirs):.3f}x"]
+            row += [text(theirs, DIGITS[metric]), f"{_ratio(values, theirs):.3f}x"]
         head = metric == next(iter(DIGITS))
         same = [_same(others) if head else ""] if others else []
         yield [first.case.name if head else "", metric, *row, *same]

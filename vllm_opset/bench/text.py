@@ -18,10 +18,15 @@ def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> lis
     return [*head, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
+def median(values: Sequence[float], digits: int) -> str:
+    """digits: after the point."""
+    return f"{statistics.median(values):,.{digits}f}"
+
+
 def median_and_range(values: Sequence[float], digits: int) -> str:
     """The median, and the least and the most. digits: after the point."""
     low, high = min(values), max(values)
-    return f"{statistics.median(values):,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
+    return f"{median(values, digits)} ({low:,.{digits}f} to {high:,.{digits}f})"
 
 
 def versions_text(versions: dict[str, str]) -> str:

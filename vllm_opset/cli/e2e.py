@@ -24,9 +24,7 @@ from vllm_opset.selection import nearest
 OUTPUTS = ("--json", "--markdown", "--logs")
 # What an engine can be given beside arguments of LLM.
 SETTINGS = ("env", "site")
-MEMORY_HINT = (
-    "If memory is short: all engines are up together; fewer of them, or of the cases (--case), need less, or --apart."
-)
+MEMORY_HINT = "If memory is short: all engines are up together; fewer of them, or of the cases (--case), need less."
 
 
 def compare(
@@ -50,18 +48,15 @@ def compare(
     cold: Annotated[bool, typer.Option("--cold/--warm", help="Start with empty caches of compiled code.")] = True,
     apart: Annotated[
         bool,
-        typer.Option("--apart/--together", help="One engine up at a time, each with the machine to itself."),
+        typer.Option("--apart/--together", help="One engine up at a time, instead of all by turns."),
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write a page's section here.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Keep the log of each engine in this folder.")] = None,
 ) -> None:
-    """Time whole engines side by side: random weights, the same prompts, by turns, each in a process of its own.
+    """Time whole engines side by side: random weights, the same prompts, each engine in a process of its own.
 
-    What is short and launched by Python, such as the first token of a lone request, is best measured --apart: engines
-    that are up together share the GPU and the cores' caches.
-
-    Interrupted by Ctrl-C or SIGTERM, it reports the cases that are done.
+    Interrupted by Ctrl-C or SIGTERM, it reports the cases that all engines have done.
     """
     shape = _shape(model)
     plan = Plan(shape, _cases(shape, case or ["*"]), _engines(against or [], variant or []), repetitions, cold, apart)
@@ -71,7 +66,7 @@ def compare(
         try:
             found = plan.run(Path(folder), logs or Path(folder), step)
         except EngineError as error:
-            print(f"{error}\n{MEMORY_HINT}", file=sys.stderr)
+            print(error if apart else f"{error}\n{MEMORY_HINT}", file=sys.stderr)
             raise typer.Exit(1) from error
     report = Report(plan, found, f"vllm-opset {asked_for(OUTPUTS)}")
     if json_file:
@@ -85,11 +80,11 @@ def compare(
 
 def _print(report: Report) -> None:
     for title, table in (
-        (f"{report.plan.shape.name}, {report.plan.shape.dtype}, {report.machine}", report.speed()),
+        (f"{report.plan.shape.name}, {report.plan.shape.dtype}, {report.machine}", report.speed(spread=False)),
         ("Engines", report.starts()),
     ):
         print_table(title, table[0], as_plain(table))
-    print(report.legend())
+    Console().print(report.legend(spread=False), markup=False, highlight=False)
 
 
 @contextmanager
@@ -138,6 +133,8 @@ def _engines(against: list[str], variants: list[str]) -> list[Engine]:
         settings["stock"] = {"env": {"OPSET_PLATFORM": "off"}} | ({"site": site} if site else {})
     for word in variants:
         name, _, text = word.partition("=")
+        if not name.isidentifier():  # a log is named by it
+            raise typer.BadParameter(f"{name!r} is no name", param_hint="--variant")
         given, known = _settings(text), settings.setdefault(name, {})
         settings[name] = known | given | {"env": known.get("env", {}) | given.get("env", {})}
     return [_engine(name, of_engine) for name, of_engine in settings.items()]
@@ -152,6 +149,9 @@ def _settings(text: str) -> dict:
         ) from error
     if not isinstance(settings, dict):
         raise typer.BadParameter(f"not a JSON object: {text!r}", param_hint="--variant")
+    env = settings.get("env", {})
+    if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
+        raise typer.BadParameter(f"env must be strings by name, not {env!r}", param_hint="--variant")
     return settings
 
 

@@ -108,7 +108,8 @@ class RunningEngine:
             if failure is None:
                 self._signal(signal.SIGCONT)
                 self._process.stdin.close()
-                self._process.wait(timeout=PATIENCE)
+                with suppress(subprocess.TimeoutExpired):  # it has answered all that it was asked
+                    self._process.wait(timeout=PATIENCE)
         finally:
             self._kill()
 
