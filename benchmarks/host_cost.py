@@ -1,10 +1,11 @@
 """What a step of prefill costs in Python, without a GPU: kernels are compiled for Hopper and launched into the void.
 
-    PYTHONPATH=tests/kernels/triton:tests/engine .venv/bin/python benchmarks/host_cost.py [TOKENS]
+    PYTHONPATH=tests/kernels/triton:tests/engine .venv/bin/python benchmarks/host_cost.py [TOKENS [REQUESTS]]
 
-vLLM's engine runs a Qwen3 of 36 layers as without compiled kernels on a GPU, fused, without graphs, but nothing is
-computed: neither by kernels nor by matrix products. What is left is what a GPU waits for when it has little to do.
-Prints the time of a request for one token, and for each kernel its calls and their share.
+vLLM's engine, in this process, runs a Qwen3 of 36 layers as without compiled kernels on a GPU, fused, without graphs,
+but nothing is computed: neither by kernels nor by matrix products. What is missing of the host's work is what is not
+Python: Triton's launcher and the driver, cuBLAS, the allocator, copies and events. Prints the time of a request for one
+token, and each kernel's calls and their share of it.
 """
 
 import os
@@ -31,7 +32,7 @@ from vllm_opset.kernel import Kernel
 from vllm_opset.kernels import triton as kernels
 from vllm_opset.platform import fusion, linear
 
-LAYERS, REQUESTS, WARM_UP = 36, 50, 5
+LAYERS, WARM_UP = 36, 5
 VOCAB_SIZE = 500
 
 spent: dict[str, list[float]] = {}
@@ -80,7 +81,7 @@ def engine(num_tokens: int, folder: str):
     )  # fmt: skip
 
 
-def main(num_tokens: int) -> None:
+def main(num_tokens: int = 1024, num_requests: int = 50) -> None:
     from vllm import SamplingParams
 
     launch_into_the_void()
@@ -89,7 +90,7 @@ def main(num_tokens: int) -> None:
     requests = []
     with tempfile.TemporaryDirectory() as folder:
         llm = engine(num_tokens, folder)
-        for number in range(WARM_UP + REQUESTS):
+        for number in range(WARM_UP + num_requests):
             if number == WARM_UP:
                 for times in spent.values():
                     times.clear()
@@ -100,7 +101,7 @@ def main(num_tokens: int) -> None:
     table = Table("what", "calls", "µs a call", "ms a request", "share")
     for op, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
         if times:
-            each, calls = 1e6 * statistics.median(times), len(times) / REQUESTS
+            each, calls = 1e6 * statistics.median(times), len(times) / num_requests
             share = each * calls / 1e3 / total
             table.add_row(op, f"{calls:.0f}", f"{each:.1f}", f"{each * calls / 1e3:.2f}", f"{share:.0%}")
     table.add_row("all", "", "", f"{total:.2f}", "100%")
@@ -108,4 +109,4 @@ def main(num_tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1024)
+    main(*map(int, sys.argv[1:]))
