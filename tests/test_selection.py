@@ -11,7 +11,7 @@ from vllm_opset.kernel import PROVIDERS, Kernel, kernels_of
 from vllm_opset.kernels import cpp
 from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.layer_norm import LayerNormProblem
-from vllm_opset.selection import OverrideError, choices, configure, fingerprint, select
+from vllm_opset.selection import OverrideError, choices, configure, select
 
 NORM = LayerNormProblem("cpu", torch.float32, 64, torch.float32)
 ACTIVATION = Problem("cpu", torch.float32)
@@ -319,26 +319,6 @@ def test_only_other_overrides_make_configuring_forget_earlier_choices():
     assert choices() == [choice]
     configure({"opset": {"kernels": {"layer_norm": "reference"}}})
     assert choices() == []
-
-
-def test_the_fingerprint_is_plain_and_independent_of_the_order():
-    problems = [NORM, LayerNormProblem("cpu", torch.bfloat16, 64, None)]
-    fingerprints = set()
-    for order in (problems, problems[::-1]):
-        selection._choices.clear()
-        for problem in order:
-            select(ops.layer_norm, problem)
-        fingerprints.add(fingerprint())
-    (only,) = fingerprints
-    assert "layer_norm=cpu@cpu[device=cpu, dtype=float32, hidden_size=64, weight_dtype=float32]" in only
-
-
-def test_the_fingerprint_tells_kernels_apart():
-    select(ops.layer_norm, NORM)
-    default = fingerprint()
-    configure({"opset": {"kernels": {"layer_norm": "reference"}}})
-    select(ops.layer_norm, NORM)
-    assert fingerprint() != default
 
 
 def test_calls_are_counted_on_request(monkeypatch):

@@ -123,11 +123,6 @@ def choices() -> list[Choice]:
     return sorted(_choices.values(), key=lambda choice: order.index(choice.op))
 
 
-def fingerprint() -> tuple[str, ...]:
-    """The choices as plain data, whatever the order they were made in, for a compile cache's key."""
-    return tuple(sorted(f"{choice.kernel}@{choice.kernel.provider}[{choice.problem}]" for choice in choices()))
-
-
 def said(key: str, additional_config: Mapping) -> Iterator[tuple[str, object, object]]:
     """(source, name, value) for all that users say under one of CONFIG_KEYS, what counts most last."""
     variable = f"OPSET_{key.upper()}"

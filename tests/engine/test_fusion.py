@@ -1,5 +1,7 @@
 """Rotary embedding, norms of query and key, and cache write in one call: whole models, against the same without it."""
 
+import functools
+
 import models
 import pytest
 import torch
@@ -31,8 +33,13 @@ def served(llm) -> set[str]:
     return {row["op"] for row in report if row["calls"] > 0}
 
 
-def fusing(engine, path):
-    return engine(path, max_num_batched_tokens=64, worker_cls="fusing_worker.FusingWorker")
+def embedded(llm) -> torch.Tensor:
+    outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in models.prompts()], use_tqdm=False)
+    return torch.tensor([output.outputs.embedding for output in outputs])
+
+
+def fusing(engine, path, **arguments):
+    return engine(path, worker_cls="fusing_worker.FusingWorker", **{"max_num_batched_tokens": 64, **arguments})
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -49,6 +56,49 @@ def test_tokens_are_the_same(name, engine, tmp_path):
         calls = {row["op"]: row["calls"] for row in llm.collective_rpc("opset_report")[0]}
     assert calls[FUSED[name]] > 0
     assert "reshape_and_cache" not in calls and calls["rotary_embedding"] == tried["rotary_embedding"]
+
+
+def test_of_one_models_layers_some_wait_and_some_do_not(engine, tmp_path):
+    models.build("exaone4", tmp_path)
+    with engine(tmp_path, max_num_batched_tokens=64) as llm:
+        expected = generated(llm)
+    with fusing(engine, tmp_path) as llm:
+        assert generated(llm) == expected
+        assert served(llm) >= {"qk_norm_rope_cache", "reshape_and_cache"}
+
+
+def test_attention_that_writes_no_cache_does_not_wait(engine, tmp_path):
+    models.build("qwen3", tmp_path, is_causal=False)
+    models.add_tokenizer(tmp_path)
+    pooling = {"runner": "pooling", "max_num_batched_tokens": 512}
+    with engine(tmp_path, **pooling) as llm:
+        expected = embedded(llm)
+    with fusing(engine, tmp_path, **pooling) as llm:
+        torch.testing.assert_close(embedded(llm), expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compilation_config__mode": 3},
+        {"compilation_config__cudagraph_mode": "PIECEWISE"},
+        {"offload_config__prefetch__offload_group_size": 2},
+    ],
+)
+def test_nothing_waits_where_a_step_is_not_run_whole(changes):
+    from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+
+    from vllm_opset.platform import fusion
+
+    config = VllmConfig()
+    config.compilation_config.mode = CompilationMode.NONE
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    assert fusion._runs_whole(config)
+    for path, value in changes.items():
+        *folder, name = path.split("__")
+        value = CUDAGraphMode[value] if isinstance(value, str) else value
+        object.__setattr__(functools.reduce(getattr, folder, config), name, value)
+    assert not fusion._runs_whole(config)
 
 
 def test_parts_that_are_not_all_there_is_do_not_wait(engine, tmp_path, monkeypatch):

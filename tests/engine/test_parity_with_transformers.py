@@ -16,6 +16,7 @@ OPS = {
     "llama3": LLAMA_LIKE,
     "mistral": LLAMA_LIKE,
     "gemma2": {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "gelu_and_mul"},
+    "exaone4": LLAMA_LIKE - {"fused_add_rms_norm"},
     # vLLM has code of its own for it until 0.32; later it runs transformers' code, with its own LayerNorm.
     "gpt_neox": set(),
 }

@@ -44,9 +44,8 @@ class OpsetPlatform(Platform):
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         refusals.check(cls.asked, vllm_config, cls.where)
-        # Passes of the compiler that replace what only a vLLM with compiled kernels has.
         passes = vllm_config.compilation_config.pass_config
-        for fusion in ("fuse_norm_quant", "fuse_act_quant"):
+        for fusion in refusals.fusions(vllm_config):
             if getattr(passes, fusion) is None:
                 setattr(passes, fusion, False)
 

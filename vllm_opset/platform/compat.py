@@ -8,7 +8,8 @@ release does not know is never called:
   decides on the same shape. `get_supported_kernel_block_sizes` takes an argument from 0.33 on.
 - `OpsetCpuRunner._postprocess_triton` is called until 0.30; `may_reinitialize_input_batch` lost an argument in 0.33.
 - `layers.REPLACEMENTS` says which classes came late. The family of rotary embeddings is found by what it shares.
-- `refusals` asks for parts of the configuration that came or went by `getattr`.
+- `refusals` and `native/parts` ask for parts of the configuration that came or went by `getattr`.
+- `native/sampler` has a sampler for 0.26, whose second model runner draws in a method of its own.
 - `npu/runner` zeroes and copies blocks itself, since how vLLM does it differs between releases.
 - `threads` keeps OMP_NUM_THREADS from 0.26, which sets it to 1 for several workers and does not say so.
 - `ir` serves vLLM's IR, which goes after 0.33.

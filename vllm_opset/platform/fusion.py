@@ -6,7 +6,7 @@ the norms and the rotary embedding before an attention leave query and key as th
 attention's cache write does all of it (`ops.qk_norm_rope_cache`, `ops.rope_cache`).
 
 Whether a model's code really goes from its projection through exactly these parts to its attention is not read from
-its source: each class and shape is tried once, on random input, with the parts at work and with the parts waiting.
+its source: each layer is tried once, on random input, with the parts at work and with the parts waiting.
 """
 
 import inspect
@@ -17,10 +17,12 @@ import torch
 from torch import nn
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
 
 from vllm_opset import ops, selection
 from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.platform.layers import RMSNormLayer, RotaryEmbeddingLayer
+from vllm_opset.platform.refusals import offloads
 
 TRIED_POSITIONS = (3, 0, 7, 12, 1)
 
@@ -64,26 +66,35 @@ def bind(
     vllm_config: VllmConfig,
     compiled_ahead: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """For a model that was just loaded, if no compiler is to see through its parts.
+    """For a model that was just loaded, if every step runs all of its Python or replays all of it.
 
     compiled_ahead: within it kernels may be compiled instead of launched, before they are.
     """
-    if vllm_config.compilation_config.mode != CompilationMode.NONE:
+    if not _runs_whole(vllm_config):
         return
-    can_wait: dict[tuple, bool] = {}
+    compiled: set[tuple] = set()
     for module in model.modules():
         rope = _rope_of(module)
         if rope is None:
             continue
         impl = module.attn.impl
         shape = type(module), impl.num_heads, impl.num_kv_heads, impl.head_size, rope.norms is None
-        if shape not in can_wait:
+        if shape not in compiled:
             with compiled_ahead():
                 _can_wait(module, rope, vllm_config)
-            can_wait[shape] = _can_wait(module, rope, vllm_config)
-        if can_wait[shape]:
+            compiled.add(shape)
+        # Every layer: in some models not all of them rotate.
+        if _can_wait(module, rope, vllm_config):
             _let_wait(module, rope)
             impl.before = rope
+
+
+def _runs_whole(vllm_config: VllmConfig) -> bool:
+    """Whether a layer's parts run together in every step, on weights that are there when the model is loaded."""
+    compilation = vllm_config.compilation_config
+    # Pieces of a graph are replayed without the Python between them and attention.
+    in_pieces = compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_piecewise_cudagraphs()
+    return compilation.mode == CompilationMode.NONE and not in_pieces and not offloads(vllm_config)
 
 
 def _rope_of(module: nn.Module) -> WaitingRope | None:
@@ -91,6 +102,9 @@ def _rope_of(module: nn.Module) -> WaitingRope | None:
     children = dict(module.named_children())
     attention, rotary = children.get("attn"), children.get("rotary_emb")
     if not isinstance(attention, Attention) or not isinstance(attention.impl, OpsetAttentionImpl):
+        return None
+    # An encoder's attention writes no cache; and scales of a cache are found by vLLM before it is written (until 0.29).
+    if attention.impl.attn_type != AttentionType.DECODER or getattr(attention, "calculate_kv_scales", False):
         return None
     # Only that class: one that is derived from it is told more than positions.
     if getattr(type(rotary), "forward_oot", None) is not RotaryEmbeddingLayer.forward_oot:

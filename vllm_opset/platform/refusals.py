@@ -5,7 +5,7 @@ Here is what no platform of opset's does that runs without vLLM's compiled kerne
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from vllm_opset import selection
@@ -87,6 +87,13 @@ def captures(config: "VllmConfig") -> bool:
     return config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
 
 
+def wants_quick_start(config: "VllmConfig") -> bool:
+    """-O0: no compiler, no graphs."""
+    from vllm.config.vllm import OptimizationLevel
+
+    return config.optimization_level == OptimizationLevel.O0
+
+
 def compiles(config: "VllmConfig") -> bool:
     from vllm.config import CompilationMode
 
@@ -96,6 +103,12 @@ def compiles(config: "VllmConfig") -> bool:
 def offloads(config: "VllmConfig") -> bool:
     offload = config.offload_config
     return offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
+
+
+def fusions(config: "VllmConfig") -> list[str]:
+    """The compiler's passes that can be switched and fuse, all into kernels that only a compiled vLLM has."""
+    names = (field.name for field in fields(config.compilation_config.pass_config))
+    return [name for name in names if name.startswith(("fuse_", "enable_"))]
 
 
 def caches_in_another_dtype(config: "VllmConfig") -> bool:
@@ -142,6 +155,8 @@ RULES: tuple[Rule, ...] = (
         "unset VLLM_BATCH_INVARIANT; seeded requests draw the same tokens in any batch as it is",
         lambda config: environment("VLLM_BATCH_INVARIANT"),
     ),
+    # vLLM would take its second model runner for it, whatever the variable says.
+    Rule("watermarks", "leave out --watermark-config", given("watermark_config")),
     Rule(
         "vLLM's second model runner",
         "unset VLLM_USE_V2_MODEL_RUNNER",

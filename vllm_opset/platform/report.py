@@ -1,9 +1,27 @@
-"""What was chosen in this process, for the log and for `Worker.opset_report`."""
+"""What was chosen in this process: in the log, and for whoever asks a worker."""
 
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_opset import selection
 from vllm_opset.kernel import why_unavailable
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class Reporting:
+    """Mixed into a worker."""
+
+    rank: int
+
+    def log_choices(self) -> None:
+        """Once the weights are loaded and the layers built, every choice has been made."""
+        if self.rank == 0:
+            logger.info("%s", table())
+
+    def opset_report(self) -> list[dict]:
+        """Which kernel serves which op in this worker: `llm.collective_rpc("opset_report")`."""
+        return rows()
 
 
 def rows() -> list[dict]:

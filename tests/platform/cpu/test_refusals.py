@@ -121,6 +121,7 @@ def test_environment_is_refused(feature, variable, configure, monkeypatch):
         ("encoder-decoder models", "model_config.is_encoder_decoder", True),
         ("weight transfer", "weight_transfer_config", object()),
         ("diffusion models", "diffusion_config", object()),
+        ("watermarks", "watermark_config", object()),
         ("encoder cache connectors", "ec_transfer_config", object()),
         ("KV cache offloading", "cache_config.kv_offloading_size", 1.0),
         ("prefill context parallelism", "parallel_config.prefill_context_parallel_size", 2),

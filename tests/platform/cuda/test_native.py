@@ -150,6 +150,19 @@ def test_attention_backends_that_users_name(config, everything_is_faster):
     assert other == (False, "vLLM's own serves another attention backend")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_config__flash_attn_version": 3},
+        {"attention_config__backend_per_kind": {"sliding_window": AttentionBackendEnum.TRITON_ATTN}},
+    ],
+)
+def test_attention_that_users_name_in_other_words_stays(changes, config, everything_is_faster):
+    assert "attention" not in on(config(**changes))
+    with pytest.raises(Refusal, match=r"another attention backend: leave out .*--attention-config"):
+        parts.decide(config(attention_config__backend=AttentionBackendEnum.CUSTOM, **changes), HOPPER)
+
+
 NOT_COVERED = {
     "attention": {"parallel_config__decode_context_parallel_size": 2},
     "sampler": {"model_config__use_fp64_gumbel": True},

@@ -71,10 +71,11 @@ def test_with_everything_off_it_is_stock_vllm_bit_for_bit(runner):
     assert answers(OFF, runner=runner) == stock(runner)
 
 
-def test_opsets_attention_answers_where_users_name_it():
-    found = answers("sampler=off,linear=off,ops=off", "CUSTOM")
+@pytest.mark.parametrize("runner", [FIRST, SECOND])
+def test_opsets_attention_answers_where_users_name_it(runner):
+    found = answers("sampler=off,linear=off,ops=off", "CUSTOM", runner)
     assert found["kernels"] == {"reshape_and_cache": "triton", "paged_attention": "triton"}
-    assert_close(found, stock())
+    assert_close(found, stock(runner))
 
 
 @pytest.mark.parametrize(
@@ -95,8 +96,9 @@ def test_seeded_requests_draw_the_same_tokens_in_any_batch(native):
     assert tokens(found["seeded"]) != tokens(found["greedy"])
 
 
-def test_all_parts_together_answer():
-    found = answers(ALL)
+@pytest.mark.parametrize("runner", [FIRST, SECOND])
+def test_all_parts_together_answer(runner):
+    found = answers(ALL, runner=runner)
     assert {"rms_norm", "fused_add_rms_norm", "silu_and_mul", "qk_norm_rope_cache"} <= found["kernels"].keys()
     assert set(found["kernels"].values()) == {"triton"}
-    assert_close(found, stock())
+    assert_close(found, stock(runner))

@@ -10,7 +10,7 @@ from vllm.config import CompilationMode
 
 from vllm_opset.platform.cuda.refusals import RULES
 from vllm_opset.platform.refusals import RULES as COMMON
-from vllm_opset.platform.refusals import Refusal, check
+from vllm_opset.platform.refusals import Refusal, check, fusions
 
 pytestmark = pytest.mark.window
 
@@ -24,6 +24,8 @@ def config(configure):
 REFUSED = [
     ("speculative decoding with a model that drafts", "speculative_config", SimpleNamespace(method="eagle")),
     ("a KV cache in this dtype", "cache_config.cache_dtype", "fp8_e5m2"),
+    ("weight offloading by a view", "offload_config.uva.cpu_offload_gb", 4.0),
+    ("passes that fuse into vLLM's compiled kernels", "compilation_config.pass_config.fuse_norm_quant", True),
 ]
 
 
@@ -39,6 +41,20 @@ def test_what_is_not_done_is_refused(feature, attribute, value, config):
 def test_every_rule_of_its_own_is_tested():
     own = {rule.feature for rule in RULES if rule not in COMMON}
     assert all(any(feature in rule for feature, *_ in REFUSED) for rule in own) and len(own) == len(REFUSED)
+
+
+def test_no_pass_fuses_into_compiled_kernels(config):
+    from vllm_opset.platform.cuda.passes import OpsetPassManager
+    from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
+
+    compilation = config.compilation_config
+    object.__setattr__(compilation, "mode", CompilationMode.VLLM_COMPILE)
+    object.__setattr__(compilation, "use_inductor_graph_partition", True)
+    for name in fusions(config):
+        object.__setattr__(compilation.pass_config, name, None)
+    OpsetCudaPlatform.apply_config_platform_defaults(config)
+    assert {getattr(compilation.pass_config, name) for name in fusions(config)} == {False}
+    OpsetPassManager().configure(config)
 
 
 def test_an_fp8_cache_is_not_refused(config):
@@ -74,6 +90,17 @@ def test_defaults(asked, runner, graphs, custom_ops, config):
     assert compilation.mode == (CompilationMode.NONE if asked is None else mode)
     assert getattr(compilation.cudagraph_mode, "name", None) == graphs
     assert compilation.custom_ops == custom_ops
+
+
+def test_the_lowest_level_captures_nothing(config):
+    from vllm.config.vllm import OptimizationLevel
+
+    from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
+
+    object.__setattr__(config, "optimization_level", OptimizationLevel.O0)
+    object.__setattr__(config.compilation_config, "cudagraph_mode", None)
+    OpsetCudaPlatform.apply_config_platform_defaults(config)
+    assert config.compilation_config.cudagraph_mode.name == "NONE"
 
 
 def test_a_weak_reference_is_the_same_memory_and_does_not_keep_it():

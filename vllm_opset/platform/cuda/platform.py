@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_opset.platform import compat
+from vllm_opset.platform import compat, refusals
 from vllm_opset.platform.base import OpsetPlatform
-from vllm_opset.platform.cuda import nvml, refusals
+from vllm_opset.platform.cuda import nvml
+from vllm_opset.platform.cuda.refusals import RULES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,7 +22,7 @@ class OpsetCudaPlatform(OpsetPlatform):
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
     dist_backend = "nccl"
     where = "on a GPU, with a vLLM that has no compiled kernels,"
-    rules = refusals.RULES
+    rules = RULES
     worker = "vllm_opset.platform.cuda.worker.OpsetCudaWorker"
 
     # Configuration
@@ -36,7 +37,8 @@ class OpsetCudaPlatform(OpsetPlatform):
             compilation.mode = CompilationMode.NONE
         if compilation.cudagraph_mode is None and compilation.mode == CompilationMode.NONE:
             pools = vllm_config.model_config is not None and vllm_config.model_config.runner_type == "pooling"
-            compilation.cudagraph_mode = CUDAGraphMode.NONE if pools else CUDAGraphMode.FULL_DECODE_ONLY
+            without = pools or refusals.wants_quick_start(vllm_config)
+            compilation.cudagraph_mode = CUDAGraphMode.NONE if without else CUDAGraphMode.FULL_DECODE_ONLY
         if compilation.mode == CompilationMode.NONE and not compilation.custom_ops:
             compilation.custom_ops = ["all"]
 

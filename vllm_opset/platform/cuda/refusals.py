@@ -1,10 +1,9 @@
 """What opset does not do on NVIDIA GPUs with a vLLM that has no compiled kernels."""
 
 from vllm_opset.platform.refusals import RULES as COMMON
-from vllm_opset.platform.refusals import Rule, caches_in_another_dtype
+from vllm_opset.platform.refusals import Rule, caches_in_another_dtype, fusions
 
 FP8 = ("fp8", "fp8_e4m3")
-
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
@@ -17,5 +16,15 @@ RULES: tuple[Rule, ...] = (
         "a KV cache in this dtype",
         "leave out --kv-cache-dtype, or give fp8_e4m3",
         lambda config: config.cache_config.cache_dtype not in FP8 and caches_in_another_dtype(config),
+    ),
+    Rule(
+        "weight offloading by a view of the host's memory (UVA)",
+        "leave out --cpu-offload-gb",
+        lambda config: config.offload_config.uva.cpu_offload_gb > 0,
+    ),
+    Rule(
+        "the compiler's passes that fuse into vLLM's compiled kernels",
+        "leave pass_config out of --compilation-config",
+        lambda config: any(getattr(config.compilation_config.pass_config, name) for name in fusions(config)),
     ),
 )

@@ -50,9 +50,15 @@ def _another_worker(config: "VllmConfig") -> bool:
     return config.parallel_config.worker_cls not in ("auto", STOCK_WORKER, WORKER)
 
 
-def _another_backend(config: "VllmConfig") -> bool:
+def _our_backend(config: "VllmConfig") -> bool:
     backend = config.attention_config.backend
-    return backend is not None and backend.name != "CUSTOM"
+    return backend is not None and backend.name == "CUSTOM"
+
+
+def _another_backend(config: "VllmConfig") -> bool:
+    attention = config.attention_config
+    named = attention.backend is not None and not _our_backend(config)
+    return named or bool(attention.backend_per_kind) or attention.flash_attn_version is not None
 
 
 def _another_cache(config: "VllmConfig") -> bool:
@@ -118,7 +124,7 @@ PARTS: Mapping[str, Part] = {
     "attention": Part(
         cannot=(
             _OTHER_WORKER,
-            Rule("another attention backend", "leave out --attention-backend", _another_backend),
+            Rule("another attention backend", "leave out --attention-backend and --attention-config", _another_backend),
             Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla")),
             Rule("a KV cache in that dtype", "leave out --kv-cache-dtype", _another_cache),
             Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
@@ -196,7 +202,7 @@ def defaults() -> Mapping[str, Mapping[str, object]]:
 def _said(config: "VllmConfig") -> dict[str, Decision]:
     """What users said of each part; what is read later counts."""
     said = {}
-    if config.attention_config.backend is not None and not _another_backend(config):
+    if _our_backend(config):
         said["attention"] = Decision(True, "--attention-backend CUSTOM")
     return said | _words(config.additional_config)
 

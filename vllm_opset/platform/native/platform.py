@@ -13,7 +13,7 @@ from vllm_opset import ops, selection
 from vllm_opset.attention import BACKEND
 from vllm_opset.platform import compile_cache, forking
 from vllm_opset.platform.native import parts
-from vllm_opset.platform.refusals import Refusal
+from vllm_opset.platform.refusals import Refusal, wants_quick_start
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,7 +43,7 @@ class OpsetNativePlatform(CudaPlatform):
             return
         if compilation.mode is None:
             compilation.mode = CompilationMode.NONE
-            if compilation.cudagraph_mode is None:
+            if compilation.cudagraph_mode is None and not wants_quick_start(vllm_config):
                 compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         if not compilation.custom_ops:
             compilation.custom_ops = ["all"]

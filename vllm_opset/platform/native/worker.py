@@ -4,21 +4,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
 from vllm_opset.kernels.triton._ahead import compiled_ahead
-from vllm_opset.platform import fusion, layers, linear, refusals, report
+from vllm_opset.platform import fusion, layers, linear, refusals
 from vllm_opset.platform.cuda import warm_up
 from vllm_opset.platform.native import sampler
+from vllm_opset.platform.report import Reporting
 
-logger = init_logger(f"vllm.{__name__}")
 
-
-class OpsetNativeWorker(Worker):
+class OpsetNativeWorker(Reporting, Worker):
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         selection.configure(vllm_config.additional_config)
@@ -42,8 +40,7 @@ class OpsetNativeWorker(Worker):
                 self.parts.remove("sampler")
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        if self.rank == 0:
-            logger.info("%s", report.table())
+        self.log_choices()
         if self.parts and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
             refusals.check_graphs(selection.choices())
         if self.parts & {"attention", "linear", "ops"}:
@@ -51,10 +48,6 @@ class OpsetNativeWorker(Worker):
         if "sampler" in self.parts:
             self.model_runner.sampler.warm_up(self.device)
         return super().compile_or_warm_up_model()
-
-    def opset_report(self) -> list[dict]:
-        """Which kernel serves which op in this worker: `llm.collective_rpc("opset_report")`."""
-        return report.rows()
 
 
 @contextmanager
