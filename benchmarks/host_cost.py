@@ -31,6 +31,7 @@ from vllm_opset import failures, selection
 from vllm_opset.kernel import Kernel
 from vllm_opset.kernels import triton as kernels
 from vllm_opset.platform import fusion, linear
+from vllm_opset.platform.cpu import linear as packed
 
 LAYERS, WARM_UP = 36, 5
 VOCAB_SIZE = 500
@@ -44,7 +45,7 @@ def launch_into_the_void() -> None:
     kernels.DEVICES = ("cpu",)
     selection.PREFERENCE = {"cpu": ("triton",)}
     fusion._can_wait = lambda *_: True
-    linear.bind_packed = lambda model: linear.bind(model, compiled=False)
+    packed.bind = lambda model: linear.bind(model, compiled=False)
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty((*x.shape[:-1], len(weight)))
     failures.explained = timed(failures.explained)
 

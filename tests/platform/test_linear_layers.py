@@ -15,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_opset import selection
 from vllm_opset.platform import linear
+from vllm_opset.platform.cpu import linear as packed
 from vllm_opset.platform.refusals import Refusal
 
 pytestmark = pytest.mark.window
@@ -54,7 +55,7 @@ def test_layers_multiply_as_before(num_tokens, dtype):
         torch.nn.init.normal_(parameter, std=48**-0.5)
     x = torch.randn(num_tokens, 48, dtype=dtype)
     before = {name: layer.quant_method.apply(layer, x, None) for name, layer in model.items()}
-    linear.bind_packed(model)
+    packed.bind(model)
     for name, layer in model.items():
         torch.testing.assert_close(layer.quant_method.apply(layer, x, None), before[name], rtol=2**-7, atol=1e-5)
     assert {choice.op for choice in selection.choices()} == {"linear"}
@@ -64,13 +65,13 @@ def test_an_embedding_still_looks_up():
     layer = VocabParallelEmbedding(128, 48)
     torch.nn.init.normal_(layer.weight)
     ids = torch.tensor([3, 0, 127])
-    linear.bind_packed(layer)
+    packed.bind(layer)
     assert torch.equal(layer(ids), layer.weight[ids])
 
 
 def test_weights_that_are_loaded_again_are_used():
     model = layers()
-    linear.bind_packed(model)
+    packed.bind(model)
     layer, x = model["row"], torch.randn(2, 48)
     with torch.no_grad():
         layer.weight.copy_(torch.eye(64, 48))
@@ -85,25 +86,25 @@ def test_weights_are_packed_at_loading_and_again_when_they_change():
     model = layers().bfloat16()
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    linear.bind_packed(model)
+    packed.bind(model)
     x, tied = torch.ones(2, 48, dtype=torch.bfloat16), model["embedding"]
     if model["row"].weight.numel():
         pytest.skip("nothing is packed, as oneDNN does not multiply in bf16 here: runs on a processor with AVX-512")
     with pytest.raises(Refusal, match="has packed this model's weights"):
-        linear.need_weights(model)
+        packed.need_weights(model)
     assert not tied.quant_method.apply(tied, x).any()
     model["row"].weight.data = torch.ones(64, 48, dtype=torch.bfloat16)
     with torch.no_grad():
         for layer in (tied, model["head"]):
             layer.weight.fill_(1)
-    linear.refresh(model)
+    packed.refresh(model)
     for layer in (tied, model["row"], model["head"]):
         assert (layer.quant_method.apply(layer, x) == 48).all()
 
 
 def test_a_model_that_was_loaded_uses_a_kernel_of_the_users_choice():
     selection.configure({"opset": {"kernels": {"linear": "reference"}}})
-    linear.bind_packed(layers())
+    packed.bind(layers())
     (choice,) = selection.choices()
     assert choice.kernel.name == "reference"
 
@@ -164,8 +165,8 @@ def seeing(run, rows: list[int]):
 def test_a_warm_up_multiplies_one_row_by_each_kind(compiled, reference, monkeypatch):
     model, rows = layers(), []
     model["again"] = ReplicatedLinear(48, 64)
-    run = linear._choice(torch.float32).run
-    monkeypatch.setattr(linear, "_choice", lambda dtype: SimpleNamespace(run=seeing(run, rows), kernel=KEEPS))
+    run = linear.choice(torch.float32).run
+    monkeypatch.setattr(linear, "choice", lambda dtype: SimpleNamespace(run=seeing(run, rows), kernel=KEEPS))
     linear.bind(model, compiled)
     linear.multiply_one_row(model)
     # [64, 48] with a bias and without, and the head's [128, 48].
@@ -178,7 +179,7 @@ KEEPS = SimpleNamespace(prepare={})
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_kernel_that_prepares_weights_is_refused_where_they_stay(compiled, monkeypatch):
     kernel = SimpleNamespace(prepare={"weight": torch.t})
-    monkeypatch.setattr(linear, "_choice", lambda dtype: SimpleNamespace(run=None, kernel=kernel))
+    monkeypatch.setattr(linear, "choice", lambda dtype: SimpleNamespace(run=None, kernel=kernel))
     with pytest.raises(Refusal, match=r"leaves weights as they are, and .* wants to prepare them"):
         linear.bind(layers(), compiled)
 

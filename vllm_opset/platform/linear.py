@@ -3,13 +3,9 @@
 These layers are no custom ops of vLLM's, and the function they multiply by is chosen in vLLM by its own platforms. But
 each asks its `quant_method` to multiply, and that of a model that was loaded can be replaced.
 
-On GPUs weights stay where they are, and a layer's is looked up at every call: vLLM may replace it. torch.compile is
-given an operator, `torch.ops.vllm_opset.linear`: how many rows there are, which decides how a kernel multiplies, is
-known only when it runs.
-
-On a CPU, as in vLLM's own code for it, a linear layer's weight is gone once the kernel has it in a form of its own;
-embeddings keep theirs to look up in. So what reads all parameters is refused (`need_weights`), and loading them again
-needs `refresh`.
+Here is what GPUs have, and what `cpu/linear` shares with it. Weights stay where they are, and a layer's is looked up at
+every call: vLLM may replace it. torch.compile is given an operator, `torch.ops.vllm_opset.linear`: how many rows there
+are, which decides how a kernel multiplies, is known only when it runs.
 """
 
 from collections.abc import Callable
@@ -32,13 +28,13 @@ class LinearMethod(UnquantizedLinearMethod):
     """For one linear layer, or a head. The weight stays as it is."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
-        choice = _choice(layer.weight.dtype)
-        if choice.kernel.prepare:
+        chosen = choice(layer.weight.dtype)
+        if chosen.kernel.prepare:
             raise Refusal(
-                f"vllm-opset on a GPU leaves weights as they are, and {choice.kernel} of linear wants to prepare them: "
+                f"vllm-opset on a GPU leaves weights as they are, and {chosen.kernel} of linear wants to prepare them: "
                 "choose another kernel."
             )
-        self._linear = choice.run
+        self._linear = chosen.run
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         # vLLM's parameters are of classes that PyTorch would ask for leave at every call.
@@ -63,51 +59,12 @@ class EmbeddingMethod(UnquantizedEmbeddingMethod):
     __init__, apply = LinearMethod.__init__, LinearMethod.apply
 
 
-class PackedLinearMethod(UnquantizedLinearMethod):
-    """For one linear layer, whose weight the kernel may have in a form of its own."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        self.process_weights_after_loading(layer)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        weight = layer.weight.data
-        choice = _choice(weight.dtype)
-        self._linear, self._weight = choice.run, choice.kernel.prepared("weight", weight)
-        if self._weight is not weight:
-            layer.weight.data = weight.new_empty(0)
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self._linear(x, self._weight, bias)
-
-
-class PackedEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """For one embedding. One that is only also a head, as with tied weights, is prepared when it first multiplies."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        self.process_weights_after_loading(layer)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        self._choice = _choice(layer.weight.dtype)
-        self._weight = self._prepared(layer) if isinstance(layer, ParallelLMHead) else None
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self._weight is None:
-            self._weight = self._prepared(layer)
-        return self._choice.run(x, self._weight, bias)
-
-    def _prepared(self, layer: torch.nn.Module) -> torch.Tensor:
-        return self._choice.kernel.prepared("weight", layer.weight.data)
-
-
-# Of a GPU
-
-
 def bind(model: torch.nn.Module, compiled: bool) -> None:
-    """For a model that was just loaded, on a GPU. compiled: whether torch.compile is to see through it.
+    """For a model that was just loaded. compiled: whether torch.compile is to see through it.
 
     Raises Refusal for a kernel that prepares weights.
     """
-    _replace(model, CompiledLinearMethod if compiled else LinearMethod, EmbeddingMethod)
+    replace(model, CompiledLinearMethod if compiled else LinearMethod, EmbeddingMethod)
 
 
 def multiply_one_row(model: torch.nn.Module) -> None:
@@ -123,33 +80,8 @@ def multiply_one_row(model: torch.nn.Module) -> None:
         layer.quant_method.apply(layer, x, getattr(layer, "bias", None))
 
 
-# Of a CPU
-
-
-def bind_packed(model: torch.nn.Module) -> None:
-    """For a model that was just loaded, on a CPU."""
-    _replace(model, PackedLinearMethod, PackedEmbeddingMethod)
-
-
-def refresh(model: torch.nn.Module) -> None:
-    """After weights were loaded again: vLLM tells linear layers itself, but not every embedding."""
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, PackedLinearMethod | PackedEmbeddingMethod) and layer.weight.numel():
-            method.process_weights_after_loading(layer)
-
-
-def need_weights(model: torch.nn.Module) -> None:
-    """Raises Refusal if a layer's weight is gone, for what is about to read all of them."""
-    for layer in model.modules():
-        if isinstance(getattr(layer, "quant_method", None), PackedLinearMethod) and not layer.weight.numel():
-            raise Refusal(
-                "vllm-opset on a CPU has packed this model's weights and cannot save, hash or reset them: start the "
-                """engine with --additional-config '{"opset": {"kernels": {"linear": "reference"}}}'."""
-            )
-
-
-def _replace(model: torch.nn.Module, linear: type, embedding: type) -> None:
+def replace(model: torch.nn.Module, linear: type, embedding: type) -> None:
+    """Gives layers with unquantised weights methods of these classes, which are called with the layer."""
     methods = {UnquantizedLinearMethod: linear, UnquantizedEmbeddingMethod: embedding}
     for layer in model.modules():
         method = methods.get(type(getattr(layer, "quant_method", None)))
@@ -158,7 +90,8 @@ def _replace(model: torch.nn.Module, linear: type, embedding: type) -> None:
             layer.quant_method = method(layer)
 
 
-def _choice(dtype: torch.dtype) -> selection.Choice:
+def choice(dtype: torch.dtype) -> selection.Choice:
+    """The kernel of linear on this platform's device."""
     return selection.select(ops.linear, Problem(current_platform.device_type, dtype))
 
 

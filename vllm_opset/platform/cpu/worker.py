@@ -9,8 +9,7 @@ from vllm.v1.utils import report_usage_stats
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_opset.platform import linear
-from vllm_opset.platform.cpu import kv_memory, threads
+from vllm_opset.platform.cpu import kv_memory, linear, threads
 from vllm_opset.platform.cpu.runner import OpsetCpuRunner
 from vllm_opset.platform.worker import OpsetWorker
 
@@ -44,7 +43,7 @@ class OpsetCpuWorker(OpsetWorker):
 
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
-        linear.bind_packed(self.model_runner.get_model())
+        linear.bind(self.model_runner.get_model())
 
     def reload_weights(self, *args, **kwargs) -> None:
         super().reload_weights(*args, **kwargs)
