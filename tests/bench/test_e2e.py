@@ -96,7 +96,7 @@ def test_an_engine_inherits_no_setting_and_finds_its_own_packages_first(tmp_path
     assert (ours["OPSET_PLATFORM"], ours["TRITON_CACHE_DIR"]) == ("off", "cache")
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed: runs where it is")
 def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
     script = tmp_path / "compiles.py"
     script.write_text(COMPILES)

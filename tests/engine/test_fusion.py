@@ -38,11 +38,11 @@ def embedded(llm) -> torch.Tensor:
     return torch.tensor([output.outputs.embedding for output in outputs])
 
 
-def without_fusing(engine, path, ask=generated, **arguments):
+def without_fusing(engine, path, ask=generated, parts=PARTS, **arguments):
     """What is answered where nothing waits. Nobody has this engine any more when the next one starts."""
     with engine(path, **{"max_num_batched_tokens": 64, **arguments}) as llm:
         answers = ask(llm)
-        assert "rotary_embedding" in served(llm)
+        assert served(llm) >= parts
     return answers
 
 
@@ -76,7 +76,7 @@ def test_attention_that_writes_no_cache_does_not_wait(engine, tmp_path):
     models.build("qwen3", tmp_path, is_causal=False)
     models.add_tokenizer(tmp_path)
     pooling = {"runner": "pooling", "max_num_batched_tokens": 512}
-    expected = without_fusing(engine, tmp_path, embedded, **pooling)
+    expected = without_fusing(engine, tmp_path, embedded, {"rotary_embedding"}, **pooling)
     with fusing(engine, tmp_path, **pooling) as llm:
         torch.testing.assert_close(embedded(llm), expected)
 

@@ -31,7 +31,8 @@ class CompileOnly:
     """Stands where Triton's CUDA driver would: kernels are compiled, and their launches do nothing."""
 
     utils = SimpleNamespace(
-        load_binary=lambda *_: (None, None, 0, 0, 1024),
+        # A module, of some kind: without one Triton would load it at every launch.
+        load_binary=lambda *_: (0, 0, 0, 0, 1024),
         get_device_properties=lambda _: {"max_shared_mem": SHARED_BYTES},
     )
 
