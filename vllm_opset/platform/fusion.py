@@ -103,7 +103,7 @@ def _rope_of(module: nn.Module) -> WaitingRope | None:
     attention, rotary = children.get("attn"), children.get("rotary_emb")
     if not isinstance(attention, Attention) or not isinstance(attention.impl, OpsetAttentionImpl):
         return None
-    # An encoder's attention writes no cache; and scales of a cache are found by vLLM before it is written (until 0.29).
+    # An encoder's attention writes no cache; and vLLM finds a cache's scales before it is written (gone by 0.30).
     if attention.impl.attn_type != AttentionType.DECODER or getattr(attention, "calculate_kv_scales", False):
         return None
     # Only that class: one that is derived from it is told more than positions.
