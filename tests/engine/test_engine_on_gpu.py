@@ -16,6 +16,8 @@ SETTINGS = {
     "graphs": {},
     "eager": {"enforce_eager": True},
     "compiled": {"compilation_config": {"mode": 3}},
+    "graphs of decode alone": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
+    "graphs in pieces alone": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "chunks and preemption": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40},
 }
 # bf16 has 8 bits of mantissa, and these models spread their logits over some ten units: what fp32 gives moves by
@@ -55,6 +57,18 @@ def test_tokens_equal_those_of_transformers(setting, qwen, engine):
     expected = [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
     with engine(folder, **SETTINGS[setting]) as llm:
         assert tokens(generate(llm, prompts)) == expected
+
+
+def test_prompts_are_replayed_in_pieces(qwen, engine, monkeypatch):
+    """Without a compiler: whole graphs for decode, and for all other steps graphs that break at each attention."""
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture as Capture
+
+    replay, breaks = Capture.replay, []
+    monkeypatch.setattr(Capture, "replay", lambda self: breaks.append(self.num_eager_breaks) or replay(self))
+    with engine(qwen[0]) as llm:
+        generate(llm, models.prompts()[1:2], max_tokens=4)
+    layers = qwen[1].config.num_hidden_layers
+    assert breaks == [layers, 0, 0, 0]
 
 
 def test_references_are_not_captured(qwen, engine):

@@ -85,24 +85,46 @@ def test_attention_that_writes_no_cache_does_not_wait(engine, tmp_path):
     "changes",
     [
         {"compilation_config__mode": 3},
-        {"compilation_config__cudagraph_mode": "PIECEWISE"},
         {"offload_config__prefetch__offload_group_size": 2},
     ],
 )
-def test_nothing_waits_where_a_step_is_not_run_whole(changes):
-    from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+def test_nothing_waits_where_parts_do_not_run_together(changes):
+    from vllm.config import CompilationMode, VllmConfig
 
     from vllm_opset.platform import fusion
 
     config = VllmConfig()
     config.compilation_config.mode = CompilationMode.NONE
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-    assert fusion._runs_whole(config)
+    assert fusion._runs_together(config)
     for path, value in changes.items():
         *folder, name = path.split("__")
-        value = CUDAGraphMode[value] if isinstance(value, str) else value
         object.__setattr__(functools.reduce(getattr, folder, config), name, value)
-    assert not fusion._runs_whole(config)
+    assert not fusion._runs_together(config)
+
+
+def test_replayed_pieces_have_the_positions_they_were_captured_with():
+    """Nobody calls the rotary embedding then, and the last to call it may have been a step of another size."""
+    from vllm.config import CUDAGraphMode, VllmConfig
+    from vllm.forward_context import BatchDescriptor, set_forward_context
+
+    from vllm_opset.platform.fusion import WaitingRope
+
+    rope = WaitingRope(rotary=None, norms=None)
+    query = key = torch.zeros(0)
+
+    def step(num_tokens: int, mode: CUDAGraphMode, called: bool) -> torch.Tensor:
+        descriptor = BatchDescriptor(num_tokens)
+        with set_forward_context(None, VllmConfig(), cudagraph_runtime_mode=mode, batch_descriptor=descriptor):
+            if called:
+                rope(torch.arange(num_tokens), query, key)
+            return rope.current_positions()
+
+    for num_tokens in (8, 4):
+        step(num_tokens, CUDAGraphMode.PIECEWISE, called=True)
+    assert len(step(3, CUDAGraphMode.NONE, called=True)) == 3
+    assert len(step(8, CUDAGraphMode.PIECEWISE, called=False)) == 8
+    assert len(step(1, CUDAGraphMode.FULL, called=True)) == 1
+    assert len(step(4, CUDAGraphMode.PIECEWISE, called=False)) == 4
 
 
 def test_parts_that_are_not_all_there_is_do_not_wait(engine, tmp_path, monkeypatch):

@@ -16,9 +16,14 @@ release does not know is never called:
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 def without_accelerator() -> None:
@@ -51,6 +56,41 @@ def inspect_models_in_this_process() -> None:
 
 def _here(inspect: Callable[[], object]) -> object:
     return inspect()
+
+
+def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
+    """Has vLLM call this before it reads whether graphs may be captured in pieces without a compiler.
+
+    A platform is asked for its defaults too late for it in 0.30 to 0.33; in 0.26 in time. Goes when vLLM reads its
+    variable after `Platform.apply_config_platform_defaults`.
+    """
+    from vllm.config import VllmConfig
+
+    reads = getattr(VllmConfig, "_maybe_enable_breakable_cudagraph", None)
+    if reads is None or hasattr(reads, "__wrapped__"):
+        return
+
+    @functools.wraps(reads)
+    def asked(config: "VllmConfig") -> bool:
+        ask(config)
+        return reads(config)
+
+    VllmConfig._maybe_enable_breakable_cudagraph = asked
+
+
+def break_graphs_at_attention() -> None:
+    """Lets graphs that are captured in pieces break at attention, where that is called directly.
+
+    Whether they do is decided when vLLM's layer is imported, by a variable, in 0.26 to 0.30 and perhaps later, not in
+    0.33. In a process that makes the configuration itself that is before anybody could set it. Needed before a model is
+    loaded. Goes with the last release that decides then.
+    """
+    from vllm.compilation import breakable_cudagraph
+    from vllm.model_executor.layers.attention import attention
+
+    run = attention.unified_attention_with_output
+    if run.__code__.co_filename != breakable_cudagraph.__file__:
+        attention.unified_attention_with_output = breakable_cudagraph.eager_break_during_capture(run)
 
 
 def define_weak_ref_tensor(dispatch_key: str = "CUDA", weak: Callable | None = None) -> None:

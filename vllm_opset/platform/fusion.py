@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
-from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.forward_context import BatchDescriptor, get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 
@@ -31,17 +32,22 @@ class WaitingRope(nn.Module):
     """In a rotary embedding's place, which layers share: leaves query and key as they are, and keeps the positions.
 
     For the attention's implementation (`attention.impl.Before`): what is to be done to query and key.
+    positions: by what `_pieces` says, since this is not called where pieces of a graph are replayed.
     """
 
     def __init__(self, rotary: RotaryEmbeddingLayer, norms: tuple[RMSNormLayer, RMSNormLayer] | None) -> None:
         super().__init__()
         self.rotary = rotary
         self.norms = norms  # in a tuple, so that they do not become this module's children: they are the model's
-        self.positions: torch.Tensor | None = None
+        self.positions: dict[BatchDescriptor | None, torch.Tensor] = {}
 
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
-        self.positions = positions
+        self.positions[_pieces()] = positions
         return query, key
+
+    def current_positions(self) -> torch.Tensor:
+        """Of the step that runs, whose positions lie where they lay when its pieces were captured."""
+        return self.positions[_pieces()]
 
     def write_with(self, *, block_size: int, **problem) -> Callable[..., None]:
         """See `attention.impl.Before`."""
@@ -56,9 +62,18 @@ class WaitingRope(nn.Module):
         run, (parameters, offset) = selection.select(op, op.problem(**problem)).run, norm
 
         def write(query, key, value, kv_cache, slot_mapping, **scales) -> None:
-            run(query, key, value, *parameters, self.positions, table, neox, kv_cache, slot_mapping, **scales, **offset)
+            positions = self.current_positions()
+            run(query, key, value, *parameters, positions, table, neox, kv_cache, slot_mapping, **scales, **offset)
 
         return write
+
+
+def _pieces() -> BatchDescriptor | None:
+    """What the pieces of a graph that this step replays were captured for; None if all of its Python runs, or none."""
+    if not is_forward_context_available():
+        return None
+    context = get_forward_context()
+    return context.batch_descriptor if context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE else None
 
 
 def bind(
@@ -66,11 +81,11 @@ def bind(
     vllm_config: VllmConfig,
     compiled_ahead: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """For a model that was just loaded, if every step runs all of its Python or replays all of it.
+    """For a model that was just loaded, if a layer's parts run together.
 
     compiled_ahead: within it kernels may be compiled instead of launched, before they are.
     """
-    if not _runs_whole(vllm_config):
+    if not _runs_together(vllm_config):
         return
     compiled: set[tuple] = set()
     for module in model.modules():
@@ -89,12 +104,9 @@ def bind(
             impl.before = rope
 
 
-def _runs_whole(vllm_config: VllmConfig) -> bool:
+def _runs_together(vllm_config: VllmConfig) -> bool:
     """Whether a layer's parts run together in every step, on weights that are there when the model is loaded."""
-    compilation = vllm_config.compilation_config
-    # Pieces of a graph are replayed without the Python between them and attention.
-    in_pieces = compilation.cudagraph_mode is not None and compilation.cudagraph_mode.has_piecewise_cudagraphs()
-    return compilation.mode == CompilationMode.NONE and not in_pieces and not offloads(vllm_config)
+    return vllm_config.compilation_config.mode == CompilationMode.NONE and not offloads(vllm_config)
 
 
 def _rope_of(module: nn.Module) -> WaitingRope | None:
@@ -166,8 +178,9 @@ def _can_wait(module: nn.Module, rope: WaitingRope, vllm_config: VllmConfig) -> 
         by_head = (x.unflatten(-1, (-1, impl.head_size)) for x in (query, key))
         query, key = (norm(x).flatten(-2) for norm, x in zip(rope.norms, by_head, strict=True))
     query, key = rope.rotary(positions, query, key)
-    kept = rope.positions is not None and torch.equal(rope.positions, positions)
-    return kept and torch.equal(query, expected[0]) and torch.equal(key, expected[1])
+    kept = rope.positions.pop(None, None)
+    same = torch.equal(query, expected[0]) and torch.equal(key, expected[1])
+    return same and kept is not None and torch.equal(kept, positions)
 
 
 @contextmanager

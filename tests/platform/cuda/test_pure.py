@@ -71,16 +71,18 @@ def test_compiled_graphs_of_other_platforms_are_not_taken_for_ours(config):
 @pytest.mark.parametrize(
     ("asked", "runner", "graphs", "custom_ops"),
     [
-        (None, "generate", "FULL_DECODE_ONLY", ["all"]),
-        # Pooling models cannot be captured whole, and nothing else can be without torch.compile.
+        (None, "generate", "FULL_AND_PIECEWISE", ["all"]),
+        # Pooling models cannot be captured whole.
         (None, "pooling", "NONE", ["all"]),
         # A compiler sees through vLLM's own code, and decides on graphs as vLLM does.
         (3, "generate", None, []),
     ],
 )
-def test_defaults(asked, runner, graphs, custom_ops, config):
+def test_defaults(asked, runner, graphs, custom_ops, config, monkeypatch):
+    from vllm_opset.platform.cuda.graphs import VARIABLE
     from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
 
+    monkeypatch.setenv(VARIABLE, "1")
     compilation = config.compilation_config
     mode = None if asked is None else CompilationMode(asked)
     for name, value in (("mode", mode), ("cudagraph_mode", None), ("custom_ops", [])):

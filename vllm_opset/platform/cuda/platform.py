@@ -6,7 +6,7 @@ import torch
 
 from vllm_opset.platform import compat, refusals
 from vllm_opset.platform.base import OpsetPlatform
-from vllm_opset.platform.cuda import nvml
+from vllm_opset.platform.cuda import graphs, nvml
 from vllm_opset.platform.cuda.refusals import RULES
 
 if TYPE_CHECKING:
@@ -28,17 +28,22 @@ class OpsetCudaPlatform(OpsetPlatform):
     # Configuration
 
     @classmethod
+    def pre_register_and_update(cls, parser=None) -> None:
+        super().pre_register_and_update(parser)
+        graphs.take_back()
+        compat.ask_before_graphs_are_chosen(graphs.ask_for_pieces)
+
+    @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
-        from vllm.config import CompilationMode, CUDAGraphMode
+        from vllm.config import CompilationMode
 
         super().apply_config_platform_defaults(vllm_config)
         compilation = vllm_config.compilation_config
         if compilation.mode is None:
             compilation.mode = CompilationMode.NONE
         if compilation.cudagraph_mode is None and compilation.mode == CompilationMode.NONE:
-            pools = vllm_config.model_config is not None and vllm_config.model_config.runner_type == "pooling"
-            without = pools or refusals.wants_quick_start(vllm_config)
-            compilation.cudagraph_mode = CUDAGraphMode.NONE if without else CUDAGraphMode.FULL_DECODE_ONLY
+            compilation.cudagraph_mode = graphs.default(vllm_config)
+        graphs.ask_for_pieces(vllm_config)
         if compilation.mode == CompilationMode.NONE and not compilation.custom_ops:
             compilation.custom_ops = ["all"]
 
@@ -61,11 +66,19 @@ class OpsetCudaPlatform(OpsetPlatform):
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        return True
+        """A compiler must not see through it; elsewhere it is called directly, as on opset's other platforms."""
+        from vllm.config import get_current_vllm_config
+
+        return refusals.compiles(get_current_vllm_config())
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
         return True
+
+    @classmethod
+    def begin_graph_pool(cls) -> None:
+        """For another engine of this process: PyTorch 2.11 takes no graph into a pool whose graphs are gone."""
+        cls._global_graph_pool = None
 
     @classmethod
     def get_pass_manager_cls(cls) -> str:

@@ -1,0 +1,102 @@
+"""Which graphs are captured without a compiler: configurations of the platform for GPUs, made without one."""
+
+import functools
+import os
+from types import SimpleNamespace
+
+import pytest
+from small_models import LLAMA
+
+from vllm_opset.platform.cuda import graphs
+
+pytestmark = pytest.mark.window
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
+@pytest.fixture
+def configured(configure, monkeypatch):
+    """`configured(**arguments)`: the modes of compiler and graphs, and whether vLLM's variable asks for pieces."""
+    import vllm.platforms
+    from vllm.config import VllmConfig
+    from vllm.engine import arg_utils
+    from vllm.platforms.interface import DeviceCapability
+
+    from vllm_opset.platform.cuda import nvml
+    from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
+
+    monkeypatch.setenv(graphs.VARIABLE, "0")
+    monkeypatch.delenv(graphs.VARIABLE)  # both, so that it is not left behind
+    configure(LLAMA)  # what a model's class is: without a GPU only the platform that is here imports it
+    if hasattr(VllmConfig, "_maybe_enable_breakable_cudagraph"):
+        monkeypatch.setattr(
+            VllmConfig, "_maybe_enable_breakable_cudagraph", VllmConfig._maybe_enable_breakable_cudagraph
+        )
+    platform = OpsetCudaPlatform()
+    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
+    monkeypatch.setattr(arg_utils, "current_platform", platform)
+    monkeypatch.setattr(nvml, "gpu", lambda *_: SimpleNamespace(name="a GPU", total_memory=1 << 37))
+    monkeypatch.setattr(platform, "get_device_capability", lambda *_, **__: DeviceCapability(9, 0), raising=False)
+
+    def configured(**arguments) -> tuple[str, str, bool]:
+        compilation = configure(LLAMA, dtype="bfloat16", **arguments).compilation_config
+        return compilation.mode.name, compilation.cudagraph_mode.name, os.environ.get(graphs.VARIABLE) == "1"
+
+    yield configured
+    graphs.take_back()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, ("NONE", "FULL_AND_PIECEWISE", True)),
+        ({"speculative_config": DRAFTS}, ("NONE", "FULL_AND_PIECEWISE", True)),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, ("NONE", "PIECEWISE", True)),
+        ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, ("NONE", "FULL_DECODE_ONLY", False)),
+        ({"compilation_config": {"mode": 3}}, ("VLLM_COMPILE", "FULL_AND_PIECEWISE", False)),
+        ({"enforce_eager": True}, ("NONE", "NONE", False)),
+        ({"optimization_level": 0}, ("NONE", "NONE", False)),
+        ({"offload_group_size": 2}, ("NONE", "FULL_DECODE_ONLY", False)),
+        ({"runner": "pooling"}, ("NONE", "NONE", False)),
+    ],
+)
+def test_modes(arguments, expected, configured):
+    assert configured(**arguments) == expected
+
+
+def test_the_variable_is_taken_back_before_the_next_engine(configured):
+    compiled = {"compilation_config": {"mode": 3}}
+    assert [configured(**arguments)[0] for arguments in ({}, compiled, {})] == ["NONE", "VLLM_COMPILE", "NONE"]
+
+
+@pytest.mark.parametrize(("value", "expected"), [("0", "FULL_DECODE_ONLY"), ("1", "FULL_AND_PIECEWISE")])
+def test_a_users_word_stays(value, expected, configured, monkeypatch):
+    monkeypatch.setenv(graphs.VARIABLE, value)
+    assert configured()[1] == configured()[1] == expected
+    assert os.environ[graphs.VARIABLE] == value
+
+
+def test_graphs_break_at_attention_once(monkeypatch):
+    from vllm.compilation import breakable_cudagraph
+    from vllm.model_executor.layers.attention import attention
+
+    from vllm_opset.platform import compat
+
+    @functools.wraps(attention.unified_attention_with_output)
+    def unbroken(*args):
+        return args
+
+    monkeypatch.setenv(graphs.VARIABLE, "1")
+    monkeypatch.setattr(attention, "unified_attention_with_output", unbroken)
+    compat.break_graphs_at_attention()
+    broken = attention.unified_attention_with_output
+    assert broken is not unbroken and broken.__wrapped__ is unbroken
+
+    added = []
+    capture = SimpleNamespace(_capturing=True, add_eager=added.append)
+    monkeypatch.setattr(breakable_cudagraph.BreakableCUDAGraphCapture._tls, "active", capture, raising=False)
+    broken(1)
+    assert len(added) == 1 and added[0]() == (1,)
+
+    compat.break_graphs_at_attention()
+    assert attention.unified_attention_with_output is broken
