@@ -8,6 +8,7 @@ import pytest
 from small_models import LLAMA
 
 from vllm_opset.platform.cuda import graphs
+from vllm_opset.platform.refusals import Refusal
 
 pytestmark = pytest.mark.window
 
@@ -58,6 +59,9 @@ def configured(configure, monkeypatch):
         ({"optimization_level": 0}, ("NONE", "NONE", False)),
         ({"offload_group_size": 2}, ("NONE", "FULL_DECODE_ONLY", False)),
         ({"runner": "pooling"}, ("NONE", "NONE", False)),
+        # What cannot break is vLLM's to say without a compiler: NONE until 0.30, later without the pieces.
+        ({"runner": "pooling", "compilation_config": {"cudagraph_mode": "PIECEWISE"}}, ("NONE", "NONE", False)),
+        ({"offload_group_size": 2, "compilation_config": {"cudagraph_mode": "PIECEWISE"}}, ("NONE", "NONE", False)),
     ],
 )
 def test_modes(arguments, expected, configured):
@@ -69,7 +73,41 @@ def test_the_variable_is_taken_back_before_the_next_engine(configured):
     assert [configured(**arguments)[0] for arguments in ({}, compiled, {})] == ["NONE", "VLLM_COMPILE", "NONE"]
 
 
-@pytest.mark.parametrize(("value", "expected"), [("0", "FULL_DECODE_ONLY"), ("1", "FULL_AND_PIECEWISE")])
+def test_an_engine_that_is_up_changes_nothing_for_the_next(configured):
+    """vLLM keeps what it has read of the environment as long as an engine is up."""
+    from vllm import envs
+
+    modes = []
+    for arguments in ({"enforce_eager": True}, {}, {"compilation_config": {"mode": 3}}, {}):
+        modes.append(configured(**arguments)[:2])
+        envs.enable_envs_cache()
+    envs.disable_envs_cache()
+    pieces = "NONE", "FULL_AND_PIECEWISE"
+    assert modes == [("NONE", "NONE"), pieces, ("VLLM_COMPILE", "FULL_AND_PIECEWISE"), pieces]
+
+
+def test_an_engine_does_not_start_with_the_variable_of_another(configured, configure):
+    pieces = configure(LLAMA)
+    graphs.check(pieces)
+    compiled = configure(LLAMA, compilation_config={"mode": 3})
+    graphs.check(compiled)
+    with pytest.raises(Refusal, match=graphs.VARIABLE):
+        graphs.check(pieces)
+    configure(LLAMA)
+    with pytest.raises(Refusal, match=graphs.VARIABLE):
+        graphs.check(compiled)
+
+
+def test_a_configuration_without_a_model_asks_for_nothing(configured):
+    from vllm.config import VllmConfig
+
+    VllmConfig()
+    assert graphs.VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("0", "FULL_DECODE_ONLY"), ("false", "FULL_DECODE_ONLY"), ("1", "FULL_AND_PIECEWISE")]
+)
 def test_a_users_word_stays(value, expected, configured, monkeypatch):
     monkeypatch.setenv(graphs.VARIABLE, value)
     assert configured()[1] == configured()[1] == expected

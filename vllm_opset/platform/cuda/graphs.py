@@ -14,38 +14,55 @@ if TYPE_CHECKING:
     from vllm.config import CUDAGraphMode, VllmConfig
 
 VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
-
-_set_here = False
+OURS = "OPSET_SET_BREAKABLE_CUDAGRAPH"  # set beside it, so that no process takes it for a user's word
 
 
 def default(config: "VllmConfig") -> "CUDAGraphMode":
     """What is captured without a compiler, unless a user says otherwise."""
     from vllm.config import CUDAGraphMode
 
-    pools = config.model_config is not None and config.model_config.runner_type == "pooling"
-    if pools or refusals.wants_quick_start(config):
+    if _pools(config) or refusals.wants_quick_start(config):
         return CUDAGraphMode.NONE
-    # The copies of an offloaded layer would begin in one piece and end in another.
-    if refusals.offloads(config) or os.environ.get(VARIABLE) == "0":
-        return CUDAGraphMode.FULL_DECODE_ONLY
-    return CUDAGraphMode.FULL_AND_PIECEWISE
+    return CUDAGraphMode.FULL_AND_PIECEWISE if _can_break(config) else CUDAGraphMode.FULL_DECODE_ONLY
 
 
 def ask_for_pieces(config: "VllmConfig") -> None:
     """Sets vLLM's variable, unless a user has, if this configuration captures pieces and has no compiler."""
-    global _set_here
-    from vllm.config import CompilationMode
+    from vllm import envs
 
     compilation = config.compilation_config
     graphs = default(config) if compilation.cudagraph_mode is None else compilation.cudagraph_mode
-    uncompiled = compilation.mode in (None, CompilationMode.NONE)
-    if uncompiled and graphs.has_piecewise_cudagraphs() and VARIABLE not in os.environ:
-        os.environ[VARIABLE], _set_here = "1", True
+    wanted = graphs.has_piecewise_cudagraphs() and (compilation.mode is None or not refusals.compiles(config))
+    if wanted and _can_break(config) and VARIABLE not in os.environ:
+        os.environ |= {VARIABLE: "1", OURS: "1"}
+        envs.disable_envs_cache()  # of an engine that is up in this process
 
 
 def take_back() -> None:
     """Before another engine is configured: it may have a compiler."""
-    global _set_here
-    if _set_here and os.environ.get(VARIABLE) == "1":
+    from vllm import envs
+
+    if os.environ.pop(OURS, None) and os.environ.get(VARIABLE) == "1":
         del os.environ[VARIABLE]
-    _set_here = False
+        envs.disable_envs_cache()
+
+
+def check(config: "VllmConfig") -> None:
+    """Raises Refusal in an engine that starts after the variable has changed for another."""
+    enabled, compiled = refusals.environment(VARIABLE), refusals.compiles(config)
+    wanted = not compiled and config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
+    if (enabled and compiled) or (wanted and not enabled):
+        raise refusals.Refusal(
+            f"vllm-opset: {VARIABLE} is no longer what it was when this engine was configured: start each engine "
+            "before the next one is configured, or set the variable."
+        )
+
+
+def _can_break(config: "VllmConfig") -> bool:
+    """A pooling model's inputs may be new tensors in every step; an offloaded layer's copies would span two pieces."""
+    may = os.environ.get(VARIABLE, "1") == "1"
+    return may and config.model_config is not None and not _pools(config) and not refusals.offloads(config)
+
+
+def _pools(config: "VllmConfig") -> bool:
+    return config.model_config is not None and config.model_config.runner_type == "pooling"

@@ -8,12 +8,13 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_opset import selection
 from vllm_opset.kernels.triton._ahead import compiled_ahead
 from vllm_opset.platform import compat, fusion, linear, refusals, sampler, slots
-from vllm_opset.platform.cuda import device, warm_up
+from vllm_opset.platform.cuda import device, graphs, warm_up
 from vllm_opset.platform.worker import OpsetWorker
 
 
 class OpsetCudaWorker(OpsetWorker):
     def init_device(self) -> None:
+        graphs.check(self.vllm_config)
         super().init_device()
         if reason := device.too_old(self.device):
             raise RuntimeError(reason)

@@ -1,0 +1,60 @@
+"""How long a lone prompt waits for its first token, by its length: both forms beside stock vLLM, on an NVIDIA GPU.
+
+    python benchmarks/first_token.py [SHAPE [REPETITIONS]]
+
+All engines are up together, each in a process of its own and never stopped, and one at a time is asked. Prints the
+median of each in ms, with the fastest and the slowest. For a table of whole answers: `vllm-opset bench e2e`.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from vllm_opset.bench import shapes
+from vllm_opset.bench.compare import Plan
+from vllm_opset.bench.engines import Engine, RunningEngine
+
+LENGTHS = (16, 128, 256, 512, 768, 1024, 2048)
+WARM_UP = 3
+STOCK = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+ENGINES = (
+    Engine("pure", {"max_num_seqs": 256}, {"OPSET_PLATFORM": "cuda"}),
+    Engine("native", {"max_num_seqs": 256}, {"OPSET_PLATFORM": "native", **STOCK}),
+    Engine("stock", {"max_num_seqs": 256}, {"OPSET_PLATFORM": "off", **STOCK}),
+)
+
+
+def milliseconds(engine: RunningEngine, prompts: list[list[int]], repetitions: int) -> list[float]:
+    times = [1e3 * engine.ask(prompts, 1).seconds for _ in range(WARM_UP + repetitions)]
+    return sorted(times[WARM_UP:])
+
+
+def main(shape_name: str = "qwen3-8b", repetitions: int = 15) -> None:
+    shape = shapes.load(shape_name)
+    cases = [shapes.Case(1, length, 1) for length in LENGTHS]
+    table = Table("tokens", *(engine.name for engine in ENGINES))
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        args = Plan(shape, cases, ENGINES, repetitions, cold=False).engine_args(folder)
+        (folder / "config.json").write_text(json.dumps(shape.config))
+        engines = [stack.enter_context(RunningEngine(engine, args, folder)) for engine in track(ENGINES, "starting")]
+        for engine in engines:
+            stack.enter_context(engine.awake())
+        for case in track(cases, "asking"):
+            prompts = case.prompts(shape.config["vocab_size"])
+            found = [milliseconds(engine, prompts, repetitions) for engine in engines]
+            table.add_row(
+                str(case.prompt), *(f"{statistics.median(ms):.1f} ({ms[0]:.1f} to {ms[-1]:.1f})" for ms in found)
+            )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2], *map(int, sys.argv[2:]))

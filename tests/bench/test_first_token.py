@@ -1,0 +1,25 @@
+"""benchmarks/first_token.py: engines that are all up and are asked one at a time."""
+
+import runpy
+
+import pytest
+from readme import ROOT
+
+from vllm_opset.bench.engines import Engine
+
+pytestmark = pytest.mark.engine
+
+
+def test_every_engine_answers_prompts_of_every_length(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    script = runpy.run_path(str(ROOT / "benchmarks" / "first_token.py"))
+    engines = tuple(Engine(name, {"max_num_seqs": 4}, {"OPSET_PLATFORM": "cpu"}) for name in ("one", "other"))
+    monkeypatch.setitem(script["main"].__globals__, "ENGINES", engines)
+    monkeypatch.setitem(script["main"].__globals__, "LENGTHS", (16, 48))
+    script["main"]("tiny", 2)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    rows = [row for row in rows if row]
+    assert [row[0] for row in rows] == ["16", "48"]
+    for _, *found in rows:
+        median, fastest, slowest = map(float, found[0].replace("(", "").replace(")", "").replace("to ", "").split())
+        assert len(found) == 2 and 0 < fastest <= median <= slowest
