@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from engines import ON_GPU
 from processes import Finished, run
 from readme import block
 
@@ -12,6 +13,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.window]
 
 # Its answer is the last line.
 SCRIPT = block("python", "from vllm import LLM, SamplingParams")
+if torch.cuda.is_available():
+    SCRIPT = SCRIPT.replace("max_model_len=512", f"max_model_len=512, **{ON_GPU}")
 # What many scripts do first. From then on OpenMP has threads, which a forked engine does not have but waits for.
 USES_THREADS = """
 import torch

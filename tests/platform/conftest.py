@@ -15,9 +15,15 @@ def registered():
 
 
 @pytest.fixture
-def configure(tmp_path) -> Callable:
+def configure(tmp_path, monkeypatch) -> Callable:
     """`configure(model, **arguments)`: what `LLM(model, **arguments)` checks before it starts anything."""
     from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_opset.platform.cuda import graphs
+
+    for name in (graphs.VARIABLE, graphs.OURS):  # which a configuration may set, and no test leaves behind
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
     def configure(model: dict, **arguments):
         (tmp_path / "config.json").write_text(json.dumps(model))

@@ -26,9 +26,8 @@ def configured(configure, monkeypatch):
     from vllm_opset.platform.cuda import nvml
     from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
 
-    monkeypatch.setenv(graphs.VARIABLE, "0")
-    monkeypatch.delenv(graphs.VARIABLE)  # both, so that it is not left behind
     configure(LLAMA)  # what a model's class is: without a GPU only the platform that is here imports it
+    graphs.take_back()
     if hasattr(VllmConfig, "_maybe_enable_breakable_cudagraph"):
         monkeypatch.setattr(
             VllmConfig, "_maybe_enable_breakable_cudagraph", VllmConfig._maybe_enable_breakable_cudagraph
@@ -43,8 +42,7 @@ def configured(configure, monkeypatch):
         compilation = configure(LLAMA, dtype="bfloat16", **arguments).compilation_config
         return compilation.mode.name, compilation.cudagraph_mode.name, os.environ.get(graphs.VARIABLE) == "1"
 
-    yield configured
-    graphs.take_back()
+    return configured
 
 
 @pytest.mark.parametrize(
