@@ -2,8 +2,9 @@
 
     python benchmarks/first_token.py [SHAPE [REPETITIONS]]
 
-All engines are up together, each in a process of its own and never stopped, and one at a time is asked. Prints the
-median of each in ms, with the fastest and the slowest. For a table of whole answers: `vllm-opset bench e2e`.
+All engines are up together, each in a process of its own and not stopped once all have started, and one at a time is
+asked. Prints the median of each in ms, with the fastest and the slowest. For a table of whole answers:
+`vllm-opset bench e2e`.
 """
 
 import json
@@ -22,7 +23,8 @@ from vllm_opset.bench.compare import Plan
 from vllm_opset.bench.engines import Engine, RunningEngine
 
 LENGTHS = (16, 128, 256, 512, 768, 1024, 2048)
-WARM_UP = 3
+WARM_UP = 3  # prompts that do not count: a process that has slept finds its caches cold
+# FlashInfer's sampler compiles for minutes, and nothing is sampled here.
 STOCK = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 ENGINES = (
     Engine("pure", {"max_num_seqs": 256}, {"OPSET_PLATFORM": "cuda"}),

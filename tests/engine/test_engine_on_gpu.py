@@ -67,8 +67,8 @@ def test_prompts_are_replayed_in_pieces(qwen, engine, monkeypatch):
     monkeypatch.setattr(Capture, "replay", lambda self: breaks.append(self.num_eager_breaks) or replay(self))
     with engine(qwen[0]) as llm:
         generate(llm, models.prompts()[1:2], max_tokens=4)
-    layers = qwen[1].config.num_hidden_layers
-    assert breaks == [layers, 0, 0, 0]
+    # Of decode, some releases replay whole graphs by this class too.
+    assert breaks[0] == qwen[1].config.num_hidden_layers and not any(breaks[1:])
 
 
 def test_references_are_not_captured(qwen, engine):

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.window]
 # Its answer is the last line.
 SCRIPT = block("python", "from vllm import LLM, SamplingParams")
 if torch.cuda.is_available():
+    assert "max_model_len=512" in SCRIPT
     SCRIPT = SCRIPT.replace("max_model_len=512", f"max_model_len=512, **{ON_GPU}")
 # What many scripts do first. From then on OpenMP has threads, which a forked engine does not have but waits for.
 USES_THREADS = """

@@ -78,11 +78,9 @@ def test_compiled_graphs_of_other_platforms_are_not_taken_for_ours(config):
         (3, "generate", None, []),
     ],
 )
-def test_defaults(asked, runner, graphs, custom_ops, config, monkeypatch):
-    from vllm_opset.platform.cuda.graphs import VARIABLE
+def test_defaults(asked, runner, graphs, custom_ops, config):
     from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
 
-    monkeypatch.setenv(VARIABLE, "1")
     compilation = config.compilation_config
     mode = None if asked is None else CompilationMode(asked)
     for name, value in (("mode", mode), ("cudagraph_mode", None), ("custom_ops", [])):

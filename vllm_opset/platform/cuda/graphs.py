@@ -1,4 +1,4 @@
-"""Which graphs are captured where no compiler cuts a model into pieces: decode whole, all other steps in pieces.
+"""Which graphs are captured where no compiler cuts a model into pieces: decode whole, other steps in pieces.
 
 Between the pieces, of what vLLM calls breakable graphs, each layer's attention is launched for the step at hand. A
 variable of vLLM's asks for them, which is set here and taken back before the next engine is configured: it also
