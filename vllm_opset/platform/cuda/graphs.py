@@ -47,11 +47,15 @@ def take_back() -> None:
         envs.disable_envs_cache()
 
 
+def in_pieces(config: "VllmConfig") -> bool:
+    """Whether this configuration, which vLLM has completed, captures pieces without a compiler."""
+    return not refusals.compiles(config) and config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
+
+
 def check(config: "VllmConfig") -> None:
     """Raises Refusal in an engine that starts after the variable has changed for another."""
-    enabled, compiled = refusals.environment(VARIABLE), refusals.compiles(config)
-    wanted = not compiled and config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
-    if (enabled and compiled) or (wanted and not enabled):
+    enabled = refusals.environment(VARIABLE)
+    if (enabled and refusals.compiles(config)) or (in_pieces(config) and not enabled):
         raise refusals.Refusal(
             f"vllm-opset: {VARIABLE} is no longer what it was when this engine was configured: start each engine "
             "before the next one is configured, or set the variable."

@@ -1,6 +1,6 @@
 """One worker process on a GPU."""
 
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -22,14 +22,13 @@ class OpsetCudaWorker(OpsetWorker):
         sampler.install(self.model_runner)
 
     def load_model(self, **kwargs) -> None:
-        compiled = self.compilation_config.mode != CompilationMode.NONE
-        if not compiled and self.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+        if graphs.in_pieces(self.vllm_config):
             compat.break_graphs_at_attention()
         super().load_model(**kwargs)
         model = self.model_runner.get_model()
         fusion.bind(model, self.vllm_config, compiled_ahead)
         if not refusals.offloads(self.vllm_config):  # weights that move stay in vLLM's hands
-            linear.bind(model, compiled=compiled)
+            linear.bind(model, compiled=refusals.compiles(self.vllm_config))
         warm_up.compile_sampler(self.model_runner)
 
     def determine_available_memory(self) -> int:
