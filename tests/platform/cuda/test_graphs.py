@@ -66,6 +66,35 @@ def test_modes(arguments, expected, configured):
     assert configured(**arguments) == expected
 
 
+BEYOND = [640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "largest", "beyond"),
+    [
+        ({}, 512, BEYOND),
+        ({"max_num_seqs": 20}, 40, [128, 256, 384, 512, *BEYOND]),
+        ({"max_num_seqs": 64}, 128, [256, 384, 512, *BEYOND]),
+        # No step is longer.
+        ({"max_num_batched_tokens": 1000}, 512, [640, 768, 896, 1000]),
+        ({"max_num_batched_tokens": 300}, 300, []),
+        # What users say, and what has no pieces or a compiler.
+        ({"compilation_config": {"max_cudagraph_capture_size": 256}}, 256, []),
+        ({"compilation_config": {"cudagraph_capture_sizes": [1, 8, 24]}}, 24, []),
+        ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, 512, []),
+        ({"compilation_config": {"mode": 3}}, 512, []),
+        ({"enforce_eager": True}, 0, []),
+    ],
+)
+def test_sizes(arguments, largest, beyond, configured, configure):
+    arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 8192} | arguments
+    compilation = configure(LLAMA, dtype="bfloat16", **arguments).compilation_config
+    sizes = compilation.cudagraph_capture_sizes
+    assert [size for size in sizes if size > largest] == beyond
+    assert max(sizes, default=0) == compilation.max_cudagraph_capture_size
+    assert not sizes or (beyond or [largest])[-1] == sizes[-1]
+
+
 def test_the_variable_is_taken_back_before_the_next_engine(configured):
     compiled = {"compilation_config": {"mode": 3}}
     assert [configured(**arguments)[0] for arguments in ({}, compiled, {})] == ["NONE", "VLLM_COMPILE", "NONE"]
