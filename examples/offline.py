@@ -13,8 +13,6 @@ def main() -> None:
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=32))
     for output in outputs:
         print(output.prompt, output.outputs[0].text.strip())
-    for choice in llm.collective_rpc("opset_report")[0]:
-        print(f"{choice['op']} is served by {choice['kernel']}: {choice['reason']}")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,9 @@ def test_command_writes_table_json_page_and_picture(run, tmp_path):
         (("rms_norm", "--against", "torch_eagre"), "torch_eager"),
         (("rms_norm", "--dtype", "bfloat"), "bfloat16"),
         (("rms_norm", "--case", "T5"), "no case matches"),
+        (("rms_norm", "--alone", "--against", "torch_eager"), "--alone leaves out"),
+        (("rms_norm", "--json", "/no/such/folder/results.json"), "/no/such/folder"),
+        (("rms_norm", "--plot", "roofline.foo"), ".svg"),
     ],
 )
 def test_wrong_words_are_errors_that_name_the_nearest_known(run, arguments, hint):

@@ -92,6 +92,7 @@ def test_an_engine_inherits_no_setting_and_finds_its_own_packages_first(tmp_path
     stock = engines.Engine("stock", env={"OPSET_PLATFORM": "off"}, site=tmp_path)
     ours = engines.environment(stock, {"TRITON_CACHE_DIR": "cache"})
     assert not ours.keys() & {"VLLM_USE_V1", "OPSET_KERNELS", "OMP_NUM_THREADS"}
+    assert {"VLLM_USE_V1", "OPSET_KERNELS", "OMP_NUM_THREADS"} <= set(engines.not_inherited())
     assert ours["PYTHONPATH"] == f"{tmp_path}:elsewhere"
     assert (ours["OPSET_PLATFORM"], ours["TRITON_CACHE_DIR"]) == ("off", "cache")
 
@@ -111,6 +112,8 @@ def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
         (("--model", "tiny", "--case", "5x*"), "tiny has 1x64/32"),
         (("--model", "tiny", "--against", "stok"), "did you mean 'stock'?"),
         (("--model", "tiny", "--against", "stock=/no/such/folder"), "/no/such/folder"),
+        (("--model", "tiny", "--against", "stock"), "stock=SITE"),
+        (("--model", "tiny", "--markdown", "/no/such/folder/page.md"), "/no/such/folder"),
         (("--model", "tiny", "--variant", "eager=enforce_eager"), "not JSON"),
         (("--model", "tiny", "--variant", "eager=1"), "not a JSON object"),
         (("--model", "tiny", "--variant", "a/b={}"), "'a/b' is no name"),

@@ -126,6 +126,21 @@ def test_doctor_says_why_vllm_would_not_use_the_plugin(command_here, variables, 
     assert cure in line
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("OPSET_NATIVE", "atention=on", "unknown part 'atention'; did you mean 'attention'?"),
+        ("OPSET_NATIVE", "sampler", "'sampler' is not of the form part=on"),
+        ("OPSET_NUM_THREADS", "0", "neither a number of threads nor 'auto'"),
+        ("VLLM_CPU_KVCACHE_SPACE", "-1", "'-1' is no number of GiB"),
+    ],
+)
+def test_doctor_says_what_cannot_be_understood(variable, value, message):
+    finished = command("doctor", **{variable: value})
+    assert finished.code == 1, finished
+    assert message in finished.output and f"NOT USED: {variable}" in finished.output
+
+
 def test_doctor_says_that_an_override_is_for_another_device():
     finished = command("doctor", OPSET_KERNELS="rms_norm=triton")
     assert finished.code == 1, finished

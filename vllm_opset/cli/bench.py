@@ -17,7 +17,7 @@ from vllm_opset.bench.measure import Candidate, candidates, cases, dtype_of, mea
 from vllm_opset.bench.report import LEGEND, Report, device_name, draw
 from vllm_opset.bench.text import asked_for
 from vllm_opset.cli.show import print_table
-from vllm_opset.cli.words import DTYPES, known, require_device
+from vllm_opset.cli.words import DTYPES, known, picture, require_device, writable
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Op, Sample
 from vllm_opset.selection import nearest
@@ -42,9 +42,11 @@ def bench(
     case: Annotated[str, typer.Option(help="Only the cases that match this shell pattern.")] = "*",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; what there is without it.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw a roofline here (matplotlib).")] = None,
-    page: Annotated[Path | None, typer.Option(help="Write a page of documentation here (Markdown).")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="Write the results here.")] = None,
+    plot: Annotated[Path | None, typer.Option(callback=picture, help="Draw a roofline here (matplotlib).")] = None,
+    page: Annotated[
+        Path | None, typer.Option(callback=writable, help="Write a page of documentation here (Markdown).")
+    ] = None,
 ) -> None:
     """Time kernels and their peers; device time, cold caches, checked against the reference in the same run.
 
@@ -52,6 +54,8 @@ def bench(
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device, DEVICES)
+    if alone and against:
+        raise typer.BadParameter("--alone leaves out the peers that --against asks for", param_hint="--alone")
     chosen = [_op(name) for name in names or [op.name for op in ops.ALL if hasattr(op, "bench_samples")]]
     found, missing = _peers([] if alone else against or list(peers.NAMES), device)
     work = _work(chosen, device, DTYPES[known(dtype, DTYPES, "--dtype")], kernel, found, case)
@@ -63,6 +67,7 @@ def bench(
         for op, sample, candidate in track(work, "timing", console=Console(stderr=True), transient=True)
     ]
     report = Report(device_name(device), limits, results, missing)
+    _print(report)
     if plot:
         draw(report, plot)
     if page:
@@ -71,7 +76,6 @@ def bench(
         )
     if json_file:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    _print(report)
 
 
 def _work(

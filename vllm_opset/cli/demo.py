@@ -27,7 +27,7 @@ def answer(
     """Ask the tiny model questions it has not seen, and show which kernel served which op."""
     if not (model / "heldout.jsonl").exists():
         raise typer.BadParameter(
-            f"{model} has no heldout.jsonl; run the demo from a clone of the project", param_hint="--model"
+            f"{model} has no heldout.jsonl; in a clone of the project, give examples/tiny-qwen3", param_hint="--model"
         )
     known(dtype, DTYPES, "--dtype")
     held_out = _held_out(model)
@@ -43,7 +43,10 @@ def answer(
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     rate = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s"
     print(f"Engine ready in {ready - started:.1f} s; {rate}\n")
-    print_table("Which kernel served which op", ("op", "kernel", "calls", "reason"), _by_op(llm))
+    if llm.llm_engine.vllm_config.parallel_config.worker_cls.startswith("vllm_opset."):
+        print_table("Which kernel served which op", ("op", "kernel", "calls", "reason"), _by_op(llm))
+    else:
+        print("vLLM's own kernels served every op; `vllm-opset doctor` says why.")
 
 
 def _load(model: Path, dtype: str):

@@ -50,8 +50,11 @@ def examine(
     try:
         selection.require_device(device)
         kernels = _kernels(device, DTYPES[dtype])
-        parts = native_parts.decide_without_model(_family()) if active == NATIVE else {}
-    except selection.OverrideError as error:
+        if active == NATIVE:
+            parts = native_parts.decide_without_model(_family())
+        elif active:
+            _check_words()
+    except ValueError as error:
         what, _, cure = str(error).partition(". ")
         faults = [*faults, Fault(what, cure)]
     found = {
@@ -152,6 +155,12 @@ def _active_platform() -> tuple[str | None, list[Fault]]:
     return name, [
         Fault(f"vLLM uses the platform {name}", "see the log above; OPSET_PLATFORM=cpu takes the CPU anywhere")
     ]
+
+
+def _check_words() -> None:
+    from vllm.platforms import current_platform
+
+    current_platform.check_words({})
 
 
 def _device(used: bool) -> str:

@@ -1,6 +1,7 @@
 """`vllm-opset bench e2e`: how fast whole engines are beside each other."""
 
 import fnmatch
+import importlib.util
 import json
 import signal
 import sys
@@ -16,15 +17,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vllm_opset.bench import shapes
 from vllm_opset.bench.compare import Plan
 from vllm_opset.bench.compare_report import Report, as_plain
-from vllm_opset.bench.engines import Engine, EngineError
+from vllm_opset.bench.engines import Engine, EngineError, not_inherited
 from vllm_opset.bench.text import asked_for
 from vllm_opset.cli.show import print_table
+from vllm_opset.cli.words import writable
 from vllm_opset.selection import nearest
 
 OUTPUTS = ("--json", "--markdown", "--logs")
 # What an engine can be given beside arguments of LLM.
 SETTINGS = ("env", "site")
-MEMORY_HINT = "If memory is short: all engines are up together; fewer of them, or of the cases (--case), need less."
+MEMORY_HINT = "All engines are up together: fewer of them, or of the cases (--case), or --apart need less memory."
 
 
 def compare(
@@ -50,15 +52,21 @@ def compare(
         bool,
         typer.Option("--apart/--together", help="One engine up at a time, instead of all by turns."),
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
-    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write a page's section here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="Write everything here.")] = None,
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", callback=writable, help="Write a page's section here.")
+    ] = None,
     logs: Annotated[Path | None, typer.Option(help="Keep the log of each engine in this folder.")] = None,
 ) -> None:
     """Time whole engines side by side: random weights, the same prompts, each engine in a process of its own.
 
+    No engine is given this shell's variables of vLLM, opset and OpenMP; --variant gives it others.
+
     Interrupted by Ctrl-C or SIGTERM, it reports the cases that all engines have done.
     """
     shape = _shape(model)
+    if dropped := not_inherited():
+        print(f"Not given to the engines, --variant would: {', '.join(dropped)}", file=sys.stderr)
     plan = Plan(shape, _cases(shape, case or ["*"]), _engines(against or [], variant or []), repetitions, cold, apart)
     with tempfile.TemporaryDirectory() as folder, _ended_by_sigterm(), _progress(plan.steps) as step:
         if logs:
@@ -66,14 +74,15 @@ def compare(
         try:
             found = plan.run(Path(folder), logs or Path(folder), step)
         except EngineError as error:
-            print(error if apart else f"{error}\n{MEMORY_HINT}", file=sys.stderr)
+            short = len(plan.engines) > 1 and not apart and "memory" in str(error).lower()
+            print(f"{error}\n{MEMORY_HINT}" if short else error, file=sys.stderr)
             raise typer.Exit(1) from error
     report = Report(plan, found, f"vllm-opset {asked_for(OUTPUTS)}")
+    _print(report)
     if json_file:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
     if markdown_file:
         markdown_file.write_text(report.as_markdown())
-    _print(report)
     if report.missing:
         raise typer.Exit(1)
 
@@ -130,6 +139,10 @@ def _engines(against: list[str], variants: list[str]) -> list[Engine]:
         name, _, site = word.partition("=")
         if name != "stock":
             raise typer.BadParameter(f"unknown: {name!r}; {nearest(name, ['stock'])}", param_hint="--against")
+        if not site and not _is_stock():
+            raise typer.BadParameter(
+                "this vLLM has no compiled kernels; name the folder of one that has: stock=SITE", param_hint="--against"
+            )
         settings["stock"] = {"env": {"OPSET_PLATFORM": "off"}} | ({"site": site} if site else {})
     for word in variants:
         name, _, text = word.partition("=")
@@ -138,6 +151,12 @@ def _engines(against: list[str], variants: list[str]) -> list[Engine]:
         given, known = _settings(text), settings.setdefault(name, {})
         settings[name] = known | given | {"env": known.get("env", {}) | given.get("env", {})}
     return [_engine(name, of_engine) for name, of_engine in settings.items()]
+
+
+def _is_stock() -> bool:
+    """Whether the vLLM of this environment has compiled kernels, for any device."""
+    folder = Path(importlib.util.find_spec("vllm").origin).parent
+    return any(folder.glob("*.so"))
 
 
 def _settings(text: str) -> dict:

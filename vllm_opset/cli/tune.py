@@ -11,6 +11,7 @@ from rich.progress import Progress
 
 from vllm_opset.bench import tune
 from vllm_opset.cli.show import print_table
+from vllm_opset.cli.words import writable
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.selection import nearest
 
@@ -21,7 +22,9 @@ def find(
     launches: Annotated[
         list[str] | None, typer.Argument(metavar="[LAUNCH]...", help="Entries of launch.yaml; all without one.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all measurements here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", callback=writable, help="Write all measurements here.")
+    ] = None,
 ) -> None:
     """Measure all candidates for launch parameters on this GPU, and print entries for launch.yaml."""
     if not torch.cuda.is_available():

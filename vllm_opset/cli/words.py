@@ -1,6 +1,7 @@
-"""What commands are told to work on: words of a list, dtypes and devices, refused where they are not known."""
+"""What commands are told: words of a list, dtypes, devices and files, refused where they cannot be had."""
 
 from collections.abc import Collection
+from pathlib import Path
 
 import torch
 import typer
@@ -9,6 +10,7 @@ from vllm_opset.kernel import unavailable
 from vllm_opset.selection import nearest
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def known(word: str, words: Collection[str], hint: str) -> str:
@@ -26,6 +28,20 @@ def require_device(device: str, devices: Collection[str]) -> None:
     except Exception as error:
         reason = str(error).partition("\n")[0] + missing(device)
         raise typer.BadParameter(f"there is no {device} here: {reason}", param_hint="--device") from error
+
+
+def writable(file: Path | None) -> Path | None:
+    """A file to write when the work is done."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {file.parent}")
+    return file
+
+
+def picture(file: Path | None) -> Path | None:
+    """The same, for matplotlib to draw."""
+    if file is not None and file.suffix not in PICTURES:
+        raise typer.BadParameter(f"{file} has none of the endings {', '.join(PICTURES)}")
+    return writable(file)
 
 
 def missing(device: str) -> str:

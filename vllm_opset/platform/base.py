@@ -1,6 +1,7 @@
 """What opset's platforms for a vLLM without compiled kernels have in common."""
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm.platforms.interface import Platform, PlatformEnum
@@ -8,6 +9,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm_opset import selection
 from vllm_opset.attention import BACKEND
 from vllm_opset.platform import compat, compile_cache, forking, refusals
+from vllm_opset.platform.native import parts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,12 +56,18 @@ class OpsetPlatform(Platform):
         refusals.check(cls.rules, vllm_config, cls.where)
         selection.configure(vllm_config.additional_config)
         selection.require_device(cls.device_type)
+        cls.check_words(vllm_config.additional_config)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker
         vllm_config.parallel_config.disable_custom_all_reduce = True
         compile_cache.keep_apart(vllm_config, cls.__qualname__)
         if vllm_config.model_config is not None:
             vllm_config.model_config.disable_cascade_attn = True
+
+    @classmethod
+    def check_words(cls, additional_config: Mapping) -> None:
+        """Raises ValueError for what users say and this platform cannot understand, or no platform."""
+        parts.words(additional_config)
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:

@@ -165,5 +165,12 @@ def test_what_would_end_a_worker_ends_the_configuration(configure, monkeypatch):
     with pytest.raises(ValueError, match=r"asks for rms_norm=triton, which runs on cuda, not on cpu\. Remove"):
         configure(LLAMA, additional_config=kernels)
     monkeypatch.setenv("OPSET_NUM_THREADS", "x")
-    with pytest.raises(ValueError, match="OPSET_NUM_THREADS='x' is neither a number nor 'auto'"):
+    with pytest.raises(ValueError, match="OPSET_NUM_THREADS='x' is neither a number of threads nor 'auto'"):
         configure(LLAMA)
+    monkeypatch.delenv("OPSET_NUM_THREADS")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "nan")
+    with pytest.raises(ValueError, match="VLLM_CPU_KVCACHE_SPACE='nan' is no number of GiB"):
+        configure(LLAMA)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    with pytest.raises(ValueError, match="unknown part 'atention'"):
+        configure(LLAMA, additional_config={"opset": {"native": {"atention": "on"}}})

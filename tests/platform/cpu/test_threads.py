@@ -31,11 +31,12 @@ def test_threads_of_a_worker(environment, expected):
     assert process.stdout.strip() == expected, process.stderr
 
 
-def test_a_number_of_threads_that_is_none_is_an_error():
+@pytest.mark.parametrize("word", ["all", "0"])
+def test_a_number_of_threads_that_is_none_is_an_error(word):
     process = run(
-        "from vllm_opset.platform.cpu import threads; threads.set_compute_threads(1)", {threads.VARIABLE: "all"}
+        "from vllm_opset.platform.cpu import threads; threads.set_compute_threads(1)", {threads.VARIABLE: word}
     )
-    assert "OPSET_NUM_THREADS='all' is neither a number nor 'auto'" in process.stderr
+    assert f"OPSET_NUM_THREADS='{word}' is neither a number of threads nor 'auto'" in process.stderr
 
 
 def run(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess:

@@ -16,6 +16,9 @@ import psutil
 
 CHILD = Path(__file__).with_name("engine_process.py")
 GREEDY = {"temperature": 0.0}
+# How variables begin that configure vLLM, opset and what they compute with; and those that every engine has.
+CONFIGURES = ("OMP_", "VLLM_", "OPSET_")
+ALWAYS = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # Lines of an engine's log that are shown when it ends: vLLM prints what went wrong twice, with a traceback each.
 LAST_LINES = 60
 # A vLLM that has nothing to do ends in seconds.
@@ -160,7 +163,12 @@ class RunningEngine:
 
 def environment(engine: Engine, env: Mapping[str, str]) -> dict[str, str]:
     """Of an engine's processes: this one's without what configures vLLM or opset, offline, then `env`, then its own."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "VLLM_", "OPSET_"))}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(CONFIGURES)}
     if engine.site is not None:
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(engine.site), kept.get("PYTHONPATH")]))
-    return {**kept, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **env, **engine.env}
+    return {**kept, **ALWAYS, **env, **engine.env}
+
+
+def not_inherited() -> list[str]:
+    """The variables of this process that its engines do not get."""
+    return sorted(name for name in os.environ if name.startswith(CONFIGURES) and name not in ALWAYS)

@@ -1,6 +1,7 @@
 """How much memory the KV cache gets."""
 
 import os
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
+VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 GIB = 2**30
 # Left to activations, other processes and the file cache where gpu_memory_utilization would leave less.
 HEADROOM = GIB
@@ -33,7 +35,7 @@ def budget(vllm_config: "VllmConfig", specs: Iterable["KVCacheSpec"]) -> int:
     Raises ValueError where there is too little.
     """
     memory = machine.memory()
-    asked = vllm_config.cache_config.kv_cache_memory_bytes or _environment()
+    asked = vllm_config.cache_config.kv_cache_memory_bytes or users_choice()
     if asked is not None:
         if asked > memory.available:
             raise ValueError(f"A KV cache of {_gib(asked)} is asked for, and {_gib(memory.available)} are free. {CURE}")
@@ -51,10 +53,12 @@ def budget(vllm_config: "VllmConfig", specs: Iterable["KVCacheSpec"]) -> int:
     return taken
 
 
-def _environment() -> int | None:
-    """vLLM's own variable for its CPU platform; 0 is not set."""
-    gibibytes = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    return int(float(gibibytes) * GIB) or None if gibibytes else None
+def users_choice() -> int | None:
+    """Bytes, by vLLM's own variable for its CPU platform; 0 is not set. Raises ValueError for what is no size."""
+    gibibytes = os.environ.get(VARIABLE) or "0"
+    if not re.fullmatch(r"\d+\.?\d*|\.\d+", gibibytes):
+        raise ValueError(f"{VARIABLE}={gibibytes!r} is no number of GiB")
+    return int(float(gibibytes) * GIB) or None
 
 
 def _gib(size: int) -> str:

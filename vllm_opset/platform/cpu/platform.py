@@ -1,5 +1,6 @@
 """The platform: an out-of-tree vLLM platform whose device is the CPU, for a vLLM without compiled kernels."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import psutil
@@ -8,7 +9,7 @@ from vllm.logger import init_logger
 
 from vllm_opset.platform import compat
 from vllm_opset.platform.base import OpsetPlatform
-from vllm_opset.platform.cpu import machine, refusals, threads
+from vllm_opset.platform.cpu import kv_memory, machine, refusals, threads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,8 +54,14 @@ class OpsetCpuPlatform(OpsetPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         super().check_and_update_config(vllm_config)
-        threads.users_choice()  # in workers, which count them, an error would be hard to find
         cls._schedule_in_step(vllm_config.scheduler_config)
+
+    @classmethod
+    def check_words(cls, additional_config: Mapping) -> None:
+        super().check_words(additional_config)
+        # In workers, which count threads and memory, an error would be hard to find.
+        threads.users_choice()
+        kv_memory.users_choice()
 
     @classmethod
     def _schedule_in_step(cls, scheduler_config) -> None:

@@ -34,6 +34,6 @@ def set_compute_threads(num_workers: int) -> int:
 def users_choice() -> str:
     """A number, or AUTO. Raises ValueError for anything else."""
     choice = os.environ.get(VARIABLE, AUTO)
-    if choice != AUTO and not choice.isdecimal():
-        raise ValueError(f"{VARIABLE}={choice!r} is neither a number nor {AUTO!r}")
+    if choice != AUTO and not (choice.isdecimal() and int(choice)):
+        raise ValueError(f"{VARIABLE}={choice!r} is neither a number of threads nor {AUTO!r}")
     return choice

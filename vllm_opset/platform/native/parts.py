@@ -190,7 +190,7 @@ def decide(config: "VllmConfig", family: int) -> dict[str, Decision]:
 
 def decide_without_model(family: int) -> dict[str, Decision]:
     """What `decide` answers for a model and configuration that every part can do, by variables and files alone."""
-    said = _words({})
+    said = words({})
     return {name: said[name] if name in said else _by_default(name, family) for name in PARTS}
 
 
@@ -204,10 +204,11 @@ def _said(config: "VllmConfig") -> dict[str, Decision]:
     said = {}
     if _our_backend(config):
         said["attention"] = Decision(True, "--attention-backend CUSTOM")
-    return said | _words(config.additional_config)
+    return said | words(config.additional_config)
 
 
-def _words(additional_config: Mapping) -> dict[str, Decision]:
+def words(additional_config: Mapping) -> dict[str, Decision]:
+    """What variables, files and the configuration say of each part. Raises OverrideError for a wrong word."""
     said = {}
     for source, name, value in selection.said("native", additional_config):
         if name not in PARTS:
