@@ -197,6 +197,25 @@ def test_lengths_are_given_from_the_host_only_where_they_are_exact():
     assert builder(specs()[0], impl()).build(0, step).batch.seq_lens_cpu is None
 
 
+def test_chunked_local_attention_tells_kernels_lengths_that_they_can_count_with():
+    """vLLM derives its builder from ours, and cuts requests into chunks with NumPy."""
+    from vllm.model_executor.layers.attention import chunked_local_attention
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    from vllm_opset.attention.backend import OpsetAttentionBackend
+
+    derived = chunked_local_attention.create_chunked_local_attention_backend(OpsetAttentionBackend, 8)
+    spec = ChunkedLocalAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=NUM_KV_HEADS, head_size=HEAD_SIZE, dtype=torch.float32,
+        attention_chunk_size=8,
+    )  # fmt: skip
+    step = metadata([3, 20])
+    step.seq_lens_cpu_upper_bound = step.seq_lens
+    batch = builder(spec, impl(), builder_cls=derived.get_builder_cls()).build(0, step).batch
+    assert batch.seq_lens.tolist() == [3, 8, 8, 4]
+    assert (type(batch.max_query_len), batch.max_query_len) == (int, 8) and type(batch.max_seq_len) is int
+
+
 def test_the_kernel_is_the_chosen_one():
     selection.configure({"opset": {"kernels": {"paged_attention": "reference"}}})
     layer = impl()

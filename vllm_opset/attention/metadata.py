@@ -43,14 +43,15 @@ class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> OpsetMetadata:
         common = common_attn_metadata
+        max_query_len = int(common.max_query_len)  # of chunked local attention NumPy's, which is no int
         if self.encoder_only:
-            batch = packed_batch(common.query_start_loc, common.max_query_len)
+            batch = packed_batch(common.query_start_loc, max_query_len)
         else:
             batch = PagedBatch(
                 query_start_loc=common.query_start_loc,
                 seq_lens=common.seq_lens,
                 block_table=common.block_table_tensor,
-                max_query_len=common.max_query_len,
+                max_query_len=max_query_len,
                 max_seq_len=common.max_seq_len,
                 causal=common.causal,
                 query_start_loc_cpu=common.query_start_loc_cpu if self.lengths_on_host else None,

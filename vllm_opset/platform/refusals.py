@@ -116,6 +116,10 @@ def caches_in_another_dtype(config: "VllmConfig") -> bool:
     return config.cache_config.cache_dtype not in ("auto", *same)
 
 
+def caches_neither_alike_nor_in_fp8(config: "VllmConfig") -> bool:
+    return config.cache_config.cache_dtype not in ("fp8", "fp8_e4m3") and caches_in_another_dtype(config)
+
+
 def environment(name: str):
     """One of vLLM's variables, as vLLM reads it. Imported late: vLLM asks for its platform while it is imported."""
     from vllm import envs

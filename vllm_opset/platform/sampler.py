@@ -59,7 +59,7 @@ class OpsetSampler(Sampler):
             nothing = torch.zeros(len(logits), device=logits.device)
             return self._sample.run(logits, nothing.long(), nothing, processed=processed)
         logits, temperature, min_p = self._argmax_invariant_steps(logits, metadata)
-        keys = draw_keys(len(logits), metadata.generators, logits.device)
+        keys = draw_keys(len(logits), metadata.generators, logits.device, self.pin_memory)
         top_k = None if metadata.top_k is None else metadata.top_k.int()  # int64 in the run that vLLM measures
         return self._sample.run(logits, keys, temperature, top_k, metadata.top_p, min_p=min_p, processed=processed)
 
@@ -140,12 +140,19 @@ class SeededGenerator(torch.Generator):
         self._offset = offset
 
 
-def draw_keys(num_rows: int, generators: dict[int, torch.Generator], device: torch.device) -> torch.Tensor:
-    """The key of each row's next draw, int64 [num_rows]: from its own generator, or from PyTorch's default one."""
+def draw_keys(
+    num_rows: int, generators: dict[int, torch.Generator], device: torch.device, pin_memory: bool = False
+) -> torch.Tensor:
+    """The key of each row's next draw, int64 [num_rows]: from its own generator, or from PyTorch's default one.
+
+    pin_memory: whether the host's memory can be copied to the device while the host goes on. From other memory, the
+    host would wait for all that the device has yet to compute.
+    """
     keys = torch.empty(num_rows, dtype=torch.int64, device=device).random_()
     if generators:
-        rows = torch.tensor(list(generators), device=device)
-        keys[rows] = torch.tensor([_next_key(generator) for generator in generators.values()], device=device)
+        drawn = [list(generators), [_next_key(generator) for generator in generators.values()]]
+        rows, of_rows = torch.tensor(drawn, pin_memory=pin_memory).to(device, non_blocking=True)
+        keys[rows] = of_rows
     return keys
 
 

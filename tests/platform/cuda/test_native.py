@@ -182,6 +182,7 @@ def test_what_is_not_covered_is_left_to_vllm_by_default(part, config, everything
     "changes",
     [
         {"cache_config__kv_offloading_size": 1.0},
+        {"cache_config__cache_dtype": "float16"},  # of a model in bfloat16
         {"parallel_config__worker_cls": "another.Worker"},
     ],
 )
@@ -199,6 +200,7 @@ def test_attention_is_not_offered_where_it_would_be_without_its_worker_or_its_ca
     [
         {"cache_config__cache_dtype": "fp8"},
         {"model_config__dtype": torch.float32},
+        {"model_config__multimodal_config": object()},
         {"model_config__hf_text_config__attn_logit_softcapping": 50.0},
     ],
 )

@@ -1,9 +1,7 @@
 """What opset does not do on NVIDIA GPUs with a vLLM that has no compiled kernels."""
 
 from vllm_opset.platform.refusals import RULES as COMMON
-from vllm_opset.platform.refusals import Rule, caches_in_another_dtype, fusions
-
-FP8 = ("fp8", "fp8_e4m3")
+from vllm_opset.platform.refusals import Rule, caches_neither_alike_nor_in_fp8, fusions
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
@@ -12,11 +10,7 @@ RULES: tuple[Rule, ...] = (
         'give --speculative-config with {"method": "ngram"}, or leave it out',
         lambda config: config.speculative_config is not None and config.speculative_config.method != "ngram",
     ),
-    Rule(
-        "a KV cache in this dtype",
-        "leave out --kv-cache-dtype, or give fp8_e4m3",
-        lambda config: config.cache_config.cache_dtype not in FP8 and caches_in_another_dtype(config),
-    ),
+    Rule("a KV cache in this dtype", "leave out --kv-cache-dtype, or give fp8_e4m3", caches_neither_alike_nor_in_fp8),
     Rule(
         "weight offloading by a view of the host's memory (UVA)",
         "leave out --cpu-offload-gb",

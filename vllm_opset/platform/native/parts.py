@@ -21,7 +21,16 @@ import torch
 import yaml
 
 from vllm_opset import selection
-from vllm_opset.platform.refusals import Refusal, Rule, environment, given, of_model, offloads, several
+from vllm_opset.platform.refusals import (
+    Refusal,
+    Rule,
+    caches_neither_alike_nor_in_fp8,
+    environment,
+    given,
+    of_model,
+    offloads,
+    several,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,12 +70,6 @@ def _another_backend(config: "VllmConfig") -> bool:
     return named or bool(attention.backend_per_kind) or attention.flash_attn_version is not None
 
 
-def _another_cache(config: "VllmConfig") -> bool:
-    from vllm_opset.attention.backend import OpsetAttentionBackend
-
-    return not OpsetAttentionBackend.supports_kv_cache_dtype(config.cache_config.cache_dtype)
-
-
 def _another_linear_backend(config: "VllmConfig") -> bool:
     # A setting since 0.30.
     return getattr(config.kernel_config, "linear_backend", "auto") != "auto"
@@ -103,6 +106,7 @@ _BATCH_INVARIANT = Rule(
 _HYBRID = Rule("Mamba, state-space and linear attention", _LEAVE_IT_OUT, _model("has_inner_state"))
 _ENCODER_DECODER = Rule("encoder-decoder models", _LEAVE_IT_OUT, _model("is_encoder_decoder"))
 _FP32 = Rule("fp32", _LEAVE_IT_OUT, of_model(lambda model: model.dtype == torch.float32))
+_MULTIMODAL = Rule("multimodal models", _LEAVE_IT_OUT, _model("is_multimodal_model"))
 _POOLING = Rule("pooling models", _LEAVE_IT_OUT, of_model(lambda model: model.runner_type == "pooling"))
 
 # What replaces vLLM's layers was measured on dense language models of one GPU alone.
@@ -113,7 +117,7 @@ _NOT_MEASURED = (
     _ENCODER_DECODER,
     Rule("quantised weights", _LEAVE_IT_OUT, _model("quantization")),
     Rule("mixture-of-experts (MoE) models", _LEAVE_IT_OUT, _model("is_moe")),
-    Rule("multimodal models", _LEAVE_IT_OUT, _model("is_multimodal_model")),
+    _MULTIMODAL,
     Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla")),
     Rule("adapters (LoRA)", _LEAVE_IT_OUT, given("lora_config")),
     Rule("tensor parallelism", _LEAVE_IT_OUT, several("tensor_parallel_size")),
@@ -126,7 +130,7 @@ PARTS: Mapping[str, Part] = {
             _OTHER_WORKER,
             Rule("another attention backend", "leave out --attention-backend and --attention-config", _another_backend),
             Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla")),
-            Rule("a KV cache in that dtype", "leave out --kv-cache-dtype", _another_cache),
+            Rule("a KV cache in that dtype", "leave out --kv-cache-dtype", caches_neither_alike_nor_in_fp8),
             Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
             # vLLM makes a connector of it once the configuration is checked.
             Rule("KV cache offloading", "leave out --kv-offloading-size", _offloads_cache),
@@ -139,6 +143,7 @@ PARTS: Mapping[str, Part] = {
             _HYBRID,
             _ENCODER_DECODER,
             _POOLING,
+            _MULTIMODAL,  # encoders of some derive backends from vLLM's own alone
             # Prompts of these are not for the kernel that was measured.
             Rule("an fp8 KV cache", _LEAVE_IT_OUT, _caches_fp8),
             Rule("soft-capped attention", _LEAVE_IT_OUT, of_model(_soft_caps)),
