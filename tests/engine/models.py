@@ -42,6 +42,8 @@ CONFIGS = {
     "gemma2": lambda: architectures.Gemma2Config(
         **GROUPED, sliding_window=32, query_pre_attn_scalar=32, attn_logit_softcapping=5.0, final_logit_softcapping=10.0
     ),
+    # Its layers take keyword arguments that they do not use.
+    "gemma3": lambda: architectures.Gemma3TextConfig(**GROUPED, sliding_window=32, query_pre_attn_scalar=32),
     # Only layers with a window rotate.
     "exaone4": lambda: architectures.Exaone4Config(
         **GROUPED, sliding_window=32, layer_types=["sliding_attention", "full_attention", "sliding_attention"]

@@ -1,5 +1,6 @@
 """Rotary embedding, norms of query and key, and cache write in one call: whole models, against the same without it."""
 
+import copy
 import functools
 
 import models
@@ -15,7 +16,13 @@ pytestmark = [
 
 NUM_TOKENS = 32
 PARTS = {"rotary_embedding", "reshape_and_cache"}
-FUSED = {"qwen3": "qk_norm_rope_cache", "llama3": "rope_cache", "mistral": "rope_cache", "gemma2": "rope_cache"}
+FUSED = {
+    "qwen3": "qk_norm_rope_cache",
+    "gemma3": "qk_norm_rope_cache",
+    "llama3": "rope_cache",
+    "mistral": "rope_cache",
+    "gemma2": "rope_cache",
+}
 
 
 def generated(llm) -> list[list[int]]:
@@ -127,8 +134,46 @@ def test_replayed_pieces_have_the_positions_they_were_captured_with():
     assert len(step(4, CUDAGraphMode.PIECEWISE, called=False)) == 4
 
 
-def test_parts_that_are_not_all_there_is_do_not_wait(engine, tmp_path, monkeypatch):
-    """A model that does something of its own to the key before its attention."""
+def _derived(rotary):
+    """As a rotary embedding of a class that is told more than positions."""
+    other = copy.copy(rotary)
+    other.__class__ = type("Derived", (type(rotary),), {"forward_oot": lambda self, positions, query, key: None})
+    return other
+
+
+# What opset's attention, norms and rotary embedding of a layer may be like that cannot be one launch.
+OTHERWISE = {
+    "attention writes no cache": lambda layer: (vars(layer.attn.impl), "writes_cache", False),
+    "attention finds scales": lambda layer: (vars(layer.attn), "calculate_kv_scales", True),
+    "rotary embedding of a derived class": lambda layer: (layer._modules, "rotary_emb", _derived(layer.rotary_emb)),
+    "one norm": lambda layer: (layer._modules, "k_norm", None),
+    "norms switched off": lambda layer: (vars(layer.q_norm), "opset_is_wanted", False),
+    "norms of different epsilons": lambda layer: (vars(layer.k_norm), "variance_epsilon", 1e-3),
+    "a norm of all heads": lambda layer: (layer.q_norm._parameters, "weight", torch.nn.Parameter(torch.ones(128))),
+}
+
+
+def test_layers_whose_parts_cannot_be_one_launch(engine, tmp_path):
+    from vllm_opset.platform import fusion
+
+    models.build("qwen3", tmp_path)
+    with engine(tmp_path) as llm:
+        model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+        layer = model.model.layers[0].self_attn
+        rope = fusion._rope_of(layer)
+        assert rope is not None and fusion._can_wait(layer, rope, llm.llm_engine.vllm_config)
+        for name, otherwise in OTHERWISE.items():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(*otherwise(layer))
+                assert fusion._rope_of(layer) is None, name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(vars(layer), "forward", lambda positions, hidden_states, scale: hidden_states)
+            assert not fusion._can_wait(layer, rope, llm.llm_engine.vllm_config)
+
+
+@pytest.mark.parametrize("scales", [(0.5, 1.0), (1.0, 0.5)], ids=["query", "key"])
+def test_parts_that_are_not_all_there_is_do_not_wait(scales, engine, tmp_path, monkeypatch):
+    """A model that does something of its own to the query or the key before its attention."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.qwen3 import Qwen3Attention
 
@@ -138,7 +183,7 @@ def test_parts_that_are_not_all_there_is_do_not_wait(engine, tmp_path, monkeypat
             q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
             q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
             k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)
-            q, k = self.rotary_emb(positions, q * 0.5, k)
+            q, k = self.rotary_emb(positions, q * scales[0], k * scales[1])
             return self.o_proj(self.attn(q, k, v))[0]
 
     monkeypatch.setattr("vllm.model_executor.models.qwen3.Qwen3Attention", Scaled)

@@ -160,7 +160,8 @@ class _Seen(nn.Module):
 @torch.inference_mode()
 def _can_wait(module: nn.Module, rope: WaitingRope, vllm_config: VllmConfig) -> bool:
     """Whether query and key, as they arrive when the parts wait, become by the parts what arrives when they do not."""
-    required = {name for name, p in inspect.signature(module.forward).parameters.items() if p.default is p.empty}
+    parameters = inspect.signature(module.forward).parameters.values()
+    required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
     if required != {"positions", "hidden_states"} or not hasattr(module, "qkv_proj"):
         return False
     impl, device = module.attn.impl, rope.rotary.cos_sin_cache.device
@@ -178,9 +179,8 @@ def _can_wait(module: nn.Module, rope: WaitingRope, vllm_config: VllmConfig) -> 
         by_head = (x.unflatten(-1, (-1, impl.head_size)) for x in (query, key))
         query, key = (norm(x).flatten(-2) for norm, x in zip(rope.norms, by_head, strict=True))
     query, key = rope.rotary(positions, query, key)
-    kept = rope.positions.pop(None, None)
-    same = torch.equal(query, expected[0]) and torch.equal(key, expected[1])
-    return same and kept is not None and torch.equal(kept, positions)
+    rope.positions.clear()
+    return torch.equal(query, expected[0]) and torch.equal(key, expected[1])
 
 
 @contextmanager
