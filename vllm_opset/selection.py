@@ -158,7 +158,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def _decide(op: Op, problem: Problem, override: Override | None) -> Choice:
     kernels = kernels_of(op.name, device=None if override else problem.device)
     if override is not None:
-        chosen, reason = _obey(kernels, problem, override, op), f"asked for by {override.source}"
+        chosen, reason = _obey(kernels, problem, override), f"asked for by {override.source}"
     else:
         chosen = next(kernel for kernel in _in_order_of_preference(kernels, problem) if not _why_not(kernel, problem))
         reason = _why(chosen, problem)
@@ -167,7 +167,7 @@ def _decide(op: Op, problem: Problem, override: Override | None) -> Choice:
     return Choice(op.name, problem, chosen, reason, tuple(rejected))
 
 
-def _obey(kernels: Mapping[str, Kernel], problem: Problem, override: Override, op: Op) -> Kernel:
+def _obey(kernels: Mapping[str, Kernel], problem: Problem, override: Override) -> Kernel:
     kernel = kernels[override.kernel]
     reason = _why_not(kernel, problem)
     if reason is not None:

@@ -142,7 +142,7 @@ def held_out_tasks() -> list[Task]:
     return tasks
 
 
-def write_held_out(tokenizer, path: Path) -> list[dict]:
+def write_held_out(path: Path) -> list[dict]:
     """One line per question: both prompts and the answer. Chat turns alternate between question and request."""
     lines = []
     for i, task in enumerate(held_out_tasks()):
@@ -188,7 +188,7 @@ def train() -> None:
     torch.manual_seed(SEED)
     tokenizer = build_tokenizer(MAX_LENGTH)
     model = build_model(tokenizer)
-    lines = write_held_out(tokenizer, HERE / "heldout.jsonl")
+    lines = write_held_out(HERE / "heldout.jsonl")
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
     optimizers = build_optimizers(model)
     compiled = torch.compile(model, dynamic=False)

@@ -52,6 +52,17 @@ class OpsetPlatform(Platform):
                 setattr(passes, fusion, False)
 
     @classmethod
+    def compile_and_capture_nothing(cls, vllm_config: "VllmConfig") -> None:
+        """Unless users ask for it."""
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        compilation = vllm_config.compilation_config
+        if compilation.mode is None:
+            compilation.mode = CompilationMode.NONE
+        if compilation.cudagraph_mode is None:
+            compilation.cudagraph_mode = CUDAGraphMode.NONE
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         refusals.check(cls.rules, vllm_config, cls.where)
         selection.configure(vllm_config.additional_config)

@@ -11,6 +11,9 @@ release does not know is never called:
 - `refusals` and `native/parts` ask for parts of the configuration that came or went by `getattr`.
 - `native/sampler` has a sampler for 0.26, whose second model runner draws in a method of its own.
 - `npu/runner` zeroes and copies blocks itself, since how vLLM does it differs between releases.
+- `OpsetAttentionBackend.supported_kv_cache_layouts` is asked from 0.29 on, a platform's
+  `check_runner_kv_caches_multi_layer` from 0.30 on. `cpu/worker` wraps two methods that came with 0.30.
+- `fusion` asks an attention whether it finds its cache's scales by itself, which none does from 0.30 on.
 - `threads` keeps OMP_NUM_THREADS from 0.26, which sets it to 1 for several workers and does not say so.
 - `ir` serves vLLM's IR, which goes after 0.33.
 """

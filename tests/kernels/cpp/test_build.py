@@ -84,7 +84,7 @@ def test_an_override_of_what_is_not_there_says_why(tmp_path):
 
 
 @NEEDS_COMPILER
-def test_without_a_home_the_torch_kernels_serve(tmp_path):
+def test_without_a_home_the_torch_kernels_serve():
     script = "import pathlib; pathlib.Path.home = classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError()))" + SHOW
     finished = run(sys.executable, "-c", script)
     assert finished.out.strip().endswith(

@@ -71,7 +71,7 @@ def attend_many_on_hopper(
             (_attend, (1, tensors, queries, ring, board, scale,
                        BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
             (load_keys, (cache, num_pages, key_boxes, full_keys, empty_keys, board, batch, num_tiles, ticket,
-                         NUM_KV_HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                         NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
             (load_values, (cache, num_pages, value_boxes, full_values, empty_values, board, block_table, table_strides,
                            HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
         ],

@@ -16,8 +16,8 @@ FIELDS = gl.constexpr(6)  # of a post
 @gluon.jit
 def load_keys(
     cache, num_pages, boxes, full, empty, board, batch, num_tiles, ticket,
-    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Draws tiles, posts them and brings their keys. The last tiles come first, since they see the most keys."""
     query_start_loc, seq_lens, block_table, table_strides, num_reqs = batch

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from vllm_opset.platform.cpu import machine
+from vllm_opset.platform.sizes import GIB, gib
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-GIB = 2**30
 # Left to activations, other processes and the file cache where gpu_memory_utilization would leave less.
 HEADROOM = GIB
 CURE = (
@@ -38,18 +38,18 @@ def budget(vllm_config: "VllmConfig", specs: Iterable["KVCacheSpec"]) -> int:
     asked = vllm_config.cache_config.kv_cache_memory_bytes or users_choice()
     if asked is not None:
         if asked > memory.available:
-            raise ValueError(f"A KV cache of {_gib(asked)} is asked for, and {_gib(memory.available)} are free. {CURE}")
+            raise ValueError(f"A KV cache of {gib(asked)} is asked for, and {gib(memory.available)} are free. {CURE}")
         return asked
     reserve = max(HEADROOM, int((1 - vllm_config.cache_config.gpu_memory_utilization) * memory.total))
     share = (memory.available - reserve) // vllm_config.parallel_config.local_world_size
     if share <= 0:
         raise ValueError(
-            f"No memory is left for the KV cache: {_gib(memory.available)} of {_gib(memory.total)} are free, and "
-            f"{_gib(reserve)} are to stay free. {CURE}"
+            f"No memory is left for the KV cache: {gib(memory.available)} of {gib(memory.total)} are free, and "
+            f"{gib(reserve)} are to stay free. {CURE}"
         )
     useful = vllm_config.scheduler_config.max_num_seqs * sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs)
     taken = min(share, useful)
-    logger.info("The KV cache takes %s; %s of %s were free", _gib(taken), _gib(memory.available), _gib(memory.total))
+    logger.info("The KV cache takes %s; %s of %s were free", gib(taken), gib(memory.available), gib(memory.total))
     return taken
 
 
@@ -59,7 +59,3 @@ def users_choice() -> int | None:
     if not re.fullmatch(r"\d+\.?\d*|\.\d+", gibibytes):
         raise ValueError(f"{VARIABLE}={gibibytes!r} is no number of GiB")
     return int(float(gibibytes) * GIB) or None
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"

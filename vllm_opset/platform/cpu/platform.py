@@ -42,14 +42,8 @@ class OpsetCpuPlatform(OpsetPlatform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
-        from vllm.config import CompilationMode, CUDAGraphMode
-
         super().apply_config_platform_defaults(vllm_config)
-        compilation = vllm_config.compilation_config
-        if compilation.mode is None:
-            compilation.mode = CompilationMode.NONE
-        if compilation.cudagraph_mode is None:
-            compilation.cudagraph_mode = CUDAGraphMode.NONE
+        cls.compile_and_capture_nothing(vllm_config)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:

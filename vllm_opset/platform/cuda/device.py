@@ -8,6 +8,7 @@ import torch
 from vllm_opset.kernels import triton
 
 OLDEST = (8, 0)  # compute capability: bfloat16, and what Triton's kernels are tuned for
+NEEDED = f"a GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or newer"
 
 
 def missing() -> str | None:
@@ -25,7 +26,7 @@ def too_old(device: torch.device | int = 0) -> str | None:
     if capability >= OLDEST:
         return None
     return (
-        f"vllm-opset needs a GPU of compute capability 8.0 or newer, and {torch.cuda.get_device_name(device)} has "
+        f"vllm-opset needs {NEEDED}, and {torch.cuda.get_device_name(device)} has "
         f"{capability[0]}.{capability[1]}: use another one, or set OPSET_PLATFORM=cpu"
     )
 

@@ -1,6 +1,5 @@
 """One worker process on a GPU."""
 
-from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -41,7 +40,7 @@ class OpsetCudaWorker(OpsetWorker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.log_choices()
-        if self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        if refusals.captures(self.vllm_config):
             refusals.check_graphs(selection.choices())
         with compat.own_warm_up(warm_up.kernels), device.named_out_of_memory():
             return super().compile_or_warm_up_model()

@@ -21,6 +21,7 @@ import torch
 import yaml
 
 from vllm_opset import selection
+from vllm_opset.platform.cuda import device
 from vllm_opset.platform.refusals import (
     Refusal,
     Rule,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 STOCK_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 WORKER = "vllm_opset.platform.native.worker.OpsetNativeWorker"
 WHERE = "on vLLM's own CUDA platform"
-OLDEST_FAMILY = 80  # bfloat16, and what the kernels are tuned for
 SWITCH: Mapping[object, bool] = {"on": True, "off": False, True: True, False: False}
 
 
@@ -229,8 +229,8 @@ def _decide(name: str, part: Part, said: Decision | None, config: "VllmConfig", 
         return Decision(False, f"switched off by {said.why}")
     cannot = _first(part.cannot, config)
     if said is not None:
-        if family < OLDEST_FAMILY:
-            raise Refusal(f"vllm-opset's {name} needs a GPU of compute capability 8.0 or newer: switch it off.")
+        if divmod(family, 10) < device.OLDEST:
+            raise Refusal(f"vllm-opset's {name} needs {device.NEEDED}: switch it off.")
         if cannot is not None:
             raise cannot.refusal(f"({name}) {WHERE}")
         return Decision(True, f"asked for by {said.why}")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -32,7 +32,7 @@ class OpsetNativeWorker(Reporting, Worker):
                 layers.bind(model, self.model_config.dtype)
             fusion.bind(model, self.vllm_config, compiled_ahead)
         if "linear" in self.parts:
-            linear.bind(model, compiled=self.compilation_config.mode != CompilationMode.NONE)
+            linear.bind(model, compiled=refusals.compiles(self.vllm_config))
         if "sampler" in self.parts:
             if sampler.install(self.model_runner):
                 warm_up.compile_sampler(self.model_runner)
@@ -41,7 +41,7 @@ class OpsetNativeWorker(Reporting, Worker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.log_choices()
-        if self.parts and self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        if self.parts and refusals.captures(self.vllm_config):
             refusals.check_graphs(selection.choices())
         if self.parts & {"attention", "linear", "ops"}:
             warm_up.model(self)

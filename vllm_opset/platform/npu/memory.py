@@ -6,9 +6,9 @@ import torch
 from vllm.config import CacheConfig
 from vllm.logger import init_logger
 
-logger = init_logger(f"vllm.{__name__}")
+from vllm_opset.platform.sizes import gib
 
-GIB = 2**30
+logger = init_logger(f"vllm.{__name__}")
 
 
 class Budget:
@@ -23,8 +23,8 @@ class Budget:
         self.share = int(total * cache_config.gpu_memory_utilization)
         if self.share > self.free_at_start:
             raise ValueError(
-                f"{_gib(self.free_at_start)} of {_gib(total)} are free on {device}, less than "
-                f"--gpu-memory-utilization {cache_config.gpu_memory_utilization} asks for ({_gib(self.share)}): lower "
+                f"{gib(self.free_at_start)} of {gib(total)} are free on {device}, less than "
+                f"--gpu-memory-utilization {cache_config.gpu_memory_utilization} asks for ({gib(self.share)}): lower "
                 "it, or end what else runs there."
             )
 
@@ -43,7 +43,7 @@ class Budget:
         if self.cache_config.kv_cache_memory_bytes:
             return self.cache_config.kv_cache_memory_bytes
         left = self.share - (self.free_at_start - self._free_or_cached()[0]) - needed
-        logger.info("The KV cache takes %s of the %s that this worker may have", _gib(left), _gib(self.share))
+        logger.info("The KV cache takes %s of the %s that this worker may have", gib(left), gib(self.share))
         return left
 
     def _free_or_cached(self) -> tuple[int, int]:
@@ -51,7 +51,3 @@ class Budget:
         torch.npu.empty_cache()
         free, total = torch.npu.mem_get_info(self.device)
         return free + torch.npu.memory_reserved(self.device) - torch.npu.memory_allocated(self.device), total
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"

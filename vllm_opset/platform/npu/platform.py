@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 
 from vllm_opset.platform.base import OpsetPlatform
 from vllm_opset.platform.npu import refusals
+from vllm_opset.platform.refusals import captures
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,15 +42,9 @@ class OpsetNpuPlatform(OpsetPlatform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
-        from vllm.config import CompilationMode, CUDAGraphMode
-
         super().apply_config_platform_defaults(vllm_config)
-        compilation = vllm_config.compilation_config
-        if compilation.mode is None:
-            compilation.mode = CompilationMode.NONE
-        if compilation.cudagraph_mode is None:
-            compilation.cudagraph_mode = CUDAGraphMode.NONE
-        if compilation.cudagraph_mode != CUDAGraphMode.NONE:
+        cls.compile_and_capture_nothing(vllm_config)
+        if captures(vllm_config):
             logger.warning("vllm-opset has never run graphs on an Ascend NPU: what follows is untested there")
 
     # Graphs

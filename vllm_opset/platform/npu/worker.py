@@ -1,7 +1,6 @@
 """One worker process on an NPU."""
 
 import torch
-from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.utils import report_usage_stats
@@ -46,7 +45,7 @@ class OpsetNpuWorker(OpsetWorker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.log_choices()
-        if self.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        if refusals.captures(self.vllm_config):
             refusals.check_graphs(selection.choices())
         with compat.own_warm_up(_nothing_to_compile):
             return super().compile_or_warm_up_model()

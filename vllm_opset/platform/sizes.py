@@ -1,0 +1,7 @@
+"""Sizes of memory, as they are told."""
+
+GIB = 2**30
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
