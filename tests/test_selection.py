@@ -116,6 +116,28 @@ def test_a_choice_does_not_ask_for_what_other_devices_need(monkeypatch):
     assert asked
 
 
+def test_why_no_kernel_is_the_reason_of_the_one_that_refuses():
+    add_kernel("relu2", "half", provider="cpu", refuses="only fp16")
+    add_kernel("relu2", "quarter", provider="cpu", refuses="only fp8")
+    assert selection.why_no_kernel(ops.relu2, ACTIVATION) == "only fp16"
+    assert choices() == []
+
+
+def test_why_no_kernel_is_nothing_where_one_can():
+    add_kernel("relu2", "half", provider="cpu", refuses="only fp16")
+    add_kernel("relu2", "able", provider="cpu")
+    assert selection.why_no_kernel(ops.relu2, ACTIVATION) is None
+    assert choices() == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "xpu"])
+def test_why_no_kernel_names_a_device_that_has_none(device):
+    add_kernel("relu2", "mine")  # which waits to be named
+    add_kernel("relu2", "elsewhere", provider="cpu", devices=("cuda",))
+    problem = Problem(device, torch.float32)
+    assert selection.why_no_kernel(ops.relu2, problem) == f"there is no kernel for {device} here"
+
+
 def test_a_choice_is_made_once():
     choice = select(ops.layer_norm, NORM)
     assert select(ops.layer_norm, LayerNormProblem("cpu", torch.float32, 64, torch.float32)) is choice

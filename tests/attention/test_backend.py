@@ -1,13 +1,15 @@
 """The attention backend as vLLM uses it: what it says of itself, and a layer's cache written and attended."""
 
+import dataclasses
 import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vllm_opset import selection
+from vllm_opset import ops, selection
 from vllm_opset.attention import BACKEND
+from vllm_opset.ops.paged_batch import packed_cache
 
 pytestmark = pytest.mark.window
 
@@ -131,14 +133,26 @@ CASES = {
 }
 
 
+def attended(layer, query, kv_cache, step, output):
+    """The problem of the layer's call: what selection is to be told of it before the first step."""
+    return ops.paged_attention.describe(query, kv_cache, step.batch, output, **layer._attend.keywords)
+
+
+def chosen(op: str) -> list:
+    return [choice.problem for choice in selection.choices() if choice.op == op]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_writes_its_cache_and_attends(name):
     arguments, expected = CASES[name]
     layer, seq_lens = impl(**arguments), [1, 6, 9]
     query, key, value, output = tensors(sum(seq_lens))
     step = builder(specs()[0], layer).build(0, metadata(seq_lens))
-    layer.forward(None, query, key, value, empty_cache(), step, output)
+    cache = empty_cache()
+    layer.forward(None, query, key, value, cache, step, output)
     torch.testing.assert_close(output, dense(query, key, value, seq_lens, **expected), rtol=1e-5, atol=1e-5)
+    assert chosen("paged_attention") == [layer.problem] == [attended(layer, query, cache, step, output)]
+    assert chosen("reshape_and_cache") == [ops.reshape_and_cache.describe(key, value, cache, step.slot_mapping)]
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -149,6 +163,8 @@ def test_an_encoder_attends_without_a_cache(window):
     layer.forward(None, query, key, value, torch.tensor([]), step, output)
     expected = dense(query, key, value, seq_lens, causal=False, window=window)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    assert layer.problem == attended(layer, query, packed_cache(key, value), step, output)
+    assert layer.problem in chosen("paged_attention")
 
 
 def test_layers_that_share_a_cache_do_not_write_it():
@@ -168,7 +184,13 @@ def test_an_fp8_cache_is_scaled_by_what_vllm_keeps_with_the_layer():
     scaled, plain = impl(kv_cache_dtype="fp8"), impl()
     query, key, value, output = tensors(6)
     cache = torch.zeros(empty_cache().shape, dtype=torch.uint8)  # as vLLM allocates it
-    scaled.forward(layer, query, key, value, cache, builder(specs()[0], scaled).build(0, metadata([6])), output)
+    spec = dataclasses.replace(specs()[0], dtype=cache.dtype)
+    step = builder(spec, scaled).build(0, metadata([6]))
+    scaled.forward(layer, query, key, value, cache, step, output)
+    as_fp8 = cache.view(torch.float8_e4m3fn)
+    assert scaled.problem == attended(scaled, query, as_fp8, step, output)
+    assert scaled.problem in chosen("paged_attention")
+    assert ops.reshape_and_cache.describe(key, value, as_fp8, step.slot_mapping) in chosen("reshape_and_cache")
     stored = [(x / scale).to(torch.float8_e4m3fn).float() * scale for x, scale in ((key, 0.25), (value, 4.0))]
     step = builder(specs()[0], plain).build(0, metadata([6]))
     expected = plain.forward(None, query, *stored, empty_cache(), step, torch.empty_like(output))

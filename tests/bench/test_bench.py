@@ -1,5 +1,6 @@
 """The benchmark command, on a CPU: what it writes, what it flags, what it leaves out with a reason."""
 
+import dataclasses
 import inspect
 import json
 
@@ -12,9 +13,10 @@ from vllm_opset import ops
 from vllm_opset.bench import peers
 from vllm_opset.bench.ceilings import Ceilings
 from vllm_opset.bench.measure import Candidate, candidates, cases, measure
+from vllm_opset.bench.report import Report
 from vllm_opset.bench.timing import time_call
 from vllm_opset.cli.bench import bench
-from vllm_opset.kernel import Kernel
+from vllm_opset.kernel import REFERENCE, Kernel
 from vllm_opset.ops.contract import Cost
 
 CEILINGS = Ceilings(1e10, 1e12, torch.float32)
@@ -28,8 +30,12 @@ def run():
     return lambda *arguments: CliRunner().invoke(app, arguments)
 
 
-def candidate(function, name="mine"):
-    return Candidate(Kernel("rms_norm", name, name, (), lambda problem: None, function), peer=True)
+def candidate(function, name="mine", peer=True):
+    return Candidate(Kernel("rms_norm", name, name, (), lambda problem: None, function), peer)
+
+
+def notes(*results) -> list[str]:
+    return Report("a CPU", CEILINGS, [*results], {}).notes()
 
 
 def test_command_writes_table_json_page_and_picture(run, tmp_path):
@@ -79,8 +85,54 @@ def test_what_cannot_do_a_case_is_left_out_with_its_reason():
         raise NotImplementedError("only on Tuesdays")
 
     result = measure(ops.rms_norm, SAMPLE, candidate(refuse), "cpu", torch.float32, CEILINGS)
-    assert result.seconds is None
+    assert result.seconds is None and result.check is None
     assert "only on Tuesdays" in result.skipped
+    assert notes(result) == ["rms_norm, mine was not timed: only on Tuesdays (T1 H4096)"]
+
+
+def failing(error: Exception, calls: int = 0, off: float = 1.0):
+    """A kernel that raises after so many calls, of which each gives a result that is off by a factor."""
+    left = iter(range(calls))
+
+    def run(*args, **kwargs):
+        if next(left, None) is None:
+            raise error
+        return ops.rms_norm(*args, **kwargs) * off
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("function", "verdict"),
+    [
+        (failing(RuntimeError("out of shared memory\nat line 3")), "raised RuntimeError: out of shared memory"),
+        (failing(NotImplementedError("only on Tuesdays")), "raised NotImplementedError: only on Tuesdays"),
+        (failing(ValueError("no such stride")), "raised ValueError: no such stride"),
+        (failing(RuntimeError("not while capturing"), calls=1), "raised RuntimeError: not while capturing"),
+        (failing(RuntimeError("not while capturing"), calls=1, off=1.02), "times the tolerance"),
+    ],
+    ids=["always", "as peers do", "another error", "when timed", "when timed, and wrong"],
+)
+def test_a_kernel_of_ours_that_raises_is_wrong_not_left_out(function, verdict):
+    result = measure(ops.rms_norm, SAMPLE, candidate(function, peer=False), "cpu", torch.float32, CEILINGS)
+    assert verdict in result.check and "\n" not in result.check
+    assert result.skipped is None and result.seconds is None
+    assert notes(result) == [f"rms_norm, mine: {result.check} (T1 H4096)"]
+
+
+def test_a_kernel_of_ours_that_does_not_support_a_case_is_left_out():
+    ours = candidate(ops.rms_norm, peer=False)
+    ours = dataclasses.replace(ours, kernel=dataclasses.replace(ours.kernel, supports=lambda problem: "only fp16"))
+    result = measure(ops.rms_norm, SAMPLE, ours, "cpu", torch.float32, CEILINGS)
+    assert (result.skipped, result.check) == ("only fp16", None)
+
+
+def test_a_reference_that_cannot_be_timed_is_left_out():
+    """References may read lengths back, which a CUDA graph cannot hold."""
+    function = failing(RuntimeError("not while capturing"), calls=1)
+    reference = candidate(function, REFERENCE, peer=False)
+    result = measure(ops.rms_norm, SAMPLE, reference, "cpu", torch.float32, CEILINGS)
+    assert (result.skipped, result.check) == ("not while capturing", None)
 
 
 def test_the_floor_is_the_longer_of_moving_and_computing():

@@ -53,6 +53,34 @@ def test_every_replacement_is_registered():
             assert issubclass(registered, replacement.layer) and issubclass(registered, original)
 
 
+@pytest.fixture
+def registries():
+    """vLLM's registries, one or two; after the test they hold again what they held before."""
+    originals = filter(None, map(layers._find, layers.REPLACEMENTS))
+    found = [original.register_oot.__func__.__globals__["op_registry_oot"] for original in originals]
+    both = list({id(registry): registry for registry in found}.values())
+    before = [dict(registry) for registry in both]
+    yield both
+    for registry, known in zip(both, before, strict=True):
+        registry.clear()
+        registry.update(known)
+
+
+def test_replacements_can_be_taken_back(registries):
+    def ours() -> list[set[str]]:
+        return [{name for name, cls in known.items() if issubclass(cls, layers.OpsetLayer)} for known in registries]
+
+    registered = ours()
+    assert all(registered)
+    for registry in registries:
+        registry["SomebodyElses"] = torch.nn.Identity
+    layers.unregister()
+    assert not any(ours()) and all("SomebodyElses" in registry for registry in registries)
+    assert not isinstance(norm(), layers.OpsetLayer)
+    layers.register()
+    assert ours() == registered and isinstance(norm(), layers.OpsetLayer)
+
+
 def test_a_replacement_that_names_nothing_is_an_error():
     wrong = layers.Replacement(f"{layers.VLLM}.layernorm", "RMSNormal", layers.RMSNormLayer)
     with pytest.raises(LookupError, match="RMSNormal"):

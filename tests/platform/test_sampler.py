@@ -210,6 +210,17 @@ def test_nothing_is_processed_that_nobody_asked_for(mode):
     assert opset_sampler(mode).sample(logits(), metadata())[1] is None
 
 
+def test_the_mode_of_one_call_counts_before_the_samplers():
+    """As vLLM's in that mode: in another, its own top-k and top-p do not hear of the call's."""
+    from vllm.v1.sample.sampler import Sampler
+
+    asked = metadata(temperature=mixed_temperatures(), max_num_logprobs=5, **filters())
+    _, ours = opset_sampler("raw_logprobs").sample(logits(), asked, logprobs_mode_override="processed_logits")
+    _, theirs = Sampler("processed_logits").sample(logits(), asked)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert opset_sampler("processed_logits").sample(logits(), asked, logprobs_mode_override="raw_logits")[1] is None
+
+
 def test_greedy_requests_take_the_largest_logit_next_to_random_ones():
     temperature = mixed_temperatures()
     output = opset_sampler()(logits(), metadata(temperature=temperature, **filters()))

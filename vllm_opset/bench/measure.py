@@ -29,7 +29,8 @@ class Result:
     """One measurement.
 
     seconds, spread: of one call. bytes, flops: from the contract's cost. floor: the seconds that the ceilings allow at
-    best. check: None if the result agrees with the reference, else how it does not. skipped: why nothing was timed.
+    best. check: None if the result agrees with the reference, else how it does not, or what a kernel of ours raised in
+    its place. skipped: why what cannot do the case was not timed.
     """
 
     op: str
@@ -84,20 +85,31 @@ def measure(
         op.name, sample.name, name, candidate.kernel.name, candidate.peer,
         f"vllm-opset bench {op.name} --case '{sample.name}'{in_dtype} {which} {candidate.kernel.name}",
     )  # fmt: skip
+    verdict = None
     try:
         compare = check_draws if candidate.peer and op.name in DRAWN else check_sample
         check = compare(op, candidate.kernel, sample, dtype)
         if check.skipped:
             return dataclasses.replace(result, skipped=check.skipped)
+        verdict = check.failure
         call = sample.make()
         timing = time_call(candidate.kernel.run, call, device, candidate.kernel.prepared_call)
-    except (NotImplementedError, RuntimeError) as reason:  # it cannot do the case, or not in a CUDA graph
-        return dataclasses.replace(result, skipped=str(reason).strip().splitlines()[0])
+    except Exception as error:
+        if not candidate.peer and candidate.kernel.provider != REFERENCE:
+            return dataclasses.replace(result, check=_first_line(verdict or f"raised {type(error).__name__}: {error}"))
+        if not isinstance(error, (NotImplementedError, RuntimeError)):
+            raise
+        # It cannot do the case, or not in a CUDA graph.
+        return dataclasses.replace(result, skipped=_first_line(str(error).strip() or type(error).__name__))
     cost = op.cost_of(*call[0], **call[1])
     return dataclasses.replace(
         result, bytes=cost.bytes, flops=cost.flops, floor=ceilings.floor(cost),
-        seconds=timing.median, spread=timing.spread, check=check.failure,
+        seconds=timing.median, spread=timing.spread, check=verdict,
     )  # fmt: skip
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0]
 
 
 def _as_kernel(op: Op, name: str, run: Callable) -> Kernel:

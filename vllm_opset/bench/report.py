@@ -170,9 +170,11 @@ def _floor(results: list[Result], case: str) -> str:
 
 def _cell(results: list[Result], case: str, implementation: str) -> str:
     found = [result for result in results if (result.case, result.implementation) == (case, implementation)]
-    if not found or found[0].seconds is None:
-        return "not timed" if found else ""
+    if not found:
+        return ""
     result = found[0]
+    if result.seconds is None:
+        return "failed !" if result.check else "not timed"
     time, spread = result.seconds / MICROSECOND, result.spread / MICROSECOND
     return f"{time:.2f} ± {spread:.2f}, {result.share:.0%}{' !' if result.check else ''}"
 
