@@ -1,7 +1,7 @@
-"""Engines in this process."""
+"""Engines in this process, what the tests ask them, and what these answer."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -16,6 +16,7 @@ ENVIRONMENT = {
 }
 # A GPU has room for engines of other tests beside this one, and for what an engine that ended has not given back.
 ON_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
+NUM_TOKENS = 32
 
 
 @contextmanager
@@ -39,3 +40,37 @@ def running(path, **arguments) -> Iterator:
             del llm
             gc.collect()
             cleanup_dist_env_and_memory()
+
+
+def generate(llm, prompts: Sequence[Sequence[int]], lora_request=None, **sampling) -> list:
+    """The outputs for prompts of token ids: greedy, and all NUM_TOKENS of them, unless `sampling` says otherwise."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(**{"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True} | sampling)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm.generate(asked, parameters, use_tqdm=False, lora_request=lora_request)
+
+
+def tokens(outputs) -> list[list[int]]:
+    """Of the first answer to each prompt."""
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def report(llm) -> list[dict]:
+    """The kernels that were chosen, and how often they ran: the rows of the only worker."""
+    (rows,) = llm.collective_rpc("opset_report")
+    return rows
+
+
+def served(llm) -> dict[str, set[str]]:
+    """The kernels that ran, by op."""
+    ran: dict[str, set[str]] = {}
+    for row in report(llm):
+        if row["calls"]:
+            ran.setdefault(row["op"], set()).add(row["kernel"])
+    return ran
+
+
+def counter(llm, name: str) -> int:
+    """One of vLLM's metrics, since the engine was started."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")

@@ -1,10 +1,13 @@
 """What only a GPU can show of an engine: graphs, the launches of a layer, nothing compiled while serving."""
 
+import functools
 import itertools
 
+import engines
 import models
 import pytest
 import torch
+from engines import tokens
 
 pytestmark = [
     pytest.mark.engine,
@@ -12,6 +15,7 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 48
+generate = functools.partial(engines.generate, max_tokens=NUM_TOKENS)
 SETTINGS = {
     "graphs": {},
     "eager": {"enforce_eager": True},
@@ -31,17 +35,6 @@ BATCH_LOGPROBS = 0.1
 def qwen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3")
     return folder, models.build("qwen3", folder)
-
-
-def generate(llm, prompts, **sampling):
-    from vllm import SamplingParams
-
-    settings = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False} | sampling
-    return llm.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(**settings), use_tqdm=False)
-
-
-def tokens(outputs) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def chosen_logprobs(output) -> torch.Tensor:

@@ -6,6 +6,7 @@ import functools
 import models
 import pytest
 import torch
+from engines import generate, report, served, tokens
 
 pytestmark = [
     pytest.mark.engine,
@@ -14,7 +15,6 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="a worker for CPUs that fuses: runs where there is no GPU"),
 ]
 
-NUM_TOKENS = 32
 PARTS = {"rotary_embedding", "reshape_and_cache"}
 FUSED = {
     "qwen3": "qk_norm_rope_cache",
@@ -26,18 +26,12 @@ FUSED = {
 
 
 def generated(llm) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in models.prompts()],
-        SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False),
-    )
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens(generate(llm, models.prompts()))
 
 
-def served(llm) -> set[str]:
-    (report,) = llm.collective_rpc("opset_report")
-    return {row["op"] for row in report if row["calls"] > 0}
+def calls(llm) -> dict[str, int]:
+    """By op, of the kernels that one worker chose."""
+    return {row["op"]: row["calls"] for row in report(llm)}
 
 
 def embedded(llm) -> torch.Tensor:
@@ -49,7 +43,7 @@ def without_fusing(engine, path, ask=generated, parts=PARTS, **arguments):
     """What is answered where nothing waits. Nobody has this engine any more when the next one starts."""
     with engine(path, **{"max_num_batched_tokens": 64, **arguments}) as llm:
         answers = ask(llm)
-        assert served(llm) >= parts
+        assert served(llm).keys() >= parts
     return answers
 
 
@@ -63,12 +57,12 @@ def test_tokens_are_the_same(name, engine, tmp_path):
     expected = without_fusing(engine, tmp_path)
     with fusing(engine, tmp_path) as llm:
         # Once each, when it is tried whether the parts can wait.
-        tried = {row["op"]: row["calls"] for row in llm.collective_rpc("opset_report")[0]}
+        tried = calls(llm)
         assert generated(llm) == expected
         assert llm.collective_rpc("lost_parameters") == [[]]
-        calls = {row["op"]: row["calls"] for row in llm.collective_rpc("opset_report")[0]}
-    assert calls[FUSED[name]] > 0
-    assert "reshape_and_cache" not in calls and calls["rotary_embedding"] == tried["rotary_embedding"]
+        ran = calls(llm)
+    assert ran[FUSED[name]] > 0
+    assert "reshape_and_cache" not in ran and ran["rotary_embedding"] == tried["rotary_embedding"]
 
 
 def test_of_one_models_layers_some_wait_and_some_do_not(engine, tmp_path):
@@ -76,7 +70,7 @@ def test_of_one_models_layers_some_wait_and_some_do_not(engine, tmp_path):
     expected = without_fusing(engine, tmp_path)
     with fusing(engine, tmp_path) as llm:
         assert generated(llm) == expected
-        assert served(llm) >= {"qk_norm_rope_cache", "reshape_and_cache"}
+        assert served(llm).keys() >= {"qk_norm_rope_cache", "reshape_and_cache"}
 
 
 def test_attention_that_writes_no_cache_does_not_wait(engine, tmp_path):
@@ -191,6 +185,6 @@ def test_parts_that_are_not_all_there_is_do_not_wait(scales, engine, tmp_path, m
     expected = without_fusing(engine, tmp_path)
     with fusing(engine, tmp_path) as llm:
         assert generated(llm) == expected
-        assert served(llm) >= PARTS and "qk_norm_rope_cache" not in served(llm)
+        assert served(llm).keys() >= PARTS and "qk_norm_rope_cache" not in served(llm)
         model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
     assert all(isinstance(layer.self_attn.attn, Attention) for layer in model.model.layers)

@@ -1,10 +1,13 @@
 """Features of engines that opset has on GPUs alone: tokens that are drafted, and adapters of the weights."""
 
+import functools
 import json
 
+import engines
 import models
 import pytest
 import torch
+from engines import counter, tokens
 from safetensors.torch import save_file
 
 pytestmark = [
@@ -13,19 +16,12 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 48
+generate = functools.partial(engines.generate, max_tokens=NUM_TOKENS)
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 RANK, ALPHA = 8, 16
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # bf16 has 8 bits of mantissa; the logits of these models spread over some ten units.
 BF16_LOGPROBS = 0.25
-
-
-def generate(llm, prompts, lora_request=None, **sampling):
-    from vllm import SamplingParams
-
-    settings = {"temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "detokenize": False} | sampling
-    prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return llm.generate(prompts, SamplingParams(**settings), use_tqdm=False, lora_request=lora_request)
 
 
 def compiled_in(patch) -> list[str]:
@@ -44,10 +40,9 @@ def test_drafts_by_n_grams_change_no_token(arguments, engine, tmp_path, monkeypa
     expected = [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
     with engine(tmp_path, speculative_config=DRAFTS, **arguments) as llm:
         compiled = compiled_in(monkeypatch)
-        assert [list(output.outputs[0].token_ids) for output in generate(llm, prompts)] == expected
+        assert tokens(generate(llm, prompts)) == expected
         generate(llm, prompts, temperature=1, top_k=20, top_p=0.9, seed=1)
-        drafted = [metric for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_accepted_tokens"]
-        assert sum(metric.value for metric in drafted) > 0
+        assert counter(llm, "spec_decode_num_accepted_tokens") > 0
     assert not compiled
 
 

@@ -2,6 +2,7 @@
 
 import models
 import pytest
+from engines import counter, generate
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
 
@@ -9,8 +10,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.window]
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_lengths_on_the_host_are_those_of_the_device(engine, tmp_path, monkeypatch, async_scheduling):
     """Chunked prompts, cached prefixes, preemption."""
-    from vllm import SamplingParams
-
     from vllm_opset.attention.metadata import OpsetMetadataBuilder
 
     steps, build = [], OpsetMetadataBuilder.build
@@ -26,10 +25,8 @@ def test_lengths_on_the_host_are_those_of_the_device(engine, tmp_path, monkeypat
     monkeypatch.setattr(OpsetMetadataBuilder, "build", checked)
     models.build("qwen3", tmp_path)
     limits = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40, "async_scheduling": async_scheduling}
-    prompts = [{"prompt_token_ids": prompt} for prompt in models.prompts() * 3]
-    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     with engine(tmp_path, **limits) as llm:
         for _ in range(2):
-            llm.generate(prompts, sampling, use_tqdm=False)
-        (preempted,) = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+            generate(llm, models.prompts() * 3, max_tokens=24)
+        preempted = counter(llm, "num_preemptions")
     assert preempted and len(steps) > 50

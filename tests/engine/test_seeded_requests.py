@@ -1,10 +1,17 @@
-"""Requests with a seed get the same tokens alone and together, in any order, with prompts computed in pieces."""
+"""Requests with a seed get the same tokens alone and together, in any order, in pieces and after preemption."""
+
+import math
 
 import models
 import pytest
+from engines import counter, served
+
+from vllm_opset.platform import sampler
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
 
+NUM_TOKENS = 32
+LENGTHS = (150, 7, 40, 100, 77)
 REQUESTS = (
     {"seed": 5, "temperature": 1.0},
     {"seed": 7, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
@@ -12,30 +19,64 @@ REQUESTS = (
     {"seed": -9, "temperature": 1.2, "min_p": 0.02, "frequency_penalty": 0.2, "presence_penalty": 0.3},
     {"seed": 5, "temperature": 2.0, "top_p": 0.95, "n": 2},
 )
+ALL = range(len(REQUESTS))
+# Most prompts take several steps; what they draw before their last one is taken back.
+IN_PIECES = {"max_num_batched_tokens": 32}
 
 
-def test_tokens_do_not_depend_on_the_batch(engine, tmp_path):
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    models.build("qwen3", folder)
+    return folder
+
+
+def answers(llm, order) -> list[list[tuple[int, ...]]]:
+    """To the requests of these numbers, at a time."""
     from vllm import SamplingParams
 
-    models.build("qwen3", tmp_path)
-    prompts = [{"prompt_token_ids": prompt} for prompt in models.prompts((150, 7, 40, 100, 77))]
-    parameters = [SamplingParams(max_tokens=16, ignore_eos=True, detokenize=False, **one) for one in REQUESTS]
+    prompts = models.prompts(LENGTHS)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompts[i]} for i in order],
+        [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **REQUESTS[i]) for i in order],
+        use_tqdm=False,
+    )
+    return [[tuple(completion.token_ids) for completion in output.outputs] for output in outputs]
 
-    def generate(llm, order: list[int]) -> dict[int, list[tuple[int, ...]]]:
-        outputs = llm.generate([prompts[i] for i in order], [parameters[i] for i in order], use_tqdm=False)
-        return {
-            i: [tuple(completion.token_ids) for completion in output.outputs]
-            for i, output in zip(order, outputs, strict=True)
-        }
 
-    # Most prompts take several steps; what they draw before their last one is taken back.
-    with engine(tmp_path, max_num_batched_tokens=32, max_num_seqs=8) as llm:
-        together = generate(llm, [0, 1, 2, 3, 4])
-        assert generate(llm, [4, 2, 0, 3, 1]) == together
-        for i in range(len(REQUESTS)):
-            assert generate(llm, [i]) == {i: together[i]}
-        (report,) = llm.collective_rpc("opset_report")
+def test_tokens_do_not_depend_on_the_batch(qwen, engine):
+    with engine(qwen, **IN_PIECES) as llm:
+        together = answers(llm, ALL)
+        order = [4, 2, 0, 3, 1]
+        assert answers(llm, order) == [together[i] for i in order]
+        assert [answers(llm, [i])[0] for i in ALL] == together
+        ran = served(llm)
     first, second = together[4]
     assert first != second, "two completions of one request are the same"
-    served = {row["op"] for row in report if row["calls"] > 0}
-    assert served >= {"top_k_top_p_sample", "apply_penalties"}
+    assert ran.keys() >= {"top_k_top_p_sample", "apply_penalties"}
+
+
+def test_tokens_do_not_depend_on_preemption(qwen, engine):
+    with engine(qwen, num_gpu_blocks_override=40, **IN_PIECES) as llm:
+        alone = [answers(llm, [i])[0] for i in ALL]
+        assert counter(llm, "num_preemptions") == 0
+        order = [*ALL] * 4
+        assert answers(llm, order) == [alone[i] for i in order]
+        assert counter(llm, "num_preemptions") > 0
+
+
+def test_every_draw_of_a_request_has_a_key_of_its_own(qwen, engine, monkeypatch):
+    draw, keys = sampler.draw_keys, []
+
+    def recorded(*args):
+        keys.append(draw(*args))
+        return keys[-1]
+
+    with engine(qwen, **IN_PIECES) as llm:
+        monkeypatch.setattr(sampler, "draw_keys", recorded)
+        answers(llm, [0])
+    (drawn,) = zip(*(key.tolist() for key in keys), strict=True)
+    steps = math.ceil(LENGTHS[0] / IN_PIECES["max_num_batched_tokens"])
+    prompt, tokens = drawn[: steps - 1], drawn[steps - 1 :]
+    assert set(prompt) == {tokens[0]}, "what a part of the prompt drew was not taken back"
+    assert len(set(tokens)) == len(tokens) >= NUM_TOKENS

@@ -3,6 +3,7 @@
 import models
 import pytest
 import torch
+from engines import generate, tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
 
@@ -16,24 +17,20 @@ def two_models(tmp_path_factory):
     return folders
 
 
-def tokens(llm) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    prompts = [{"prompt_token_ids": prompt} for prompt in models.prompts()]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+def answers(llm) -> list[list[int]]:
+    return tokens(generate(llm, models.prompts(), max_tokens=16))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_that_are_loaded_again_are_those_that_serve(dtype, two_models, engine):
     one, other = two_models
     with engine(other, dtype=dtype) as llm:
-        expected = tokens(llm)
+        expected = answers(llm)
     with engine(one, dtype=dtype) as llm:
-        assert tokens(llm) != expected
+        assert answers(llm) != expected
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
         llm.reset_prefix_cache()
-        assert tokens(llm) == expected
+        assert answers(llm) == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="weights are packed on a CPU: runs where there is no GPU")

@@ -8,6 +8,7 @@ import emulated_npu
 import pytest
 import torch
 from conftest import TESTS
+from engines import report
 from processes import run
 
 DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 8]}
@@ -53,8 +54,7 @@ def test_greedy_tokens_equal_those_of_transformers(name, kernel, operator, engin
 
 
 def calls(llm) -> int:
-    (report,) = llm.collective_rpc("opset_report")
-    return sum(row["calls"] for row in report if row["op"] == "paged_attention")
+    return sum(row["calls"] for row in report(llm) if row["op"] == "paged_attention")
 
 
 def test_kernels_are_replayed_as_the_hardware_command_asks(strict, monkeypatch):

@@ -1,0 +1,48 @@
+"""Prints, as JSON, the functions and classes of vLLM and PyTorch that an engine replaces. In a process of its own.
+
+Its argument is the folder of a model; its input, the modules to import before, as JSON.
+"""
+
+import contextlib
+import importlib
+import json
+import sys
+import types
+from pathlib import Path
+
+import models
+import torch
+from engines import generate, running
+
+sys.path.append(str(Path(__file__).parents[1] / "platform"))
+import changes
+
+CODE = (types.FunctionType, types.BuiltinFunctionType, type, staticmethod, classmethod, property)
+
+
+def code(value) -> int | None:
+    """What `changes.identity` is here: much else differs once an engine has run, such as its groups of processes."""
+    return id(value) if isinstance(value, CODE) else None
+
+
+def after_serving(folder: Path) -> dict[str, int | None]:
+    with running(folder) as llm:
+        generate(llm, models.prompts(), temperature=1.0, seed=1)
+        return changes.snapshot()
+
+
+def main() -> None:
+    changes.identity = code
+    folder = Path(sys.argv[1])
+    for name in json.load(sys.stdin):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    # What is replaced once on GPUs is not listed by the test.
+    before = after_serving(folder) if torch.cuda.is_available() else changes.snapshot()
+    after = after_serving(folder)
+    owners = {name.rsplit(".", 1)[0] for name in before}
+    print(json.dumps([name for name in after if name.rsplit(".", 1)[0] in owners and after[name] != before.get(name)]))
+
+
+if __name__ == "__main__":
+    main()
