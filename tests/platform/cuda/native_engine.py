@@ -1,4 +1,7 @@
-"""Prints as JSON what an engine answers on a small random model. Its platform and parts come from the environment."""
+"""Prints as JSON what an engine answers on a small random model. Its platform and parts come from the environment.
+
+Its argument is JSON: more arguments of LLM.
+"""
 
 import json
 import sys
@@ -58,7 +61,7 @@ def answers(llm: LLM, order: list[int], sampled: list[int] = EVERYONE, **params)
     return [found[index] for index in sorted(found)]
 
 
-def main(backend: str) -> None:
+def main(arguments: dict) -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
         llm = LLM(
@@ -69,7 +72,7 @@ def main(backend: str) -> None:
             # Other engines may come and go on this GPU while this one would measure what it has.
             gpu_memory_utilization=0.1,
             kv_cache_memory_bytes=1 << 30,
-            **({"attention_config": {"backend": backend}} if backend else {}),
+            **arguments,
         )
     found = {
         "greedy": answers(llm, EVERYONE, temperature=0.0),
@@ -85,4 +88,4 @@ def main(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or [""])
+    main(json.loads(sys.argv[1]))

@@ -1,6 +1,7 @@
 """Stock vLLM on a GPU with opset's parts off and on. Each engine has a process of its own."""
 
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -32,21 +33,33 @@ ALL = "attention=on,sampler=on,linear=on,ops=on"
 # vLLM's model runners by what VLLM_USE_V2_MODEL_RUNNER says: this process may have it set for other platforms.
 FIRST, SECOND = "0", "1"
 
+# Inductor chooses by timing what it combines in one kernel, whose sums are of another order.
+COMPILED = {
+    "compilation_config": {"inductor_compile_config": {"combo_kernels": False, "benchmark_combo_kernel": False}}
+}
+EAGER = {"enforce_eager": True}
+
 # Engines that are up at a time. Each is a minute or two of one core's work.
-AT_ONCE = 5
+AT_ONCE = 8
 
 
 @pytest.fixture(scope="module")
 def answers() -> Iterator[Callable[..., dict]]:
-    """`answers(native, runner)`: what an engine answers. All engines are asked, whichever tests run."""
-    engines = [(native, runner) for native in (STOCK, OFF, NAMED, SAMPLER, ALL) for runner in (FIRST, SECOND)]
+    """`answers(native, runner, eager)`: what an engine answers. All engines are asked, whichever tests run."""
+    engines = [
+        *itertools.product((STOCK, OFF), (FIRST, SECOND), (False, True)),
+        *itertools.product((NAMED, SAMPLER, ALL), (FIRST, SECOND), (False,)),
+    ]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         asked = {engine: pool.submit(ask, *engine) for engine in engines}
-        yield lambda native, runner=SECOND: asked[native, runner].result()
+        yield lambda native, runner=SECOND, eager=False: asked[native, runner, eager].result()
         pool.shutdown(cancel_futures=True)
 
 
-def ask(native: str, runner: str) -> dict:
+def ask(native: str, runner: str, eager: bool) -> dict:
+    arguments = EAGER if eager else COMPILED
+    if native == NAMED:
+        arguments = {**arguments, "attention_config": {"backend": "CUSTOM"}}
     with tempfile.TemporaryDirectory() as folder:
         environment = {
             "VLLM_USE_V2_MODEL_RUNNER": runner,
@@ -54,7 +67,7 @@ def ask(native: str, runner: str) -> dict:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "ERROR",
-            # Else it is by timing that Inductor chooses among its reductions, whose orders of sums differ.
+            # Inductor chooses among its reductions by timing, too.
             "TORCHINDUCTOR_DETERMINISTIC": "1",
             # Code that comes from a cache may round otherwise than when it was compiled: the same engine's answers did.
             **{name: f"{folder}/{name}" for name in CACHES},
@@ -62,7 +75,7 @@ def ask(native: str, runner: str) -> dict:
         }
         script = Path(__file__).with_name("native_engine.py")
         process = subprocess.run(
-            [sys.executable, script, "CUSTOM" if native == NAMED else ""],
+            [sys.executable, script, json.dumps(arguments)],
             env=os.environ | environment,
             capture_output=True,
             text=True,
@@ -76,6 +89,17 @@ def tokens(found: list[dict]) -> list[list[int]]:
     return [request["tokens"] for request in found]
 
 
+def differences(found: dict, expected: dict) -> list[str]:
+    """Of answers that should be equal bit for bit: where those to a prompt first differ."""
+    first = []
+    for asked in found.keys() - {"worker"}:
+        for index, (mine, theirs) in enumerate(zip(found[asked], expected[asked], strict=True)):
+            steps = enumerate(zip(*mine.values(), strict=True)), zip(*theirs.values(), strict=True)
+            others = [(step, one, other) for (step, one), other in zip(*steps, strict=True) if one != other]
+            first += [f"{asked}, prompt {index}, step {step}: {one}, not {other}" for step, one, other in others[:1]]
+    return sorted(first)
+
+
 def assert_close(found: dict, expected: dict) -> None:
     """The log-probabilities of each request's first token: later ones depend on what was drawn."""
     for one, other in zip(found["greedy"], expected["greedy"], strict=True):
@@ -84,9 +108,11 @@ def assert_close(found: dict, expected: dict) -> None:
         assert common and all(abs(mine[token] - theirs[token]) < CLOSE for token in common)
 
 
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
 @pytest.mark.parametrize("runner", [FIRST, SECOND])
-def test_with_everything_off_it_is_stock_vllm_bit_for_bit(runner, answers):
-    assert answers(OFF, runner) == answers(STOCK, runner)
+def test_with_everything_off_it_is_stock_vllm_bit_for_bit(runner, eager, answers):
+    off, stock = answers(OFF, runner, eager), answers(STOCK, runner, eager)
+    assert differences(off, stock) == [] and off == stock
 
 
 @pytest.mark.parametrize("runner", [FIRST, SECOND])
