@@ -17,6 +17,7 @@ ASCENDS = {
     "mistral": {*LAYERS, "silu_and_mul", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
     # A soft cap, which the NPU's attention has not.
     "gemma2": {*LAYERS, "gelu_and_mul", "reshape_and_cache", "top_k_top_p_sample"},
+    "gemma3": {*LAYERS, "gelu_and_mul", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
     "exaone4": {"rms_norm", "rotary_embedding", "silu_and_mul", "paged_attention", "top_k_top_p_sample"},
     # vLLM has code of its own for it until 0.32; later it runs transformers' code, with its own LayerNorm.
     "gpt_neox": {"reshape_and_cache", "paged_attention", "top_k_top_p_sample"},

@@ -33,10 +33,10 @@ ALL = "attention=on,sampler=on,linear=on,ops=on"
 # vLLM's model runners by what VLLM_USE_V2_MODEL_RUNNER says: this process may have it set for other platforms.
 FIRST, SECOND = "0", "1"
 
-# Inductor chooses by timing what it combines in one kernel, whose sums are of another order.
-COMPILED = {
-    "compilation_config": {"inductor_compile_config": {"combo_kernels": False, "benchmark_combo_kernel": False}}
-}
+# What Inductor chooses by timing may come out otherwise while a GPU is busy: what it combines in one kernel, and sizes
+# of blocks, by which products and sums may become one operation or two. A variable, below, has reductions be the same.
+BY_TIMING = ("combo_kernels", "benchmark_combo_kernel", "triton.autotune_pointwise")
+COMPILED = {"compilation_config": {"inductor_compile_config": dict.fromkeys(BY_TIMING, False)}}
 EAGER = {"enforce_eager": True}
 
 # Engines that are up at a time. Each is a minute or two of one core's work.
@@ -67,7 +67,6 @@ def ask(native: str, runner: str, eager: bool) -> dict:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "ERROR",
-            # Inductor chooses among its reductions by timing, too.
             "TORCHINDUCTOR_DETERMINISTIC": "1",
             # Code that comes from a cache may round otherwise than when it was compiled: the same engine's answers did.
             **{name: f"{folder}/{name}" for name in CACHES},
