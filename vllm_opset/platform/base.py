@@ -77,7 +77,7 @@ class OpsetPlatform(Platform):
 
     @classmethod
     def check_words(cls, additional_config: Mapping) -> None:
-        """Raises ValueError for what users say and this platform cannot understand, or no platform."""
+        """Raises ValueError for a user's word that cannot be understood, in variables, files or the configuration."""
         parts.words(additional_config)
 
     @classmethod
