@@ -81,10 +81,14 @@ def main(arguments: dict) -> None:
         "reversed": answers(llm, EVERYONE[::-1], **SAMPLED),
         "among greedy ones": [answers(llm, EVERYONE, [index], **SAMPLED)[index] for index in EVERYONE],
     }
-    worker = llm.llm_engine.vllm_config.parallel_config.worker_cls
-    if "opset" in worker:
-        found["kernels"] = {row["op"]: row["kernel"] for row in llm.collective_rpc("opset_report")[0]}
-    print(json.dumps({"worker": worker, **found}))
+    config = llm.llm_engine.vllm_config
+    about = {
+        "worker": config.parallel_config.worker_cls,
+        "longest step in pieces": config.compilation_config.max_cudagraph_capture_size,
+    }
+    if "opset" in about["worker"]:
+        about["kernels"] = {row["op"]: row["kernel"] for row in llm.collective_rpc("opset_report")[0]}
+    print(json.dumps({**about, **found}))
 
 
 if __name__ == "__main__":

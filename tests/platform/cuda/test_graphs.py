@@ -1,42 +1,56 @@
 """Which graphs are captured without a compiler: configurations of the platform for GPUs, made without one."""
 
 import functools
+import importlib.util
 import os
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
-from small_models import LLAMA
+from small_models import LLAMA, QWEN3
 
 from vllm_opset.platform.cuda import graphs
 from vllm_opset.platform.refusals import Refusal
 
 pytestmark = pytest.mark.window
 
+COMPILED_KERNELS = "vllm._C_stable_libtorch"
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
 @pytest.fixture
-def configured(configure, monkeypatch):
-    """`configured(**arguments)`: the modes of compiler and graphs, and whether vLLM's variable asks for pieces."""
+def on_a_gpu(configure, monkeypatch):
+    """`on_a_gpu(platform)`: from now on this platform completes configurations, as on a Hopper GPU."""
     import vllm.platforms
-    from vllm.config import VllmConfig
     from vllm.engine import arg_utils
     from vllm.platforms.interface import DeviceCapability
 
     from vllm_opset.platform.cuda import nvml
-    from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
 
     configure(LLAMA)  # what a model's class is: without a GPU only the platform that is here imports it
+    monkeypatch.setattr(nvml, "gpu", lambda *_: SimpleNamespace(name="a GPU", total_memory=1 << 37))
+
+    def on_a_gpu(platform: type) -> None:
+        monkeypatch.setattr(platform, "get_device_capability", lambda *_, **__: DeviceCapability(9, 0), raising=False)
+        monkeypatch.setattr(vllm.platforms, "_current_platform", platform())
+        monkeypatch.setattr(arg_utils, "current_platform", vllm.platforms._current_platform)
+
+    return on_a_gpu
+
+
+@pytest.fixture
+def configured(configure, on_a_gpu, monkeypatch):
+    """`configured(**arguments)`: the modes of compiler and graphs, and whether vLLM's variable asks for pieces."""
+    from vllm.config import VllmConfig
+
+    from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
+
     graphs.take_back()
     if hasattr(VllmConfig, "_maybe_enable_breakable_cudagraph"):
         monkeypatch.setattr(
             VllmConfig, "_maybe_enable_breakable_cudagraph", VllmConfig._maybe_enable_breakable_cudagraph
         )
-    platform = OpsetCudaPlatform()
-    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
-    monkeypatch.setattr(arg_utils, "current_platform", platform)
-    monkeypatch.setattr(nvml, "gpu", lambda *_: SimpleNamespace(name="a GPU", total_memory=1 << 37))
-    monkeypatch.setattr(platform, "get_device_capability", lambda *_, **__: DeviceCapability(9, 0), raising=False)
+    on_a_gpu(OpsetCudaPlatform)
 
     def configured(**arguments) -> tuple[str, str, bool]:
         compilation = configure(LLAMA, dtype="bfloat16", **arguments).compilation_config
@@ -78,11 +92,11 @@ BEYOND = [640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048]
         # No step is longer.
         ({"max_num_batched_tokens": 1000}, 512, [640, 768, 896, 1000]),
         ({"max_num_batched_tokens": 300}, 300, []),
-        # What users say, and what has no pieces or a compiler.
+        ({"compilation_config": {"mode": 3}}, 512, BEYOND),
+        # What users say, and what has no pieces.
         ({"compilation_config": {"max_cudagraph_capture_size": 256}}, 256, []),
         ({"compilation_config": {"cudagraph_capture_sizes": [1, 8, 24]}}, 24, []),
         ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, 512, []),
-        ({"compilation_config": {"mode": 3}}, 512, []),
         ({"enforce_eager": True}, 0, []),
     ],
 )
@@ -93,6 +107,30 @@ def test_sizes(arguments, largest, beyond, configured, configure):
     assert [size for size in sizes if size > largest] == beyond
     assert max(sizes, default=0) == compilation.max_cudagraph_capture_size
     assert not sizes or (beyond or [largest])[-1] == sizes[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "largest"),
+    [
+        ({}, 2048),
+        ({"compilation_config": {"max_cudagraph_capture_size": 256}}, 256),
+        ({"enforce_eager": True}, 0),
+        # Nothing of vLLM's is changed for the other parts.
+        ({"additional_config": {"opset": {"native": {"linear": "off"}}}}, 512),
+        ({"additional_config": {"opset": {"native": {"ops": "on"}}}}, 512),
+    ],
+)
+def test_sizes_on_stock_vllm(arguments, largest, configure, on_a_gpu, monkeypatch):
+    if importlib.util.find_spec(COMPILED_KERNELS) is None:  # vLLM's platform imports them, for others to call
+        monkeypatch.setitem(sys.modules, COMPILED_KERNELS, ModuleType("nothing"))
+    from vllm_opset.platform.native.platform import OpsetNativePlatform
+
+    on_a_gpu(OpsetNativePlatform)
+    arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 8192} | arguments
+    compilation = configure(QWEN3, dtype="bfloat16", **arguments).compilation_config
+    sizes = compilation.cudagraph_capture_sizes
+    assert max(sizes, default=0) == compilation.max_cudagraph_capture_size == largest
+    assert [size for size in sizes if size > 512] == (BEYOND if largest > 512 else [])
 
 
 def test_the_variable_is_taken_back_before_the_next_engine(configured):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from vllm_opset.bench.compare import CACHES
+from vllm_opset.platform.cuda import graphs
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or importlib.util.find_spec("vllm._C_stable_libtorch") is None,
@@ -29,6 +30,7 @@ STOCK = "stock"
 OFF = "attention=off,sampler=off,linear=off,ops=off"
 NAMED = "sampler=off,linear=off,ops=off"  # attention by --attention-backend
 SAMPLER = "attention=off,sampler=on,linear=off,ops=off"
+COMPILED_PARTS = "attention=on,sampler=on,linear=on,ops=off"  # the default on GPUs where they are faster
 ALL = "attention=on,sampler=on,linear=on,ops=on"
 # vLLM's model runners by what VLLM_USE_V2_MODEL_RUNNER says: this process may have it set for other platforms.
 FIRST, SECOND = "0", "1"
@@ -48,7 +50,7 @@ def answers() -> Iterator[Callable[..., dict]]:
     """`answers(native, runner, eager)`: what an engine answers. All engines are asked, whichever tests run."""
     engines = [
         *itertools.product((STOCK, OFF), (FIRST, SECOND), (False, True)),
-        *itertools.product((NAMED, SAMPLER, ALL), (FIRST, SECOND), (False,)),
+        *itertools.product((NAMED, SAMPLER, COMPILED_PARTS, ALL), (FIRST, SECOND), (False,)),
     ]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         asked = {engine: pool.submit(ask, *engine) for engine in engines}
@@ -91,7 +93,7 @@ def tokens(found: list[dict]) -> list[list[int]]:
 def differences(found: dict, expected: dict) -> list[str]:
     """Of answers that should be equal bit for bit: where those to a prompt first differ."""
     first = []
-    for asked in found.keys() - {"worker"}:
+    for asked in (name for name, value in found.items() if isinstance(value, list)):
         for index, (mine, theirs) in enumerate(zip(found[asked], expected[asked], strict=True)):
             steps = enumerate(zip(*mine.values(), strict=True)), zip(*theirs.values(), strict=True)
             others = [(step, one, other) for (step, one), other in zip(*steps, strict=True) if one != other]
@@ -132,7 +134,16 @@ def test_the_sampler_leaves_greedy_requests_as_they_are(runner, kernels, answers
     assert_close(found, stock)
 
 
-@pytest.mark.parametrize("native", [SAMPLER, ALL])
+@pytest.mark.parametrize("runner", [FIRST, SECOND])
+def test_the_default_parts_answer_and_replay_longer_steps(runner, answers):
+    found, stock = answers(COMPILED_PARTS, runner), answers(STOCK, runner)
+    assert {"linear", "paged_attention", "top_k_top_p_sample"} <= found["kernels"].keys()
+    assert set(found["kernels"].values()) == {"triton"}
+    assert stock["longest step in pieces"] < found["longest step in pieces"] == graphs.LONGEST
+    assert_close(found, stock)
+
+
+@pytest.mark.parametrize("native", [SAMPLER, COMPILED_PARTS, ALL])
 def test_seeded_requests_draw_the_same_tokens_in_any_batch(native, answers):
     found = answers(native)
     assert tokens(found["seeded"]) == tokens(found["reversed"]) == tokens(found["among greedy ones"])

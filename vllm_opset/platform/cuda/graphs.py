@@ -1,8 +1,7 @@
-"""Which graphs are captured where no compiler cuts a model into pieces: decode whole, other steps in pieces.
+"""Which graphs are captured: of decode whole ones, of other steps in pieces, between which attention is launched.
 
-Between the pieces, of what vLLM calls breakable graphs, each layer's attention is launched for the step at hand. A
-variable of vLLM's asks for them, which is set here and taken back before the next engine is configured: it also
-switches torch.compile off.
+Where no compiler cuts a model into pieces, they are what vLLM calls breakable graphs. A variable of vLLM's asks for
+them, which is set here and taken back before the next engine is configured: it also switches torch.compile off.
 """
 
 import os
@@ -21,6 +20,9 @@ OURS = "OPSET_SET_BREAKABLE_CUDAGRAPH"  # set beside it, so that no process take
 LONGEST = 2048
 # Between the sizes beyond vLLM's own. Matrix products come in tiles of as many rows: padding to them costs little.
 ROWS = 128
+
+# Whether a user has, in the configuration that is being completed.
+_sizes_are_named: bool
 
 
 def default(config: "VllmConfig") -> "CUDAGraphMode":
@@ -58,17 +60,21 @@ def in_pieces(config: "VllmConfig") -> bool:
     return not refusals.compiles(config) and config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
 
 
-def names_sizes(config: "VllmConfig") -> bool:
-    """Whether a user has said what sizes are captured. To be asked before vLLM completes the configuration."""
+def note_named_sizes(config: "VllmConfig") -> None:
+    """To be called before vLLM completes the configuration with sizes of its own, and the next function after."""
+    global _sizes_are_named
     compilation = config.compilation_config
-    return not (compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None)
+    named = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
+    _sizes_are_named = named != (None, None)
 
 
 def capture_longer_steps(config: "VllmConfig") -> None:
-    """Adds sizes to those that vLLM has chosen, if pieces are captured without a compiler."""
+    """Adds sizes to those that vLLM has chosen, if pieces are captured."""
     compilation = config.compilation_config
+    if _sizes_are_named or not compilation.cudagraph_mode.has_piecewise_cudagraphs():
+        return
     longest = min(LONGEST, config.scheduler_config.max_num_batched_tokens)
-    if in_pieces(config) and longest > compilation.max_cudagraph_capture_size:
+    if longest > compilation.max_cudagraph_capture_size:
         sizes = compilation.cudagraph_capture_sizes
         beyond = range((sizes[-1] // ROWS + 1) * ROWS, longest, ROWS)
         compilation.cudagraph_capture_sizes = [*sizes, *beyond, longest]

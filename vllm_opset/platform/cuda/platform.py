@@ -1,6 +1,6 @@
 """The platform: an out-of-tree vLLM platform whose device is an NVIDIA GPU, for a vLLM without compiled kernels."""
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,9 +25,6 @@ class OpsetCudaPlatform(OpsetPlatform):
     rules = RULES
     worker = "vllm_opset.platform.cuda.worker.OpsetCudaWorker"
 
-    # Of the configuration that is being completed: vLLM fills sizes in between its two questions about it.
-    _sizes_are_named: ClassVar[bool]
-
     # Configuration
 
     @classmethod
@@ -41,7 +38,7 @@ class OpsetCudaPlatform(OpsetPlatform):
         from vllm.config import CompilationMode
 
         super().apply_config_platform_defaults(vllm_config)
-        cls._sizes_are_named = graphs.names_sizes(vllm_config)
+        graphs.note_named_sizes(vllm_config)
         compilation = vllm_config.compilation_config
         if compilation.mode is None:
             compilation.mode = CompilationMode.NONE
@@ -54,8 +51,7 @@ class OpsetCudaPlatform(OpsetPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         super().check_and_update_config(vllm_config)
-        if not cls._sizes_are_named:
-            graphs.capture_longer_steps(vllm_config)
+        graphs.capture_longer_steps(vllm_config)
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":

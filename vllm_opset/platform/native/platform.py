@@ -12,6 +12,7 @@ from vllm.platforms.cuda import CudaPlatform
 from vllm_opset import ops, selection
 from vllm_opset.attention import BACKEND
 from vllm_opset.platform import compile_cache, forking
+from vllm_opset.platform.cuda import graphs
 from vllm_opset.platform.native import parts
 from vllm_opset.platform.refusals import Refusal, wants_quick_start
 
@@ -38,6 +39,7 @@ class OpsetNativePlatform(CudaPlatform):
         from vllm.config import CompilationMode, CUDAGraphMode
 
         super().apply_config_platform_defaults(vllm_config)
+        graphs.note_named_sizes(vllm_config)
         compilation = vllm_config.compilation_config
         if vllm_config.model_config is None or not cls.decide(vllm_config)["ops"].on:
             return
@@ -52,18 +54,20 @@ class OpsetNativePlatform(CudaPlatform):
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         selection.configure(vllm_config.additional_config)
         selection.require_device(cls.device_type)
-        if vllm_config.model_config is not None:
-            decisions = cls.decide(vllm_config)
-            parallel = vllm_config.parallel_config
-            if any(part.on for part in decisions.values()):
-                forking.make_safe()
-                if parallel.worker_cls in ("auto", parts.STOCK_WORKER):
-                    parallel.worker_cls = parts.WORKER
-            if seen_by_compiler := [name for name in ("attention", "linear") if decisions[name].on]:
-                compile_cache.keep_apart(vllm_config, f"{cls.__qualname__} with {' and '.join(seen_by_compiler)}")
-            for name, part in decisions.items():
-                logger.info_once(f"vllm-opset's {name} is {'on' if part.on else 'off'}: {part.why}")
+        decisions = {} if vllm_config.model_config is None else cls.decide(vllm_config)
+        on = {name for name, part in decisions.items() if part.on}
+        parallel = vllm_config.parallel_config
+        if on:
+            forking.make_safe()
+            if parallel.worker_cls in ("auto", parts.STOCK_WORKER):
+                parallel.worker_cls = parts.WORKER
+        if seen_by_compiler := [name for name in ("attention", "linear") if name in on]:
+            compile_cache.keep_apart(vllm_config, f"{cls.__qualname__} with {' and '.join(seen_by_compiler)}")
+        for name, part in decisions.items():
+            logger.info_once(f"vllm-opset's {name} is {'on' if part.on else 'off'}: {part.why}")
         super().check_and_update_config(vllm_config)
+        if "linear" in on:  # whose operator takes Python longer to launch than what the compiler would have called
+            graphs.capture_longer_steps(vllm_config)
 
     @classmethod
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads: int | None = None) -> str:
