@@ -92,10 +92,12 @@ BEYOND = [640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048]
         # No step is longer.
         ({"max_num_batched_tokens": 1000}, 512, [640, 768, 896, 1000]),
         ({"max_num_batched_tokens": 300}, 300, []),
+        ({"max_num_seqs": 2, "max_model_len": 256}, 4, [128, 256, 384, 512]),
         ({"compilation_config": {"mode": 3}}, 512, BEYOND),
         # What users say, and what has no pieces.
         ({"compilation_config": {"max_cudagraph_capture_size": 256}}, 256, []),
         ({"compilation_config": {"cudagraph_capture_sizes": [1, 8, 24]}}, 24, []),
+        ({"compilation_config": {"mode": 3, "compile_sizes": [1, 1000]}}, 512, []),
         ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, 512, []),
         ({"enforce_eager": True}, 0, []),
     ],
@@ -109,14 +111,26 @@ def test_sizes(arguments, largest, beyond, configured, configure):
     assert not sizes or (beyond or [largest])[-1] == sizes[-1]
 
 
+@pytest.mark.parametrize(("enable_sp", "largest"), [(True, 64), (False, 2048)])
+def test_sizes_of_sequence_parallelism_stay(enable_sp, largest, configured, configure):
+    """Without its setting, as from 0.33 on, there is none of vLLM's."""
+    config = configure(LLAMA, max_num_batched_tokens=8192)
+    compilation = config.compilation_config
+    object.__setattr__(compilation.pass_config, "enable_sp", enable_sp)
+    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [64], 64
+    graphs.capture_longer_steps(config)
+    assert compilation.max_cudagraph_capture_size == compilation.cudagraph_capture_sizes[-1] == largest
+
+
 @pytest.mark.parametrize(
     ("arguments", "largest"),
     [
         ({}, 2048),
         ({"compilation_config": {"max_cudagraph_capture_size": 256}}, 256),
         ({"enforce_eager": True}, 0),
-        # Nothing of vLLM's is changed for the other parts.
+        # Nothing of vLLM's is changed for other parts, or for one of the two.
         ({"additional_config": {"opset": {"native": {"linear": "off"}}}}, 512),
+        ({"attention_backend": "FLASH_ATTN"}, 512),
         ({"additional_config": {"opset": {"native": {"ops": "on"}}}}, 512),
     ],
 )
@@ -166,10 +180,12 @@ def test_an_engine_does_not_start_with_the_variable_of_another(configured, confi
 
 
 def test_a_configuration_without_a_model_asks_for_nothing(configured):
-    from vllm.config import VllmConfig
+    from vllm.config import CompilationConfig, VllmConfig
 
     VllmConfig()
     assert graphs.VARIABLE not in os.environ
+    compiled = VllmConfig(compilation_config=CompilationConfig(mode=3))
+    assert compiled.compilation_config.cudagraph_capture_sizes == []
 
 
 @pytest.mark.parametrize(

@@ -64,21 +64,29 @@ def note_named_sizes(config: "VllmConfig") -> None:
     """To be called before vLLM completes the configuration with sizes of its own, and the next function after."""
     global _sizes_are_named
     compilation = config.compilation_config
-    named = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
-    _sizes_are_named = named != (None, None)
+    # A size that is compiled by itself must be captured or longer than all that are.
+    named = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size, compilation.compile_sizes
+    _sizes_are_named = any(named)
 
 
 def capture_longer_steps(config: "VllmConfig") -> None:
     """Adds sizes to those that vLLM has chosen, if pieces are captured."""
-    compilation = config.compilation_config
-    if _sizes_are_named or not compilation.cudagraph_mode.has_piecewise_cudagraphs():
+    compilation, sizes = config.compilation_config, config.compilation_config.cudagraph_capture_sizes
+    # Sequence parallelism, of vLLM up to 0.30, wants multiples of its own.
+    own_sizes = _sizes_are_named or getattr(compilation.pass_config, "enable_sp", False)
+    if own_sizes or not sizes or not compilation.cudagraph_mode.has_piecewise_cudagraphs():
         return
-    longest = min(LONGEST, config.scheduler_config.max_num_batched_tokens)
-    if longest > compilation.max_cudagraph_capture_size:
-        sizes = compilation.cudagraph_capture_sizes
+    longest = min(LONGEST, _longest_step(config))
+    if longest > sizes[-1]:
         beyond = range((sizes[-1] // ROWS + 1) * ROWS, longest, ROWS)
         compilation.cudagraph_capture_sizes = [*sizes, *beyond, longest]
         compilation.max_cudagraph_capture_size = longest
+
+
+def _longest_step(config: "VllmConfig") -> int:
+    """Tokens of all requests together. A graph is captured over as many requests as there may be."""
+    scheduler = config.scheduler_config
+    return min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.model_config.max_model_len)
 
 
 def check(config: "VllmConfig") -> None:

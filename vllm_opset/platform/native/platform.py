@@ -66,7 +66,9 @@ class OpsetNativePlatform(CudaPlatform):
         for name, part in decisions.items():
             logger.info_once(f"vllm-opset's {name} is {'on' if part.on else 'off'}: {part.why}")
         super().check_and_update_config(vllm_config)
-        if "linear" in on:  # whose operator takes Python longer to launch than what the compiler would have called
+        # linear's operator takes Python longer to launch than what the compiler would have called. FlashAttention,
+        # instead of opset's attention, would allocate for 32 splits of every step that is as short as a captured one.
+        if {"attention", "linear"} <= on:
             graphs.capture_longer_steps(vllm_config)
 
     @classmethod
