@@ -194,6 +194,22 @@ def test_log_probabilities_of_given_tokens_are_vllms(mode):
     torch.testing.assert_close(*columns, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "asked", [{"max_num_logprobs": 5}, {"logprob_token_ids": {0: [3, 4], 5: [9]}}], ids=["likeliest", "given"]
+)
+def test_log_probabilities_wait_for_no_compiler(asked):
+    from torch._dynamo.utils import counters
+    from vllm.v1.sample.sampler import Sampler
+
+    compiled = []
+    for sampler in (opset_sampler(), Sampler("raw_logprobs")):
+        torch._dynamo.reset()
+        counters.clear()
+        sampler(logits(), metadata(**asked))
+        compiled.append(bool(counters["frames"]["total"]))
+    assert compiled == [False, True]
+
+
 def test_penalised_logits_are_vllms():
     from vllm.v1.sample.sampler import Sampler
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.config.model import LogprobsMode
 from vllm.utils.torch_utils import make_tensor_with_pad
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
@@ -87,7 +88,6 @@ class OpsetSampler(Sampler):
         )
         return logits
 
-    @torch.inference_mode()  # as where requests are served: torch.compile would compile anew there
     def warm_up(self, device: torch.device) -> None:
         """Calls all that a request can ask for, so that nothing is compiled then."""
         logits = torch.zeros(2, self._sample.problem.vocab_size, device=device)
@@ -98,8 +98,16 @@ class OpsetSampler(Sampler):
             self._sample.run(logits, keys, ones, twos, ones / 2, min_p=ones / 4, processed=asked_for)
         ids = keys[:, None]
         self._penalise.run(logits, ids, ids, ones, ones, ones)
-        for rows in (logits[:1], logits):  # vLLM compiles a helper, for one row and for several
-            self.gather_logprobs(rows, 1, keys[: len(rows)])
+
+    def gather_logprobs(self, *args, **kwargs) -> LogprobsTensors:
+        """vLLM's, without torch.compile, whose first use takes seconds: it fuses a comparison and a sum here."""
+        with torch.compiler.set_stance("force_eager"):
+            return super().gather_logprobs(*args, **kwargs)
+
+    def gather_specific_token_logprobs(self, *args, **kwargs) -> LogprobsTensors:
+        """vLLM's, without torch.compile as well."""
+        with torch.compiler.set_stance("force_eager"):
+            return super().gather_specific_token_logprobs(*args, **kwargs)
 
     def _argmax_invariant_steps(
         self, logits: torch.Tensor, metadata: SamplingMetadata

@@ -28,6 +28,7 @@ def on_a_gpu(configure, monkeypatch):
     from vllm_opset.platform.cuda import nvml
 
     configure(LLAMA)  # what a model's class is: without a GPU only the platform that is here imports it
+    graphs.take_back()  # what that platform may have set
     monkeypatch.setattr(nvml, "gpu", lambda *_: SimpleNamespace(name="a GPU", total_memory=1 << 37))
 
     def on_a_gpu(platform: type) -> None:
@@ -45,7 +46,6 @@ def configured(configure, on_a_gpu, monkeypatch):
 
     from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
 
-    graphs.take_back()
     if hasattr(VllmConfig, "_maybe_enable_breakable_cudagraph"):
         monkeypatch.setattr(
             VllmConfig, "_maybe_enable_breakable_cudagraph", VllmConfig._maybe_enable_breakable_cudagraph

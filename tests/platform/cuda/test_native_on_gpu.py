@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,18 +44,31 @@ EAGER = {"enforce_eager": True}
 
 # Engines that are up at a time. Each is a minute or two of one core's work.
 AT_ONCE = 8
+# Of the same engine, compiled: on a busy GPU one in six or so of stock vLLM's differs from the others in a few rounded
+# results, in the second model runner. What the plugin changes would differ in all.
+ENGINES = 3
 
 
 @pytest.fixture(scope="module")
 def answers() -> Iterator[Callable[..., dict]]:
-    """`answers(native, runner, eager)`: what an engine answers. All engines are asked, whichever tests run."""
-    engines = [
+    """`answers(native, runner, eager, number)`: what an engine answers, or another one of the same kind.
+
+    The first of each kind is asked, whichever tests run.
+    """
+    kinds = [
         *itertools.product((STOCK, OFF), (FIRST, SECOND), (False, True)),
         *itertools.product((NAMED, SAMPLER, COMPILED_PARTS, ALL), (FIRST, SECOND), (False,)),
     ]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        asked = {engine: pool.submit(ask, *engine) for engine in engines}
-        yield lambda native, runner=SECOND, eager=False: asked[native, runner, eager].result()
+        asked = {(*kind, 0): pool.submit(ask, *kind) for kind in kinds}
+
+        def answers(native: str, runner: str = SECOND, eager: bool = False, number: int = 0) -> dict:
+            engine = native, runner, eager, number
+            if engine not in asked:
+                asked[engine] = pool.submit(ask, native, runner, eager)
+            return asked[engine].result()
+
+        yield answers
         pool.shutdown(cancel_futures=True)
 
 
@@ -109,11 +123,19 @@ def assert_close(found: dict, expected: dict) -> None:
         assert common and all(abs(mine[token] - theirs[token]) < CLOSE for token in common)
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+@pytest.mark.parametrize(("eager", "most"), [(False, ENGINES), (True, 1)], ids=["compiled", "eager"])
 @pytest.mark.parametrize("runner", [FIRST, SECOND])
-def test_with_everything_off_it_is_stock_vllm_bit_for_bit(runner, eager, answers):
-    off, stock = answers(OFF, runner, eager), answers(STOCK, runner, eager)
-    assert differences(off, stock) == [] and off == stock
+def test_with_everything_off_it_is_stock_vllm_bit_for_bit(runner, eager, most, answers):
+    off, stock = [], []
+    for number in range(most):
+        off.append(answers(OFF, runner, eager, number))
+        stock.append(answers(STOCK, runner, eager, number))
+        if any(one == other for one in off for other in stock):
+            break
+        found = differences(off[-1], stock[-1])
+        warnings.warn(f"engines differ, of {number + 1} each: {found}", stacklevel=1)
+    else:
+        pytest.fail(f"everything off differs from stock vLLM, in all of {most} engines each: {found}")
 
 
 @pytest.mark.parametrize("runner", [FIRST, SECOND])
