@@ -2,7 +2,8 @@
 
 - attention: opset's attention backend, as by `--attention-backend CUSTOM`.
 - sampler: temperature, min-p, top-k, top-p and the draw by one kernel.
-- linear: layers with unquantised weights, by a kernel for the one row of a lone request.
+- linear: layers with unquantised weights, by a kernel for the one row of a lone request. If the attention is on too,
+  steps of up to 2,048 tokens are captured in pieces (`platform/cuda/graphs.py`): they do not wait for its operator.
 - ops: norms, activations and rotary embeddings, fused by hand; torch.compile is off then.
 
 defaults.yaml says what is on by default on a GPU family. Users say otherwise by `--additional-config
