@@ -100,7 +100,7 @@ class OpsetSampler(Sampler):
         self._penalise.run(logits, ids, ids, ones, ones, ones)
 
     def gather_logprobs(self, *args, **kwargs) -> LogprobsTensors:
-        """vLLM's, without torch.compile, whose first use takes seconds: it fuses a comparison and a sum here."""
+        """vLLM's, without torch.compile: no request waits for it, and there is but a comparison and a sum to fuse."""
         with torch.compiler.set_stance("force_eager"):
             return super().gather_logprobs(*args, **kwargs)
 

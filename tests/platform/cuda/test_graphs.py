@@ -1,4 +1,4 @@
-"""Which graphs are captured without a compiler: configurations of the platform for GPUs, made without one."""
+"""Which graphs are captured: configurations of the two platforms for GPUs, made without one."""
 
 import functools
 import importlib.util
@@ -131,6 +131,7 @@ def test_sizes_of_sequence_parallelism_stay(enable_sp, largest, configured, conf
         # Nothing of vLLM's is changed for other parts, or for one of the two.
         ({"additional_config": {"opset": {"native": {"linear": "off"}}}}, 512),
         ({"attention_backend": "FLASH_ATTN"}, 512),
+        # There are no pieces.
         ({"additional_config": {"opset": {"native": {"ops": "on"}}}}, 512),
     ],
 )

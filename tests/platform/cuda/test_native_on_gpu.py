@@ -44,8 +44,9 @@ EAGER = {"enforce_eager": True}
 
 # Engines that are up at a time. Each is a minute or two of one core's work.
 AT_ONCE = 8
-# Of the same engine, compiled: on a busy GPU one in six or so of stock vLLM's differs from the others in a few rounded
-# results, in the second model runner. What the plugin changes would differ in all.
+# Of each kind, compiled, until two are equal. On a busy GPU those with the second model runner were seen to differ in a
+# few rounded results, in one of two runs; such an engine has differed from itself, too. What the plugin changed would
+# differ in all.
 ENGINES = 3
 
 

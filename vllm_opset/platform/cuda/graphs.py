@@ -71,7 +71,8 @@ def note_named_sizes(config: "VllmConfig") -> None:
 
 def capture_longer_steps(config: "VllmConfig") -> None:
     """Adds sizes to those that vLLM has chosen, if pieces are captured."""
-    compilation, sizes = config.compilation_config, config.compilation_config.cudagraph_capture_sizes
+    compilation = config.compilation_config
+    sizes = compilation.cudagraph_capture_sizes
     # Sequence parallelism, of vLLM up to 0.30, wants multiples of its own.
     own_sizes = _sizes_are_named or getattr(compilation.pass_config, "enable_sp", False)
     if own_sizes or not sizes or not compilation.cudagraph_mode.has_piecewise_cudagraphs():
