@@ -2,8 +2,8 @@
 
     python tests/kernels/triton/compile_only.py [OP ...]
 
-Prints JSON: for each op the variants that were compiled, with their registers, shared and local memory, and the global
-loads and stores in their PTX. Needs Triton and its own ptxas, nothing else.
+Prints JSON: for each op the variants that were compiled, with their registers, shared and local memory, how often they
+use spilled registers, and the global loads and stores in their PTX. Needs Triton and its own ptxas, nothing else.
 """
 
 import collections
@@ -85,12 +85,32 @@ def _resources(kernel: CompiledKernel) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        command = [cuobjdump, "--dump-resource-usage", cubin.name]
-        usage = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", subprocess.check_output(command, text=True)))
+        usage, sass = (_cuobjdump(option, cubin.name) for option in ("--dump-resource-usage", "--dump-sass"))
     accesses = collections.Counter(re.findall(r"\b(?:ld|st)\.global[.\w:]*", kernel.asm["ptx"]))
-    numbers = {key.lower(): int(value) for key, value in usage.items()}
-    return {"kernel": kernel.name, "warps": kernel.metadata.num_warps, **numbers, "accesses": dict(accesses)}
+    numbers = {key.lower(): int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+    return {
+        "kernel": kernel.name,
+        "warps": kernel.metadata.num_warps,
+        **numbers,
+        "spills": _spills(sass),
+        "accesses": dict(accesses),
+    }
+
+
+def _cuobjdump(option: str, path: str) -> str:
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    # It warns of the file's format on stderr, every time.
+    return subprocess.check_output([program, option, path], text=True, stderr=subprocess.DEVNULL)
+
+
+def _spills(sass: str) -> int:
+    """How often registers are put aside or taken back. From the first matrix product to the last one, if there are any:
+    what is put aside before, and taken back after all of them, waits in memory and not in their way.
+    """
+    codes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?\s*([A-Z]+)", sass, re.MULTILINE)
+    products = [index for index, code in enumerate(codes) if code.endswith("MMA")]
+    between = codes[products[0] : products[-1]] if products else codes
+    return sum(code in ("STL", "LDL") for code in between)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def worker(served: SimpleNamespace, most_tokens: int, most_requests: int, longes
     table = torch.zeros(1, -(-longest // BLOCK_SIZE), dtype=torch.int32)
     runner = SimpleNamespace(
         device=torch.device("cpu"),
+        is_pooling_model=False,
         compilation_config=SimpleNamespace(static_forward_context={"layer": served}),
         kv_cache_config=SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["layer"])]),
         input_batch=SimpleNamespace(

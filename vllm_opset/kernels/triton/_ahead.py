@@ -1,11 +1,13 @@
 """Compiles kernels several at a time, before anything launches them."""
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from triton import AsyncCompileMode
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 OURS = __name__.partition(".")[0] + "."
@@ -25,9 +27,21 @@ def compiled_ahead() -> Iterator[None]:
         return run(self, *args, warmup=warmup or self.module.startswith(OURS), **kwargs)
 
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
+    with _Pool(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
         JITFunction.run = compile_only
         try:
             yield
         finally:
             JITFunction.run = run
+
+
+class _Pool(ThreadPoolExecutor):
+    def submit(self, compile_kernel: Callable[[], CompiledKernel]) -> Future[CompiledKernel]:
+        return super().submit(_with_launcher, compile_kernel)
+
+
+def _with_launcher(compile_kernel: Callable[[], CompiledKernel]) -> CompiledKernel:
+    """Leaves what launches the kernel in Triton's cache: it is C, which else is compiled when it first is launched."""
+    kernel = compile_kernel()
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
+    return kernel

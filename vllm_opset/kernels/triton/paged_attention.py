@@ -19,10 +19,9 @@ from vllm_opset.ops.paged_batch import PagedBatch, only_packed, window_sides
 MAX_HEAD_SIZE = 256
 MAX_GROUP = 128  # query heads of a KV head: rows of the largest tile
 MIN_ROWS = 16  # that a matrix instruction takes
-WARPGROUP = 4  # warps: with fewer, the results of larger tiles do not fit the registers
-WARPGROUP_RESULTS = 32 * 128  # of few queries, that do
-MAX_WARPS = 8
-FEW_ROWS = 64  # of a request, at most, for what the launch parameters call few
+WARPGROUP = 4  # warps
+WARPGROUP_RESULTS = 64 * 128  # that fit its registers beside all that few queries need there
+FEW_ROWS = 64  # of a request, at most, for what the launch parameters call few or several
 MAX_ROWS_FP32 = 32  # without tensor cores, a program's products are unrolled: more rows compile for minutes
 ROW_BYTES = 256  # of a query or key, up to which a tile holds as many as the launch parameters say
 COPY_BYTES = 16  # what a Hopper GPU's copy engine wants addresses and strides to be multiples of
@@ -71,12 +70,15 @@ def paged_attention(
         _attend_on_hopper(query, kv_cache, batch, out, scale, left, right, sinks)
         return
     if few:
+        rows = _rows(batch.max_query_len * group, group, query.dtype)
+        launch = "paged_attention_few" if rows == MIN_ROWS else "paged_attention_several"
         size = (num_reqs * num_kv_heads) ** 2 * batch.max_seq_len
-        values = _launch.parameters("paged_attention_few", query.device, size)
+        values = _launch.parameters(launch, query.device, size)
+        warps = values["warps"] * max(1, rows * block_d // WARPGROUP_RESULTS)
     else:
         values = _launch.parameters("paged_attention_many", query.device, num_tokens * num_heads)
-    rows = values["rows"] * ROW_BYTES // max(ROW_BYTES, row_bytes)
-    rows = _rows(max(rows, batch.max_query_len * group if few else 0), group, query.dtype)
+        rows = _rows(values["rows"] * ROW_BYTES // max(ROW_BYTES, row_bytes), group, query.dtype)
+        warps = values["warps"]
     block_n = max(MIN_ROWS, values["keys"] * ROW_BYTES // max(ROW_BYTES, row_bytes))
     inputs = (
         query, query.stride(), kv_cache, kv_cache.stride(), out, out.stride(),
@@ -86,8 +88,7 @@ def paged_attention(
     options = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_SIZE": block_size,
         "LEFT": left, "RIGHT": right, "BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_D": block_d,
-        "num_warps": _warps(values["warps"], rows, block_d if few else 0),
-        "num_stages": values["stages"], **_launch.overlap(query.device),
+        "num_warps": warps, "num_stages": values["stages"], **_launch.overlap(query.device),
     }  # fmt: skip
 
     programs = values["programs"] * _multiprocessors(query.device)
@@ -190,12 +191,6 @@ def _rows(wanted: int, group: int, dtype: torch.dtype) -> int:
     if dtype == torch.float32:
         wanted = min(wanted, MAX_ROWS_FP32)
     return _launch.next_power_of_2(max(MIN_ROWS, group, wanted))
-
-
-def _warps(wanted: int, rows: int, columns: int) -> int:
-    """Enough for the tile's results to fit the registers, beside all that few queries need there."""
-    enough = max(WARPGROUP, min(MAX_WARPS, rows * columns // WARPGROUP_RESULTS * WARPGROUP))
-    return wanted if rows == MIN_ROWS else max(wanted, enough)
 
 
 def _workspace(batch: PagedBatch, num_parts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

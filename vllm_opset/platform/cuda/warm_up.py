@@ -20,6 +20,7 @@ from vllm_opset.kernels.triton._ahead import compiled_ahead
 from vllm_opset.ops.paged_batch import PagedBatch
 from vllm_opset.platform import linear
 
+AHEAD_TOKENS = 2048  # beyond, the launch parameters of attention and of one activation change, and steps take long
 FEW_QUERIES = 64  # of a request, at most, for whose launches every size of the context matters
 DRAFTING = (1, 9, 16)  # requests: Triton compiles anew for 1 and for multiples of 16, and vLLM has two ways to top-k
 
@@ -28,34 +29,39 @@ def kernels(worker: Worker) -> None:
     """Called in place of vLLM's own warm-up, before graphs are captured."""
     runner = worker.model_runner
     model(worker)
+    sampler(runner)
     if not runner.is_pooling_model:
         _slot_mapping(runner)
-        runner.sampler.warm_up(runner.device)
         if runner.speculative_config is not None:
             _rejection(runner)
 
 
+def sampler(runner: GPUModelRunner) -> None:
+    """The sampler's kernels."""
+    if not runner.is_pooling_model:
+        runner.sampler.warm_up(runner.device)
+
+
 def model(worker: Worker) -> None:
     """The model's kernels, with a model runner of either kind: all but the sampler's."""
-    runner, scheduler = worker.model_runner, worker.scheduler_config
+    runner = worker.model_runner
+    most_tokens = worker.scheduler_config.max_num_batched_tokens
     with compiled_ahead():
-        linear.multiply_one_row(runner.get_model())
-        if not runner.is_pooling_model:
-            _attention(worker)
-    if not runner.is_pooling_model:
         _attention(worker)
-    for num_tokens in _powers_up_to(scheduler.max_num_batched_tokens):
-        _step(runner, num_tokens)
-        if runner.lora_config is not None and num_tokens > 1:
-            _step(runner, num_tokens - 1)  # vLLM's kernels for adapters are compiled anew for multiples of 16
+        linear.multiply_one_row(runner.get_model())
+        # What these steps compute is arbitrary: a mixture of experts might choose one that is not there.
+        if not worker.model_config.is_moe:
+            _steps(runner, min(most_tokens, AHEAD_TOKENS))
+    _attention(worker)
+    _steps(runner, most_tokens)
     runner.maybe_remove_all_loras(runner.lora_config)
 
 
-def compile_sampler(runner: GPUModelRunner) -> None:
-    """Called when a model is loaded: vLLM measures memory next, and would compile one kernel after the other."""
-    if not runner.is_pooling_model:
-        with compiled_ahead():
-            runner.sampler.warm_up(runner.device)
+def _steps(runner: GPUModelRunner, most_tokens: int) -> None:
+    for num_tokens in _powers_up_to(most_tokens):
+        _step(runner, num_tokens)
+        if runner.lora_config is not None and num_tokens > 1:
+            _step(runner, num_tokens - 1)  # vLLM's kernels for adapters are compiled anew for multiples of 16
 
 
 def _step(runner: GPUModelRunner, num_tokens: int) -> None:
@@ -81,10 +87,13 @@ def _powers_up_to(largest: int) -> Iterator[int]:
 
 
 def _attention(worker: Worker) -> None:
-    """Attends one request, as if it was one of many, and with short and long contexts.
+    """Attends one request, as if it was one of many, and with short and long contexts. What takes longest to compile,
+    which is for many queries, comes first.
 
     What is launched is chosen by the longest context that a batch says it has; the lengths are on the device.
     """
+    if worker.model_runner.is_pooling_model:
+        return
     runner, scheduler, max_model_len = worker.model_runner, worker.scheduler_config, worker.model_config.max_model_len
     most_queries = min(scheduler.max_num_batched_tokens, max_model_len)
     # One request that is so long is to paged_attention what the most requests of the longest context are.
@@ -97,7 +106,7 @@ def _attention(worker: Worker) -> None:
     }
     for (_, width), layer in variants.items():
         impl = layer.impl
-        for num_queries in _powers_up_to(most_queries):
+        for num_queries in reversed([*_powers_up_to(most_queries)]):
             query = torch.zeros(num_queries, impl.num_heads, impl.head_size, dtype=impl.dtype, device=runner.device)
             starts, lens, table = (
                 torch.tensor(values, dtype=torch.int32, device=runner.device)

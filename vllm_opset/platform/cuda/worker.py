@@ -23,12 +23,13 @@ class OpsetCudaWorker(OpsetWorker):
     def load_model(self, **kwargs) -> None:
         if graphs.in_pieces(self.vllm_config):
             compat.break_graphs_at_attention()
-        super().load_model(**kwargs)
+        with compiled_ahead():  # while weights are loaded; vLLM measures memory next, and draws tokens for that
+            warm_up.sampler(self.model_runner)
+            super().load_model(**kwargs)
         model = self.model_runner.get_model()
         fusion.bind(model, self.vllm_config, compiled_ahead)
         if not refusals.offloads(self.vllm_config):  # weights that move stay in vLLM's hands
             linear.bind(model, compiled=refusals.compiles(self.vllm_config))
-        warm_up.compile_sampler(self.model_runner)
 
     def determine_available_memory(self) -> int:
         with device.named_out_of_memory():

@@ -35,7 +35,8 @@ class OpsetNativeWorker(Reporting, Worker):
             linear.bind(model, compiled=refusals.compiles(self.vllm_config))
         if "sampler" in self.parts:
             if sampler.install(self.model_runner):
-                warm_up.compile_sampler(self.model_runner)
+                with compiled_ahead():
+                    warm_up.sampler(self.model_runner)
             else:
                 self.parts.remove("sampler")
 
