@@ -104,13 +104,21 @@ def _cuobjdump(option: str, path: str) -> str:
 
 
 def _spills(sass: str) -> int:
-    """How often registers are put aside or taken back. From the first matrix product to the last one, if there are any:
-    what is put aside before, and taken back after all of them, waits in memory and not in their way.
+    """How often spilled registers are stored or loaded in the innermost loops of matrix products, or, of a kernel
+    without these, anywhere. What is put aside before such a loop waits in memory, and is in nobody's way.
     """
-    codes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?\s*([A-Z]+)", sass, re.MULTILINE)
-    products = [index for index, code in enumerate(codes) if code.endswith("MMA")]
-    between = codes[products[0] : products[-1]] if products else codes
-    return sum(code in ("STL", "LDL") for code in between)
+    pattern = r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\d+ )?\s*([A-Z]+)[.\w]* ?(?:0x([0-9a-f]+) ;)?"
+    codes = [(int(place, 16), code, target) for place, code, target in re.findall(pattern, sass, re.MULTILINE)]
+    products = [place for place, code, _ in codes if code.endswith("MMA")]
+    spills = [place for place, code, _ in codes if code in ("STL", "LDL")]
+    if not products:
+        return len(spills)
+    jumps = [(int(target, 16), place) for place, code, target in codes if code == "BRA" and target]
+    loops = [range(first, last + 1) for first, last in jumps if any(first <= place <= last for place in products)]
+    innermost = [
+        loop for loop in loops if not any(other != loop and other[0] in loop and other[-1] in loop for other in loops)
+    ]
+    return sum(place in loop for loop in innermost for place in spills)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,13 @@ try:
     broken[(1,)](x)
 except triton.CompilationError as error:
     errors.append(str(error))
-print(json.dumps([before, call_all(), their_launches, errors]))
+of_this_thread, other = len(launched), threading.Thread(target=call_all)
+with compiled_ahead():
+    call_all()
+    other.start()
+    other.join()
+of_another = len(launched) - of_this_thread
+print(json.dumps([before, of_another, call_all(), their_launches, errors]))
 """
 
 
@@ -72,9 +78,10 @@ def test_kernels_are_compiled_and_not_launched(tmp_path):
         text=True,
     )
     assert process.returncode == 0, process.stderr
-    before, (launched_then, compiled_then), theirs, errors = json.loads(process.stdout)
+    before, of_another_thread, (launched_then, compiled_then), theirs, errors = json.loads(process.stdout)
     launched, compiled, launchers, in_this_thread = before
     assert launched == 0 and compiled == launchers >= 2 and not in_this_thread
     assert theirs == 1, "a kernel that is not opset's has to run"
-    assert launched_then == 4 + theirs and compiled_then == compiled + theirs
+    assert of_another_thread == 4, "what another thread calls has to run"
+    assert launched_then == of_another_thread + 4 + theirs and compiled_then == compiled + theirs
     assert len(errors) == 1 and "no_such_name" in errors[0], "it has to raise when it is called again"

@@ -1,5 +1,6 @@
 """The warm-up attends so that whatever paged_attention launches for a batch was compiled: launches are recorded."""
 
+import contextlib
 import functools
 import importlib.util
 import random
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_opset.attention.impl import OpsetAttentionImpl
@@ -114,3 +116,28 @@ def test_all_that_serving_launches_was_launched_before(setting, launched):
         batch = PagedBatch(starts, lens, table, max(queries), max(contexts))
         served.impl.attend(served, query, served.kv_cache, batch, torch.empty_like(query))
         assert launched == warm, f"{len(requests)} requests, up to {max(queries)} of {max(contexts)} tokens"
+
+
+@pytest.mark.parametrize("knows", ["attention alone", "something else"])
+def test_steps_are_compiled_ahead_where_any_values_will_do(knows, monkeypatch):
+    """And then all are taken, the longest too."""
+    called, ahead = [], []
+
+    @contextlib.contextmanager
+    def compiled_ahead():
+        ahead.append(True)
+        yield
+        ahead.clear()
+
+    monkeypatch.setattr(warm_up, "compiled_ahead", compiled_ahead)
+    monkeypatch.setattr(warm_up, "_attention", lambda worker: called.append(("attention", bool(ahead))))
+    monkeypatch.setattr(warm_up, "_step", lambda runner, num_tokens: called.append((num_tokens, bool(ahead))))
+    monkeypatch.setattr(warm_up.linear, "multiply_one_row", lambda model: called.append(("linear", bool(ahead))))
+    served = worker(Attention.__new__(Attention) if knows == "attention alone" else torch.nn.Module(), 5000, 8, 4096)
+    runner = served.model_runner
+    runner.get_model, runner.lora_config, runner.maybe_remove_all_loras = (lambda: None), None, lambda config: None
+    warm_up.model(served)
+    sizes = [1 << n for n in range(13)] + [5000]
+    in_ahead = ["attention", "linear", *(sizes[:12] if knows == "attention alone" else [])]
+    assert [what for what, is_ahead in called if is_ahead] == in_ahead
+    assert [what for what, is_ahead in called if not is_ahead] == ["attention", *sizes]

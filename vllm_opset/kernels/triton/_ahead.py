@@ -1,6 +1,7 @@
 """Compiles kernels several at a time, before anything launches them."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,12 +20,13 @@ def compiled_ahead() -> Iterator[None]:
     """Within it a call of a kernel has it compiled in another thread, and does not launch it; at its end all are ready.
 
     What kernels would write is not written, so nothing that is called may depend on it. One that cannot be compiled
-    raises when it is called again. Kernels that are not opset's run.
+    raises when it is called again. Kernels that are not opset's run, and so do all that other threads call.
     """
-    run = JITFunction.run
+    run, this_thread = JITFunction.run, threading.get_ident()
 
     def compile_only(self, *args, warmup, **kwargs):
-        return run(self, *args, warmup=warmup or self.module.startswith(OURS), **kwargs)
+        ahead = threading.get_ident() == this_thread and self.module.startswith(OURS)
+        return run(self, *args, warmup=warmup or ahead, **kwargs)
 
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
     with _Pool(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
@@ -41,7 +43,7 @@ class _Pool(ThreadPoolExecutor):
 
 
 def _with_launcher(compile_kernel: Callable[[], CompiledKernel]) -> CompiledKernel:
-    """Leaves what launches the kernel in Triton's cache: it is C, which else is compiled when it first is launched."""
+    """Leaves what launches the kernel in Triton's cache: up to 3.6 it is C, else compiled when it is launched first."""
     kernel = compile_kernel()
     driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel

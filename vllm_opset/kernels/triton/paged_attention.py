@@ -20,7 +20,7 @@ MAX_HEAD_SIZE = 256
 MAX_GROUP = 128  # query heads of a KV head: rows of the largest tile
 MIN_ROWS = 16  # that a matrix instruction takes
 WARPGROUP = 4  # warps
-WARPGROUP_RESULTS = 64 * 128  # that fit its registers beside all that few queries need there
+WARPGROUP_RESULTS = 64 * 128  # that fit its registers, on a Hopper GPU, beside all that few queries need there
 FEW_ROWS = 64  # of a request, at most, for what the launch parameters call few or several
 MAX_ROWS_FP32 = 32  # without tensor cores, a program's products are unrolled: more rows compile for minutes
 ROW_BYTES = 256  # of a query or key, up to which a tile holds as many as the launch parameters say
@@ -75,6 +75,8 @@ def paged_attention(
         size = (num_reqs * num_kv_heads) ** 2 * batch.max_seq_len
         values = _launch.parameters(launch, query.device, size)
         warps = values["warps"] * max(1, rows * block_d // WARPGROUP_RESULTS)
+        if values["programs"] == 1 and kv_cache.dtype != query.dtype:
+            warps = max(warps, WARPGROUP)  # converting takes registers, which a program that is alone can have
     else:
         values = _launch.parameters("paged_attention_many", query.device, num_tokens * num_heads)
         rows = _rows(values["rows"] * ROW_BYTES // max(ROW_BYTES, row_bytes), group, query.dtype)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.sample.rejection_sampler import apply_sampling_constraints, rejection_sample
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -20,7 +21,7 @@ from vllm_opset.kernels.triton._ahead import compiled_ahead
 from vllm_opset.ops.paged_batch import PagedBatch
 from vllm_opset.platform import linear
 
-AHEAD_TOKENS = 2048  # beyond, the launch parameters of attention and of one activation change, and steps take long
+AHEAD_TOKENS = 2048  # of a step: longer ones take long, and launch parameters that change there are one activation's
 FEW_QUERIES = 64  # of a request, at most, for whose launches every size of the context matters
 DRAFTING = (1, 9, 16)  # requests: Triton compiles anew for 1 and for multiples of 16, and vLLM has two ways to top-k
 
@@ -49,12 +50,16 @@ def model(worker: Worker) -> None:
     with compiled_ahead():
         _attention(worker)
         linear.multiply_one_row(runner.get_model())
-        # What these steps compute is arbitrary: a mixture of experts might choose one that is not there.
-        if not worker.model_config.is_moe:
+        if _takes_any_values(runner):
             _steps(runner, min(most_tokens, AHEAD_TOKENS))
     _attention(worker)
     _steps(runner, most_tokens)
     runner.maybe_remove_all_loras(runner.lora_config)
+
+
+def _takes_any_values(runner: GPUModelRunner) -> bool:
+    """Whether a step may compute with what no kernel has written: an expert or a state might be chosen by it."""
+    return all(isinstance(layer, Attention) for layer in runner.compilation_config.static_forward_context.values())
 
 
 def _steps(runner: GPUModelRunner, most_tokens: int) -> None:

@@ -47,7 +47,7 @@ class OpsetNativeWorker(Reporting, Worker):
         if self.parts & {"attention", "linear", "ops"}:
             warm_up.model(self)
         if "sampler" in self.parts:
-            self.model_runner.sampler.warm_up(self.device)
+            warm_up.sampler(self.model_runner)
         return super().compile_or_warm_up_model()
 
 
