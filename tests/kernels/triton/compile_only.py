@@ -85,14 +85,15 @@ def _resources(kernel: CompiledKernel) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        usage, sass = (_cuobjdump(option, cubin.name) for option in ("--dump-resource-usage", "--dump-sass"))
+        usage = re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", _cuobjdump("--dump-resource-usage", cubin.name))
+        numbers = {key.lower(): int(value) for key, value in usage}
+        spills = _spills(_cuobjdump("--dump-sass", cubin.name)) if numbers["stack"] else 0
     accesses = collections.Counter(re.findall(r"\b(?:ld|st)\.global[.\w:]*", kernel.asm["ptx"]))
-    numbers = {key.lower(): int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     return {
         "kernel": kernel.name,
         "warps": kernel.metadata.num_warps,
         **numbers,
-        "spills": _spills(sass),
+        "spills": spills,
         "accesses": dict(accesses),
     }
 
