@@ -33,6 +33,7 @@ def _apart_cases() -> dict[str, dict]:
 
 CASES: dict[str, PagedCase] = {
     "zero tokens": PagedCase(((0, 0), (0, 0)), padded_rows=3),
+    "zero tokens, loose bounds": PagedCase(((0, 0), (0, 0)), num_heads=2, padded_rows=3, loose_bounds=True),
     "one token": PagedCase(((1, 1),)),
     "decode": PagedCase(((1, 1), (1, 16), (1, 17), (1, 100), (1, 33))),
     "decode, one length": PagedCase(((1, 40),) * 3),
@@ -40,6 +41,11 @@ CASES: dict[str, PagedCase] = {
     "prefill": PagedCase(((5, 5), (16, 16), (33, 33))),
     "prefill, long": PagedCase(((300, 300),), num_heads=2, num_kv_heads=1),
     "chunked prefill": PagedCase(((7, 40), (20, 52))),
+    "chunk over a long context": PagedCase(((70, 700),), num_heads=1, num_kv_heads=1),
+    "chunk over a long context, window, sinks": PagedCase(
+        ((70, 700),), num_heads=1, num_kv_heads=1, window=600, sinks=True, padded_rows=5
+    ),
+    "a few queries over a long context": PagedCase(((20, 700), (1, 300))),
     "speculative verification": PagedCase(((4, 60), (3, 20), (5, 5), (1, 31), (4, 44))),
     "mixed": PagedCase(MIXED),
     "padded rows and requests, loose bounds": PagedCase(((1, 20), (3, 9), (0, 0)), padded_rows=5, loose_bounds=True),

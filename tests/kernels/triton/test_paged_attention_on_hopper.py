@@ -40,6 +40,7 @@ CASES = {
         f"non-causal, window {window}": mixed(causal=False, window=window)
         for window in ((5, 3), (-1, 3), (60, -1), (20, 150))
     },
+    "few queries of many requests": PagedCase(((5, 300), (1, 77), (9, 120)) * 48, num_heads=16, num_kv_heads=4),
     "cross attention": PagedCase(CROSS, num_heads=16, num_kv_heads=4, causal=False),
     **{f"head size {size}": mixed(head_size=size) for size in (80, 120, 128, 192, 256)},
     **{f"block size {size}": mixed(block_size=size, window=90) for size in (32, 48, 64, 80, 128)},
@@ -74,7 +75,7 @@ def test_hopper_agrees_in_fp16(name):
 
 @pytest.mark.parametrize("num_programs", [1, 3])
 @pytest.mark.parametrize("values", RINGS, ids=str)
-@pytest.mark.parametrize("name", ["plain", "window 129", "cross attention"])
+@pytest.mark.parametrize("name", ["plain", "window 129", "few queries of many requests", "cross attention"])
 def test_hopper_agrees_when_programs_take_many_tiles(name, values, num_programs, monkeypatch):
     launcher = importlib.import_module("vllm_opset.kernels.triton.paged_attention")
     monkeypatch.setattr(launcher, "_multiprocessors", lambda device: num_programs)

@@ -23,6 +23,11 @@ pytestmark = pytest.mark.skipif(
 MULTIPROCESSORS = 132
 HEAD_SIZE, BLOCK_SIZE = 128, 16
 NUM_BATCHES = 400
+KERNELS = {
+    "_few": ("plan", "attend_few", "merge_few"),
+    "_many": ("attend_many", "merge_many"),
+    "_hopper": ("attend_many_on_hopper",),
+}
 # KV heads, query heads of each; tokens of a step, requests and length at most.
 SETTINGS = {
     "usual": (8, 4, 8192, 256, 40960),
@@ -30,6 +35,11 @@ SETTINGS = {
     "no groups": (32, 1, 8192, 256, 32768),
     "one KV head": (1, 4, 8192, 1024, 32768),
     "short": (8, 4, 512, 16, 384),
+    "small steps": (8, 4, 128, 64, 1024),
+    "one KV head, short": (1, 8, 8192, 256, 512),
+    "as many KV heads as query heads": (40, 1, 8192, 256, 40960),
+    "two KV heads, no groups": (2, 1, 2048, 128, 32768),
+    "large groups, small steps": (2, 8, 512, 16, 384),
 }
 
 
@@ -51,9 +61,9 @@ def launched(monkeypatch):
 
             return launch
 
-    for module, name in (("_few", "plan"), ("_few", "attend_few"), ("_many", "attend_many")):
-        monkeypatch.setattr(getattr(paged_attention, module), name, Recorder(name))
-    monkeypatch.setattr(paged_attention._hopper, "attend_many_on_hopper", Recorder("attend_many_on_hopper"))
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(getattr(paged_attention, module), name, Recorder(name))
     monkeypatch.setattr(paged_attention, "_multiprocessors", lambda device: MULTIPROCESSORS)
     return variants
 
@@ -89,13 +99,15 @@ def worker(served: SimpleNamespace, most_tokens: int, most_requests: int, longes
 
 
 def batches(most_tokens: int, most_requests: int, longest: int):
-    """(query tokens, contexts) of the requests of random steps: of decode, of prompts and chunks, and mixed."""
+    """(query tokens, contexts) of the requests of random steps: of decode, of prompts and chunks, and mixed; some have
+    one request that does not decode.
+    """
     draw = random.Random(0)
     for _ in range(NUM_BATCHES):
         left, requests = most_tokens, []
-        longest_query = draw.choice((1, 1, 4, 64, 300, longest))
+        longest_query = draw.choice((1, 1, 4, 64, 100, 127, 300, longest))
         for _ in range(draw.choice((1, 2, 8, most_requests))):
-            query = min(left, draw.randint(1, longest_query))
+            query = min(left, draw.choice((1, draw.randint(1, longest_query))) if requests else longest_query)
             if query:
                 requests.append((query, draw.choice((query, draw.randint(query, longest), longest))))
                 left -= query

@@ -9,8 +9,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e38)  # the maximum of no scores; finite, so that differences of maxima are never NaN
-MERGED_ROWS = tl.constexpr(4)  # rows that are merged together: those of a decoded token of most models
-MERGED_ELEMENTS = tl.constexpr(2048)  # of a merged row's partial results that are in flight together
 
 
 @triton.jit
@@ -189,92 +187,3 @@ def _load_rows(place, inside, column, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.const
     else:
         rows = tl.load(place)
     return rows
-
-
-@triton.jit
-def merge_or_write(
-    acc, top, total, partials, maxima, tickets, tile, first_part, part, num_parts, num_rows,
-    out, out_strides, first_token, head, sinks, v_scale,
-    SPLIT: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Writes the result of a tile. If it has more than one part, whoever is the last to store one adds them all up.
-
-    SPLIT: whether that can be. The parts lie one after the other, from first_part on. Leaves the ticket at zero.
-    """
-    row = tl.arange(0, BLOCK_M)
-    split = False
-    if SPLIT:
-        split = num_parts > 1
-        if split:
-            place = (first_part + part).to(tl.int64) * BLOCK_M + row
-            column = tl.arange(0, BLOCK_D)
-            tl.store(partials + place[:, None] * BLOCK_D + column[None, :], acc, (row < num_rows)[:, None])
-            tl.store(maxima + place * 2, top, row < num_rows)
-            tl.store(maxima + place * 2 + 1, total, row < num_rows)
-            tl.debug_barrier()  # what all threads have stored is there before the ticket that tells of it
-            if tl.atomic_add(tickets + tile, 1, sem="acq_rel") == num_parts - 1:
-                tl.store(tickets + tile, 0)
-                _merge(
-                    partials, maxima, first_part.to(tl.int64), num_parts, num_rows, out, out_strides, first_token,
-                    head, sinks, v_scale, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
-                )  # fmt: skip
-    if not split:
-        _write(
-            acc, top, total, row, num_rows, out, out_strides, first_token, head, sinks, v_scale,
-            GROUP, HEAD_SIZE, BLOCK_D,
-        )  # fmt: skip
-
-
-@triton.jit
-def _merge(
-    partials, maxima, first_part, num_shares, num_rows, out, out_strides, first_token, head, sinks, v_scale,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Adds up what all programs of a tile have stored, in the order of the keys, and writes the result.
-
-    Loads pass by the first-level cache (.cg), which other multiprocessors' stores do not reach.
-    """
-    column = tl.arange(0, BLOCK_D)
-    share = tl.arange(0, MERGED_ELEMENTS // BLOCK_D)
-    for first_row in range(0, num_rows, MERGED_ROWS):
-        row = first_row + tl.arange(0, MERGED_ROWS)
-        acc = tl.zeros((MERGED_ROWS, BLOCK_D), tl.float32)
-        top = tl.full((MERGED_ROWS,), LOWEST, tl.float32)
-        total = tl.zeros((MERGED_ROWS,), tl.float32)
-        for first in range(0, num_shares, MERGED_ELEMENTS // BLOCK_D):
-            exists = (first + share < num_shares)[:, None] & (row < num_rows)[None, :]
-            place = (first_part + first + share)[:, None] * BLOCK_M + row[None, :]
-            tops = tl.load(maxima + place * 2, exists, LOWEST, cache_modifier=".cg")
-            totals = tl.load(maxima + place * 2 + 1, exists, 0.0, cache_modifier=".cg")
-            accs = partials + place[:, :, None] * BLOCK_D + column[None, None, :]
-            accs = tl.load(accs, exists[:, :, None], 0.0, cache_modifier=".cg")
-            highest = tl.maximum(top, tl.max(tops, 0))
-            weight, decay = tl.exp2(tops - highest[None, :]), tl.exp2(top - highest)
-            total = total * decay + tl.sum(totals * weight, 0)
-            acc = acc * decay[:, None] + tl.sum(accs * weight[:, :, None], 0)
-            top = highest
-        _write(
-            acc, top, total, row, num_rows, out, out_strides, first_token, head, sinks, v_scale,
-            GROUP, HEAD_SIZE, BLOCK_D,
-        )  # fmt: skip
-
-
-@triton.jit
-def _write(
-    acc, top, total, row, num_rows, out, out_strides, first_token, head, sinks, v_scale,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The rows' results: zeros for a query that has seen no key."""
-    query_head = head * GROUP + row % GROUP
-    if sinks is not None:
-        sink = tl.load(sinks + query_head).to(tl.float32) * LOG2E
-        highest = tl.maximum(top, sink)
-        decay = tl.exp2(top - highest)
-        acc, total = acc * decay[:, None], total * decay + tl.exp2(sink - highest)
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if v_scale is not None:
-        result *= tl.load(v_scale)
-    column = tl.arange(0, BLOCK_D)
-    place = out + (first_token + row // GROUP).to(tl.int64) * out_strides[0] + query_head * out_strides[1]
-    mask = (row < num_rows)[:, None] & (column < HEAD_SIZE)[None, :]
-    tl.store(place[:, None] + column[None, :] * out_strides[2], result.to(out.dtype.element_ty), mask)

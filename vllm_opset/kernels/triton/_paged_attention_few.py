@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton._launch import begin
-from vllm_opset.kernels.triton._paged_attention import attend, load_queries, merge_or_write, seen_by_all
+from vllm_opset.kernels.triton._paged_attention import attend, load_queries, seen_by_all
+from vllm_opset.kernels.triton._paged_attention_merge import MERGED_ROWS, is_last, merge_rows, store_part, write
 
 REQUESTS = tl.constexpr(256)  # that are planned together
 PROGRAMS = tl.constexpr(64)  # whose first requests are looked for together
@@ -43,7 +44,8 @@ def plan(
         total += tl.sum(blocks)
         longest = max(longest, tl.max(blocks))
     tl.debug_barrier()  # what follows reads what other threads have written
-    share = max(tl.cdiv(total, num_programs), (tl.sqrt(longest.to(tl.float32) * MERGE_BLOCKS) + 0.5).to(tl.int32))
+    best = (tl.sqrt(longest.to(tl.float32) * MERGE_BLOCKS) + 0.5).to(tl.int32)
+    share = max(1, max(tl.cdiv(total, num_programs), best))
     tl.store(starts + num_reqs + 1, share)
     for first_program in range(0, num_programs + 1, PROGRAMS):
         program = first_program + tl.arange(0, PROGRAMS)
@@ -71,7 +73,8 @@ def attend_few(
     LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program for each KV head and share, in this order. All queries of a request are one tile.
+    """One program for each KV head and share, in this order. All queries of a request are one tile. tickets: None if
+    its parts are left to merge_few, which merges all rows at once; the last of its programs would do a few at a time.
 
     What is read before `begin` is older than the kernel before this one: the plan, and what it was made of.
     """
@@ -111,14 +114,57 @@ def attend_few(
                 first, last, full_first, full_last, low,
                 GROUP, LEFT, RIGHT, HEAD_SIZE, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-            first_program = start // share
-            merge_or_write(
-                acc, top, total, partials, maxima, tickets, request * NUM_KV_HEADS + head,
-                head * (num_programs + num_reqs) + first_program + request, program - first_program,
-                (end - 1) // share - first_program + 1, num_rows,
-                out, out_strides, first_token, head, sinks, v_scale,
-                True, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
-            )  # fmt: skip
+            first_part, num_parts = _parts(start, end, share, request, head, num_reqs, num_programs)
+            if num_parts == 1:
+                row = tl.arange(0, BLOCK_M)
+                write(
+                    acc, top, total, row, num_rows, out, out_strides, first_token, head, sinks, v_scale,
+                    GROUP, HEAD_SIZE, BLOCK_D,
+                )  # fmt: skip
+            else:
+                part = first_part + program - start // share
+                store_part(acc, top, total, partials, maxima, part, num_rows, BLOCK_M, BLOCK_D)
+                if tickets is not None:
+                    last_of_all = is_last(tickets + request * NUM_KV_HEADS + head, num_parts)
+                    if last_of_all:
+                        for first_row in range(0, num_rows, MERGED_ROWS):
+                            merge_rows(
+                                first_row, partials, maxima, first_part, num_parts, num_rows,
+                                out, out_strides, first_token, head, sinks, v_scale,
+                                GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
+                            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_programs", "turn"])
+def merge_few(
+    out, out_strides, query_start_loc, seq_lens, num_reqs, sinks, v_scale,
+    partials, maxima, starts, first_requests, num_programs, turn,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Adds up what attend_few has stored. One program for each KV head and border between two shares, in this order,
+    and for each MERGED_ROWS rows: it merges the request that lies across the border, if it is the request's first one.
+    """
+    begin(OVERLAP)
+    head, border = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS + 1
+    share = tl.load(starts + num_reqs + 1)
+    request = tl.load(first_requests + border)
+    start, end, first_token, query_len, _ = _request(starts, turn, query_start_loc, seq_lens, request)
+    first_part, num_parts = _parts(start, end, share, request, head, num_reqs, num_programs)
+    first_row, num_rows = tl.program_id(1) * MERGED_ROWS, query_len * GROUP
+    if (num_parts > 1) & (start // share == border - 1) & (first_row < num_rows):
+        merge_rows(
+            first_row, partials, maxima, first_part, num_parts, num_rows,
+            out, out_strides, first_token, head, sinks, v_scale, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+
+
+@triton.jit
+def _parts(start, end, share, request, head, num_reqs, num_programs):
+    """The parts of a request: the place of the first one among all, and how many there are."""
+    first_program = start // share
+    first_part = head * (num_programs + num_reqs) + first_program + request
+    return first_part, (end - 1) // share - first_program + 1
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 
 A program takes one query tile after the other. Two warps (_paged_attention_hopper_load) have the copy engine bring keys
 and values into rings of STAGES blocks in shared memory; one of them draws the tiles and posts them on a board. Two
-groups of 4 warps attend half the rows each: while one exponentiates, the products of the other run.
+groups of 4 warps attend half the rows each: while one exponentiates, the products of the other run. If a tile is half
+empty, such as one of a token that is decoded, one of them passes it on.
 """
 
 from triton.experimental import gluon
@@ -98,6 +99,7 @@ def _attend(
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Half the rows of each tile that is posted, up to a post of no queries."""
+    PLACES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     _, _, empty_posts = board
     taken, done, num_cleared = 0, 0, 0  # tiles, blocks of keys, and those of them that were cleared
     num_queries = await_post(board, taken)
@@ -105,11 +107,17 @@ def _attend(
         first_token, first_position = read_post(board, taken, 1), read_post(board, taken, 2)
         seq_len, head = read_post(board, taken, 3), read_post(board, taken, 4)
         mbarrier.arrive(empty_posts.index(taken % POSTS))
-        done, num_cleared = _attend_tile(
-            HALF_INDEX, tensors, queries.index(HALF_INDEX), ring, done, num_cleared,
-            num_queries, first_token, first_position, seq_len, head, scale,
-            BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
-        )  # fmt: skip
+        if HALF_INDEX == 0 or num_queries * GROUP > HALF:
+            done, num_cleared = _attend_tile(
+                HALF_INDEX, tensors, queries.index(HALF_INDEX), ring, done, num_cleared,
+                num_queries, first_token, first_position, seq_len, head, scale,
+                BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES, PLACES,
+            )  # fmt: skip
+        else:
+            done, num_cleared = _pass_tile(
+                HALF_INDEX, ring, done, num_cleared, num_queries, first_position, seq_len,
+                BOX_ROWS, LEFT, RIGHT, BLOCK_N, STAGES, PLACES,
+            )  # fmt: skip
         taken += 1
         num_queries = await_post(board, taken)
 
@@ -119,12 +127,11 @@ def _attend_tile(
     HALF_INDEX: gl.constexpr, tensors, q, ring, done, num_cleared,
     num_queries, first_token, first_position, seq_len, head, scale,
     BOX_ROWS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
     """The online softmax of half the rows of a tile, and its result. q: room for both. Returns the counts so far."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    PLACES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     query, query_strides, out, out_strides, sinks = tensors
     _, values, _, empty_keys, full_values, empty_values, cleared = ring
     low, _, num_blocks, num_right, num_masked = blocks(
@@ -153,9 +160,7 @@ def _attend_tile(
     )
     mbarrier.wait(full_values.index(done % STAGES), done // STAGES & 1)
     if start + BLOCK_N > seq_len:
-        _clear(HALF_INDEX, values.index(done % STAGES), seq_len - start, BLOCK_N // 2, PLACES)
-        mbarrier.arrive(cleared)
-        mbarrier.wait(cleared, num_cleared & 1)
+        _clear(HALF_INDEX, values.index(done % STAGES), seq_len - start, cleared, num_cleared, BLOCK_N // 2, PLACES)
         num_cleared += 1
     for turn in range(1, num_masked):
         acc, weight, top, total = _step(
@@ -183,6 +188,28 @@ def _attend_tile(
     place = gl.multiple_of(out + token * out_strides[0] + query_head * out_strides[1], 16)
     gl.store(place[:, None] + column[None, :], q.load(PLACES), inside)
     return done, num_cleared
+
+
+@gluon.jit
+def _pass_tile(
+    HALF_INDEX: gl.constexpr, ring, done, num_cleared, num_queries, first_position, seq_len,
+    BOX_ROWS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    PLACES: gl.constexpr,
+):  # fmt: skip
+    """Hands back the blocks of a tile that has rows in the other half alone. Returns the counts so far."""
+    _, values, full_keys, empty_keys, full_values, empty_values, cleared = ring
+    low, _, num_blocks, num_right, _ = blocks(first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
+    for turn in range(num_blocks):
+        place, phase = (done + turn) % STAGES, (done + turn) // STAGES & 1
+        mbarrier.wait(full_keys.index(place), phase)
+        mbarrier.arrive(empty_keys.index(place))
+        mbarrier.wait(full_values.index(place), phase)
+        start = start_of(turn, low, num_blocks, num_right, BLOCK_N)
+        if (turn == 0) & (start + BLOCK_N > seq_len):
+            _clear(HALF_INDEX, values.index(place), seq_len - start, cleared, num_cleared, BLOCK_N // 2, PLACES)
+            num_cleared += 1
+        mbarrier.arrive(empty_values.index(place))
+    return done + num_blocks, num_cleared
 
 
 @gluon.jit
@@ -241,11 +268,15 @@ def _weigh(
 
 
 @gluon.jit
-def _clear(HALF_INDEX: gl.constexpr, values, num_rows, NUM_ROWS: gl.constexpr, PLACES: gl.constexpr):
-    """Zeros in this group's half of a block from row num_rows of the block on, which may hold NaN: a weight of zero
-    would not hide it.
+def _clear(
+    HALF_INDEX: gl.constexpr, values, num_rows, cleared, num_cleared, NUM_ROWS: gl.constexpr, PLACES: gl.constexpr
+):  # fmt: skip
+    """Zeros in a block from row num_rows on, which may hold NaN: a weight of zero would not hide it. Each group writes
+    half of the block, of NUM_ROWS, and waits for the other.
     """
     values = values.slice(HALF_INDEX * NUM_ROWS, NUM_ROWS)
     row = HALF_INDEX * NUM_ROWS + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, PLACES))
     values.store(gl.where((row < num_rows)[:, None], values.load(PLACES), 0.0))
     hopper.fence_async_shared()
+    mbarrier.arrive(cleared)
+    mbarrier.wait(cleared, num_cleared & 1)

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from vllm_opset.kernels.triton._paged_attention import seen_by_all
-from vllm_opset.kernels.triton._paged_attention_many import REQUESTS
+from vllm_opset.kernels.triton._paged_attention_many import REQUESTS, queries_of
 
 ROWS = gl.constexpr(128)  # of a query tile
 COLUMNS = gl.constexpr(64)  # of a box: 128 bytes, the width that shared memory is swizzled by
@@ -19,17 +19,16 @@ def load_keys(
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Draws tiles, posts them and brings their keys. The last tiles come first, since they see the most keys."""
+    """Draws tiles, in the order of _paged_attention_many._request_of, posts them and brings their keys."""
     query_start_loc, seq_lens, block_table, table_strides, num_reqs = batch
     posted, loaded = 0, 0  # tiles, and blocks of keys
     drawn = gl.program_id(0)
     while drawn < num_tiles:
-        head, tile = drawn % NUM_KV_HEADS, (num_tiles - 1 - drawn) // NUM_KV_HEADS
+        head, tile = drawn % NUM_KV_HEADS, drawn // NUM_KV_HEADS
         request = _request_of(tile, query_start_loc, num_reqs, ROWS // GROUP)
         first_token, seq_len = gl.load(query_start_loc + request), gl.load(seq_lens + request)
         query_len = gl.load(query_start_loc + request + 1) - first_token
-        first_query = (tile - first_token // (ROWS // GROUP) - request) * (ROWS // GROUP)
-        num_queries = min(ROWS // GROUP, query_len - first_query)
+        first_query, num_queries = queries_of(tile, first_token, query_len, num_reqs, ROWS // GROUP)
         if num_queries > 0:
             first_position = seq_len - query_len + first_query
             _post(board, posted, (num_queries, first_token + first_query, first_position, seq_len, head, request))
@@ -73,12 +72,14 @@ def load_values(
 def _request_of(tile, query_start_loc, num_reqs, QUERIES: gl.constexpr):
     """The request of a tile, as _paged_attention_many._request_of finds it; Gluon has to be told the layout."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [gl.num_warps()], [0])
-    request = -1
-    for first in range(0, num_reqs, REQUESTS):
-        candidate = first + gl.arange(0, REQUESTS, LAYOUT)
-        start = gl.load(query_start_loc + candidate, candidate < num_reqs, 0)
-        started = (start // QUERIES + candidate <= tile) & (candidate < num_reqs)
-        request += gl.sum(started.to(gl.int32), 0)
+    request = tile
+    if tile >= num_reqs:
+        request = -1
+        for first in range(0, num_reqs, REQUESTS):
+            candidate = first + gl.arange(0, REQUESTS, LAYOUT)
+            start = gl.load(query_start_loc + candidate, candidate < num_reqs, 0)
+            started = (start // QUERIES <= tile - num_reqs) & (candidate < num_reqs)
+            request += gl.sum(started.to(gl.int32), 0)
     return request
 
 

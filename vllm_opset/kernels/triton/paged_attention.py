@@ -1,4 +1,4 @@
-"""paged_attention: one launch for any batch, after one that plans the step if its queries are few."""
+"""paged_attention: one launch for any batch, one more where parts of more than 16 rows are added up."""
 
 import functools
 import math
@@ -13,6 +13,7 @@ from vllm_opset.kernels.triton import INTERPRETED, _launch, _supports
 from vllm_opset.kernels.triton import _paged_attention_few as _few
 from vllm_opset.kernels.triton import _paged_attention_hopper as _hopper
 from vllm_opset.kernels.triton import _paged_attention_many as _many
+from vllm_opset.kernels.triton._paged_attention_merge import MERGED_ROWS
 from vllm_opset.ops.paged_attention import PagedAttentionProblem, check_shapes
 from vllm_opset.ops.paged_batch import PagedBatch, only_packed, window_sides
 
@@ -21,10 +22,12 @@ MAX_GROUP = 128  # query heads of a KV head: rows of the largest tile
 MIN_ROWS = 16  # that a matrix instruction takes
 WARPGROUP = 4  # warps
 WARPGROUP_RESULTS = 64 * 128  # that fit its registers, on a Hopper GPU, beside all that few queries need there
-FEW_ROWS = 64  # of a request, at most, for what the launch parameters call few or several
+FEW_ROWS = 64  # of a request, at most, for what the launch parameters call few, or several
 MAX_ROWS_FP32 = 32  # without tensor cores, a program's products are unrolled: more rows compile for minutes
 ROW_BYTES = 256  # of a query or key, up to which a tile holds as many as the launch parameters say
 COPY_BYTES = 16  # what a Hopper GPU's copy engine wants addresses and strides to be multiples of
+SEVERAL_TURNS = 3  # tiles of a program, from which on its matrix instructions win over attending equal shares …
+SEVERAL_KEYS = 8192  # … unless some request has more keys, since others may end long before its tiles
 HOPPER_BYTES = 2  # of an element, that its matrix instructions take here
 
 
@@ -58,57 +61,87 @@ def paged_attention(
     if scale <= 0:
         raise ValueError(f"a scale of {scale}: it must be above zero")
     left, right = window_sides(window, batch.causal)
-    num_tokens, num_heads, head_size = query.shape
-    num_kv_heads, block_size = kv_cache.shape[1:3]
-    num_reqs, group = len(batch.seq_lens), num_heads // num_kv_heads
-    if num_tokens == 0 or num_reqs == 0:
+    num_reqs, group = len(batch.seq_lens), query.shape[1] // kv_cache.shape[1]
+    if len(query) == 0 or num_reqs == 0:
         return
-    block_d = _launch.next_power_of_2(head_size)
-    row_bytes = block_d * query.element_size()
-    few = batch.max_query_len * group <= (MAX_ROWS_FP32 if query.dtype == torch.float32 else FEW_ROWS)
-    if not few and _suits_hopper(query, kv_cache, batch, out, soft_cap, alibi_slopes, k_scale, v_scale):
+    if _suits_hopper(query, kv_cache, batch, out, soft_cap, alibi_slopes, k_scale, v_scale):
         _attend_on_hopper(query, kv_cache, batch, out, scale, left, right, sinks)
         return
-    if few:
-        rows = _rows(batch.max_query_len * group, group, query.dtype)
-        launch = "paged_attention_few" if rows == MIN_ROWS else "paged_attention_several"
-        size = (num_reqs * num_kv_heads) ** 2 * batch.max_seq_len
-        values = _launch.parameters(launch, query.device, size)
-        warps = values["warps"] * max(1, rows * block_d // WARPGROUP_RESULTS)
-        if values["programs"] == 1 and kv_cache.dtype != query.dtype:
-            warps = max(warps, WARPGROUP)  # converting takes registers, which a program that is alone can have
-    else:
-        values = _launch.parameters("paged_attention_many", query.device, num_tokens * num_heads)
-        rows = _rows(values["rows"] * ROW_BYTES // max(ROW_BYTES, row_bytes), group, query.dtype)
-        warps = values["warps"]
-    block_n = max(MIN_ROWS, values["keys"] * ROW_BYTES // max(ROW_BYTES, row_bytes))
     inputs = (
         query, query.stride(), kv_cache, kv_cache.stride(), out, out.stride(),
         batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(), num_reqs,
         scale, soft_cap or None, alibi_slopes, sinks, k_scale, v_scale,
     )  # fmt: skip
-    options = {
-        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_SIZE": block_size,
-        "LEFT": left, "RIGHT": right, "BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_D": block_d,
-        "num_warps": warps, "num_stages": values["stages"], **_launch.overlap(query.device),
-    }  # fmt: skip
+    results = (out, out.stride(), batch.query_start_loc, batch.seq_lens, num_reqs, sinks, v_scale)
+    few = batch.max_query_len * group <= (MAX_ROWS_FP32 if query.dtype == torch.float32 else FEW_ROWS)
+    (_attend_few if few else _attend_many)(query, kv_cache, batch, left, right, inputs, results)
 
-    programs = values["programs"] * _multiprocessors(query.device)
-    if few:
-        num_programs = max(1, programs // num_kv_heads)
-        plan = batch.once(_plan, num_kv_heads, num_programs, values["turn"], left, block_n)
-        parts = batch.once(_workspace, (num_programs + num_reqs) * num_kv_heads, rows, block_d)
-        _few.attend_few[(num_programs * num_kv_heads,)](*inputs, *parts, *plan, num_programs, values["turn"], **options)
-    else:
-        num_items = (num_tokens // (rows // group) + num_reqs) * num_kv_heads
-        span = _span(batch, left, right, rows // group)
-        num_splits = max(1, min(programs // num_items, _launch.cdiv(span, max(block_n, values["share"]))))
-        workspace = (None,) * 3
-        if num_splits > 1:
-            parts = batch.once(_workspace, num_items * num_splits, rows, block_d)
-            workspace = (*parts, batch.once(_tickets, num_items))
-        _many.attend_many[(num_items * num_splits,)](
-            *inputs, *workspace, num_splits, values["share"], SPLIT=num_splits > 1, **options
+
+def _attend_few(
+    query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, left: int | None, right: int | None,
+    inputs: tuple, results: tuple,
+) -> None:  # fmt: skip
+    """inputs, results: the first arguments of the kernels that attend and merge."""
+    num_kv_heads, block_size = kv_cache.shape[1:3]
+    num_reqs, group, head_size = len(batch.seq_lens), query.shape[1] // num_kv_heads, query.shape[2]
+    block_d = _launch.next_power_of_2(head_size)
+    most_rows = batch.max_query_len * group
+    rows = _rows(most_rows, group, query.dtype)
+    several = rows > MIN_ROWS
+    launch = "paged_attention_several" if several else "paged_attention_few"
+    values = _launch.parameters(launch, query.device, (num_reqs * num_kv_heads) ** 2 * batch.max_seq_len)
+    warps = values["warps"] * max(1, rows * block_d // WARPGROUP_RESULTS)
+    if values["programs"] == 1 and kv_cache.dtype != query.dtype:
+        warps = max(warps, WARPGROUP)  # converting takes registers, which a program that is alone can have
+    block_n = _block_n(values, query)
+    num_programs, turn = max(1, values["programs"] * _multiprocessors(query.device) // num_kv_heads), values["turn"]
+    tickets, *plan = batch.once(_plan, num_kv_heads, num_programs, turn, left, block_n)
+    parts = batch.once(_workspace, (num_programs + num_reqs) * num_kv_heads, rows, block_d)
+    shape = {
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_M": rows, "BLOCK_D": block_d,
+        **_launch.overlap(query.device),
+    }  # fmt: skip
+    _few.attend_few[(num_programs * num_kv_heads,)](
+        *inputs, *parts, None if several else tickets, *plan, num_programs, turn,
+        BLOCK_SIZE=block_size, LEFT=left, RIGHT=right, BLOCK_N=block_n,
+        num_warps=warps, num_stages=values["stages"], **shape,
+    )  # fmt: skip
+    if several and num_programs > 1:
+        borders = (num_programs - 1) * num_kv_heads
+        _few.merge_few[(borders, _launch.cdiv(most_rows, MERGED_ROWS.value))](
+            *results, *parts, *plan, num_programs, turn, num_warps=WARPGROUP, **shape
+        )
+
+
+def _attend_many(
+    query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, left: int | None, right: int | None,
+    inputs: tuple, results: tuple,
+) -> None:  # fmt: skip
+    """inputs, results: the first arguments of the kernels that attend and merge."""
+    num_kv_heads, block_size = kv_cache.shape[1:3]
+    num_tokens, num_heads, head_size = query.shape
+    group, block_d = num_heads // num_kv_heads, _launch.next_power_of_2(head_size)
+    values = _launch.parameters("paged_attention_many", query.device, num_tokens * num_heads)
+    rows = _rows(values["rows"] * ROW_BYTES // max(ROW_BYTES, _row_bytes(query)), group, query.dtype)
+    block_n = _block_n(values, query)
+    num_items = (num_tokens // (rows // group) + len(batch.seq_lens)) * num_kv_heads
+    shares = _launch.cdiv(_span(batch, left, right, rows // group), max(block_n, values["share"]))
+    num_splits = max(1, min(values["programs"] * _multiprocessors(query.device) // num_items, shares))
+    parts = (None, None)
+    if num_splits > 1:
+        parts = batch.once(_workspace, num_items * num_splits, rows, block_d)
+    shape = {
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size, "LEFT": left, "RIGHT": right,
+        "BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_D": block_d, **_launch.overlap(query.device),
+    }  # fmt: skip
+    _many.attend_many[(num_items * num_splits,)](
+        *inputs, *parts, num_splits, values["share"],
+        BLOCK_SIZE=block_size, SPLIT=num_splits > 1, num_warps=values["warps"], num_stages=values["stages"], **shape,
+    )  # fmt: skip
+    if num_splits > 1:
+        most_rows = min(rows, batch.max_query_len * group)
+        _many.merge_many[(num_items, _launch.cdiv(most_rows, MERGED_ROWS.value))](
+            *results, *parts, num_splits, values["share"], num_warps=WARPGROUP, **shape
         )
 
 
@@ -116,15 +149,24 @@ def _suits_hopper(
     query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, out: torch.Tensor,
     soft_cap: float, alibi_slopes: torch.Tensor | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None,
 ) -> bool:  # fmt: skip
-    """Whether the kernel for Hopper GPUs takes these inputs. It splits no keys, so it wants many tiles."""
+    """Whether these inputs are for the kernel for Hopper GPUs."""
     if INTERPRETED or _launch.family(query.device) != "sm90":
         return False
     plain = not soft_cap and alibi_slopes is None and k_scale is None and v_scale is None
     halves = query.element_size() == HOPPER_BYTES and kv_cache.dtype == query.dtype
     boxes = query.shape[2] >= _hopper.COLUMNS.value and kv_cache.shape[2] % MIN_ROWS == 0
     aligned = all(map(_is_aligned, (query, kv_cache, out)))
-    many = 2 * _num_hopper_tiles(query, kv_cache, batch) > _multiprocessors(query.device)
-    return plain and halves and boxes and aligned and many
+    return plain and halves and boxes and aligned and _fills_hopper(query, kv_cache, batch)
+
+
+def _fills_hopper(query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch) -> bool:
+    """Whether its tiles keep a Hopper GPU busy, where no keys are split."""
+    num_kv_heads, programs = kv_cache.shape[1], _multiprocessors(query.device)
+    most_rows = batch.max_query_len * (query.shape[1] // num_kv_heads)
+    if most_rows > FEW_ROWS:
+        return 2 * _num_hopper_tiles(query, kv_cache, batch) > programs
+    many = len(batch.seq_lens) * num_kv_heads >= SEVERAL_TURNS * programs
+    return most_rows > MIN_ROWS and many and batch.max_seq_len <= SEVERAL_KEYS
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
@@ -143,7 +185,7 @@ def _attend_on_hopper(
     block_d = _launch.next_power_of_2(head_size)
     span = _span(batch, left, right, _hopper.ROWS.value // group)
     values = _launch.parameters("paged_attention_hopper", query.device, span)
-    block_n = values["keys"] * ROW_BYTES // max(ROW_BYTES, block_d * query.element_size())
+    block_n = _block_n(values, query)
     box = [1, 1, math.gcd(block_size, block_n), _hopper.COLUMNS.value]
     cache = TensorDescriptor.from_tensor(kv_cache, box, NVMMASharedLayout(128, 16, rank=len(box)))
     num_tiles = _num_hopper_tiles(query, kv_cache, batch)
@@ -176,7 +218,7 @@ def _plan(
     """Tickets, and which keys each program of a step with few queries attends, for all layers with this window.
 
     Kernels read the plan before the one before them has ended. The first of them is right to do so because the tickets
-    are made after the plan: when that kernel has begun, the plan has ended.
+    are made after the plan, used or not: when that kernel has begun, the plan has ended.
     """
     num_reqs, device = len(batch.seq_lens), batch.seq_lens.device
     starts = torch.empty(num_reqs + 2, dtype=torch.int32, device=device)
@@ -186,6 +228,15 @@ def _plan(
         LEFT=left, BLOCK_N=block_n,
     )  # fmt: skip
     return _tickets(batch, num_reqs * num_kv_heads), starts, first_requests
+
+
+def _row_bytes(query: torch.Tensor) -> int:
+    return _launch.next_power_of_2(query.shape[2]) * query.element_size()
+
+
+def _block_n(values: _launch.Parameters, query: torch.Tensor) -> int:
+    """The keys of a tile."""
+    return max(MIN_ROWS, values["keys"] * ROW_BYTES // max(ROW_BYTES, _row_bytes(query)))
 
 
 def _rows(wanted: int, group: int, dtype: torch.dtype) -> int:

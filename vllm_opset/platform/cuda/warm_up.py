@@ -1,6 +1,7 @@
 """Compiles every kernel that serving can ask for before the first request does.
 
-Launch parameters change at powers of two (kernels/triton/launch.yaml), so that these are all sizes that matter.
+Launch parameters change at powers of two (kernels/triton/launch.yaml), so that these are all sizes that matter; what
+attention launches depends on queries and requests besides (`_batches`).
 """
 
 import itertools
@@ -92,15 +93,15 @@ def _powers_up_to(largest: int) -> Iterator[int]:
 
 
 def _attention(worker: Worker) -> None:
-    """Attends one request, as if it was one of many, and with short and long contexts. What takes longest to compile,
-    which is for many queries, comes first.
+    """Attends batches that ask for all that serving launches. What takes longest to compile, which is for many queries,
+    comes first.
 
-    What is launched is chosen by the longest context that a batch says it has; the lengths are on the device.
+    What is launched is chosen by the queries and requests of a batch and by the longest context that it says it has;
+    the lengths are on the device.
     """
     if worker.model_runner.is_pooling_model:
         return
     runner, scheduler, max_model_len = worker.model_runner, worker.scheduler_config, worker.model_config.max_model_len
-    most_queries = min(scheduler.max_num_batched_tokens, max_model_len)
     # One request that is so long is to paged_attention what the most requests of the longest context are.
     most_keys = scheduler.max_num_seqs**2 * max_model_len
     layers = runner.compilation_config.static_forward_context
@@ -111,15 +112,38 @@ def _attention(worker: Worker) -> None:
     }
     for (_, width), layer in variants.items():
         impl = layer.impl
-        for num_queries in reversed([*_powers_up_to(most_queries)]):
-            query = torch.zeros(num_queries, impl.num_heads, impl.head_size, dtype=impl.dtype, device=runner.device)
-            starts, lens, table = (
+        for query_lens in _batches(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, max_model_len):
+            num_tokens = sum(query_lens)
+            query = torch.zeros(num_tokens, impl.num_heads, impl.head_size, dtype=impl.dtype, device=runner.device)
+            starts, lens = (
                 torch.tensor(values, dtype=torch.int32, device=runner.device)
-                for values in ([0, num_queries], [num_queries], [[0] * width])
+                for values in ([0, *itertools.accumulate(query_lens)], query_lens)
             )
-            for max_seq_len in _powers_up_to(most_keys) if num_queries <= FEW_QUERIES else (1, max_model_len):
-                batch = PagedBatch(starts, lens, table, num_queries, max_seq_len)
+            table = torch.zeros(len(query_lens), width, dtype=torch.int32, device=runner.device)
+            alone = len(query_lens) == 1
+            sizes = _powers_up_to(most_keys) if alone and num_tokens <= FEW_QUERIES else (1, max_model_len)
+            for max_seq_len in sizes:
+                batch = PagedBatch(starts, lens, table, max(query_lens), max_seq_len)
                 impl.attend(layer, query, layer.kv_cache, batch, torch.empty_like(query))
+
+
+def _batches(most_tokens: int, most_requests: int, longest: int) -> Iterator[list[int]]:
+    """The queries of each request: of a step that is as full as can be, of one request alone, and of one beside all
+    that decode. What is launched changes where a request's queries pass a power of two, or such steps are full.
+    """
+    requests = min(most_requests, most_tokens)
+    left, query_lens = most_tokens - requests, []
+    for _ in range(requests):
+        query_lens.append(1 + min(left, longest - 1))
+        left -= query_lens[-1] - 1
+    yield query_lens
+    powers = {*_powers_up_to(min(most_tokens, longest))}
+    beyond = {size + 1 for size in powers if size <= FEW_QUERIES and size < max(powers)}
+    for num_queries in sorted(powers | beyond, reverse=True):
+        yield [num_queries]
+        others = min(most_requests - 1, most_tokens - num_queries)
+        if num_queries <= 2 * FEW_QUERIES and others:  # more are as many alone as beside these
+            yield [num_queries] + [1] * others
 
 
 def _block_table_widths(runner: GPUModelRunner) -> dict[str, int]:
