@@ -7,6 +7,7 @@ use spilled registers, and the global loads and stores in their PTX. Needs Trito
 """
 
 import collections
+import itertools
 import json
 import re
 import subprocess
@@ -15,6 +16,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import networkx
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -108,18 +110,51 @@ def _spills(sass: str) -> int:
     """How often spilled registers are stored or loaded in the innermost loops of matrix products, or, of a kernel
     without these, anywhere. What is put aside before such a loop waits in memory, and is in nobody's way.
     """
-    pattern = r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\d+ )?\s*([A-Z]+)[.\w]* ?(?:0x([0-9a-f]+) ;)?"
-    codes = [(int(place, 16), code, target) for place, code, target in re.findall(pattern, sass, re.MULTILINE)]
-    products = [place for place, code, _ in codes if code.endswith("MMA")]
-    spills = [place for place, code, _ in codes if code in ("STL", "LDL")]
+    pattern = r"^\s+/\*([0-9a-f]+)\*/\s+(@!?U?P\d+ )?\s*([A-Z]+)[.\w]* ?(?:[^;]*\b0x([0-9a-f]+) ;)?"
+    codes = [
+        (int(place, 16), bool(condition), code, int(target, 16) if code == "BRA" and target else None)
+        for place, condition, code, target in re.findall(pattern, sass, re.MULTILINE)
+    ]
+    products = {place for place, _, code, _ in codes if code.endswith("MMA")}
+    spills = {place for place, _, code, _ in codes if code in ("STL", "LDL")}
     if not products:
         return len(spills)
-    jumps = [(int(target, 16), place) for place, code, target in codes if code == "BRA" and target]
-    loops = [range(first, last + 1) for first, last in jumps if any(first <= place <= last for place in products)]
-    innermost = [
-        loop for loop in loops if not any(other != loop and other[0] in loop and other[-1] in loop for other in loops)
-    ]
-    return sum(place in loop for loop in innermost for place in spills)
+    loops = [loop for loop in _loops(codes) if loop & products]
+    innermost = [loop for loop in loops if not any(other < loop for other in loops)]
+    return sum(len(loop & spills) for loop in innermost)
+
+
+def _loops(codes: list[tuple[int, bool, str, int | None]]) -> list[set[int]]:
+    """The places of the instructions of each loop: what leads to a jump back without passing where it leads to.
+
+    codes: place, whether it is conditional, code and target of each instruction. Not every jump back closes a loop:
+    what waits for a barrier stands at the end of a kernel and jumps back from there.
+    """
+    flow = networkx.DiGraph()
+    for (place, conditional, code, target), following in itertools.zip_longest(codes, codes[1:]):
+        if target is not None:
+            flow.add_edge(place, target)
+        if following and (conditional or code not in ("BRA", "BRX", "EXIT")):
+            flow.add_edge(place, following[0])
+    entry, reached = codes[0][0], set()
+    for place in sorted(flow):  # where a jump to one of several places (BRX) leads is not told: to whatever is left
+        if place not in reached:
+            flow.add_edge(entry, place)
+            reached |= networkx.descendants(flow, place) | {place}
+    dominators = networkx.immediate_dominators(flow, entry)
+    loops = {}
+    for end, start in flow.edges:
+        if start <= end and _dominates(dominators, start, end):
+            before = networkx.ancestors(flow.subgraph(set(flow) - {start}), end) if end != start else set()
+            loops[start] = loops.get(start, {start}) | before | {end}
+    return list(loops.values())
+
+
+def _dominates(dominators: dict[int, int], start: int, end: int) -> bool:
+    """Whether every way to `end` passes `start`."""
+    while end != start and end in dominators and dominators[end] not in (None, end):
+        end = dominators[end]
+    return end == start
 
 
 if __name__ == "__main__":
