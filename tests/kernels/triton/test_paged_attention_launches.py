@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from paged_launches import record_launches
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import paged_attention
 
-KERNELS = {"_few": ("plan", "attend_few", "merge_few"), "_many": ("attend_many", "merge_many")}
 FORMS = {"plan", "attend_few", "merge_few", "attend_many", "attend_many, split", "merge_many"}
 
 
@@ -15,16 +15,10 @@ FORMS = {"plan", "attend_few", "merge_few", "attend_many", "attend_many, split",
 def test_the_samples_reach_every_kernel(dtype, monkeypatch):
     launched = set()
 
-    class Recorder:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    def record(name: str, inputs: tuple, options: dict) -> None:
+        launched.add(f"{name}, split" if options.get("SPLIT") else name)
 
-        def __getitem__(self, grid):
-            return lambda *_, **options: launched.add(f"{self.name}, split" if options.get("SPLIT") else self.name)
-
-    for part, names in KERNELS.items():
-        for name in names:
-            monkeypatch.setattr(getattr(paged_attention, part), name, Recorder(name))
+    record_launches(monkeypatch, record)
     monkeypatch.setattr(paged_attention, "INTERPRETED", True)
     kernel = kernels_of("paged_attention")["triton"]
     for sample in ops.paged_attention.samples("cpu", dtype):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from paged_launches import record_launches
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 
@@ -23,11 +24,6 @@ pytestmark = pytest.mark.skipif(
 MULTIPROCESSORS = 132
 HEAD_SIZE, BLOCK_SIZE = 128, 16
 NUM_BATCHES = 400
-KERNELS = {
-    "_few": ("plan", "attend_few", "merge_few"),
-    "_many": ("attend_many", "merge_many"),
-    "_hopper": ("attend_many_on_hopper",),
-}
 # KV heads, query heads of each; tokens of a step, requests and length at most.
 SETTINGS = {
     "usual": (8, 4, 8192, 256, 40960),
@@ -40,6 +36,7 @@ SETTINGS = {
     "as many KV heads as query heads": (40, 1, 8192, 256, 40960),
     "two KV heads, no groups": (2, 1, 2048, 128, 32768),
     "large groups, small steps": (2, 8, 512, 16, 384),
+    "as many requests as tokens": (4, 4, 256, 256, 8192),
 }
 
 
@@ -50,20 +47,11 @@ def launched(monkeypatch):
 
     variants = set()
 
-    class Recorder:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    def record(name: str, inputs: tuple, options: dict) -> None:
+        absent = tuple(value is None for value in inputs)
+        variants.add((name, absent, tuple(sorted(options.items()))))
 
-        def __getitem__(self, grid):
-            def launch(*inputs, **options):
-                absent = tuple(value is None for value in inputs)
-                variants.add((self.name, absent, tuple(sorted(options.items()))))
-
-            return launch
-
-    for module, names in KERNELS.items():
-        for name in names:
-            monkeypatch.setattr(getattr(paged_attention, module), name, Recorder(name))
+    record_launches(monkeypatch, record)
     monkeypatch.setattr(paged_attention, "_multiprocessors", lambda device: MULTIPROCESSORS)
     return variants
 

@@ -1,0 +1,28 @@
+"""What the Triton kernel of paged_attention would launch, recorded instead of launched."""
+
+from collections.abc import Callable
+
+import pytest
+
+KERNELS = {
+    "_few": ("plan", "attend_few", "merge_few"),
+    "_many": ("attend_many", "merge_many"),
+    "_hopper": ("attend_many_on_hopper",),
+}
+
+
+class _Recorder:
+    def __init__(self, name: str, record: Callable[[str, tuple, dict], None]) -> None:
+        self.name, self.record = name, record
+
+    def __getitem__(self, grid):
+        return lambda *inputs, **options: self.record(self.name, inputs, options)
+
+
+def record_launches(monkeypatch: pytest.MonkeyPatch, record: Callable[[str, tuple, dict], None]) -> None:
+    """Calls `record` with name, arguments and constants of each launch."""
+    from vllm_opset.kernels.triton import paged_attention
+
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(getattr(paged_attention, module), name, _Recorder(name, record))
