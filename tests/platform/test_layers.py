@@ -252,7 +252,78 @@ def test_layers_older_than_an_engine_follow_its_choices():
     selection.configure({"opset": {"kernels": {"rms_norm": "reference"}}})
     layers.bind(model, DTYPE)
     (choice,) = [choice for choice in selection.choices() if choice.op == "rms_norm"]
-    assert choice.kernel.name == "reference" and model[0]._norm is choice.run
+    assert choice.kernel.name == "reference" and model[0]._norm[DTYPE] is choice.run
+
+
+def rotary_embedding():
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    return get_rope(32, 128, True, ROPES["default"], dtype=DTYPE)
+
+
+def gated_activation():
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    return SiluAndMul()
+
+
+# Layers, and what they are called with: tensors of these widths, after the positions.
+CALLS = {
+    "norm": (norm, (), (48,)),
+    "norm with residual": (norm, (), (48, 48)),
+    "activation": (gated_activation, (), (64,)),
+    "rotary embedding": (rotary_embedding, (torch.arange(5),), (64, 32)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_layer_takes_activations_of_another_dtype_than_it_was_built_for(name, dtype):
+    """vLLM's own tests build layers under fp32, convert them and call them in fp16."""
+    make, positions, widths = CALLS[name]
+    layer = randomise(make())
+    for convert in (lambda: None, lambda: layer.to(dtype)):
+        convert()
+        given = *positions, *(torch.randn(5, width, dtype=dtype) for width in widths)
+        expected = layer.forward_native(*(x.clone() for x in given))
+        torch.testing.assert_close(layer(*given), expected, rtol=2**-6, atol=2**-6)
+    before = selection.choices()
+    layer(*given)
+    assert dtype in {choice.problem.dtype for choice in before} and selection.choices() == before, "chosen once"
+
+
+def test_a_compiler_sees_through_a_layer():
+    """No kernel for a CPU but the reference and PyTorch's can be traced. In fp16 it is traced anew."""
+    names = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding")
+    selection.configure({"opset": {"kernels": dict.fromkeys(names, "reference")}})
+    for make, positions, widths in CALLS.values():
+        layer = randomise(make())
+        compiled = torch.compile(lambda *given, layer=layer: layer(*given), fullgraph=True, backend="eager")
+        for dtype in (DTYPE, torch.float16):
+            given = *positions, *(torch.randn(5, width, dtype=dtype) for width in widths)
+            expected = layer(*(x.clone() for x in given))
+            torch.testing.assert_close(compiled(*given), expected)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda heads: torch.randn(2, 7, heads * 32),
+        lambda heads: torch.randn(2, 7, heads, 32),
+        lambda heads: torch.randn(2, 7, heads, 48)[..., :32],
+        lambda heads: torch.randn(2, 7, 9 * 32)[..., 32 : 32 * (1 + heads)],
+        lambda heads: torch.randn(7, 2, heads * 32).transpose(0, 1),
+        lambda heads: torch.randn(14, heads * 32),
+    ],
+)
+@pytest.mark.parametrize("with_key", [True, False])
+def test_rotary_embeddings_of_several_sequences(make, with_key):
+    """vLLM's take positions [batch, seq_len] too, and query and key in any shape of as many rows."""
+    layer, positions = rotary_embedding(), torch.randint(0, 128, (2, 7))
+    query, key = make(4), make(2) if with_key else None
+    copies = query.contiguous(), key if key is None else key.contiguous()
+    expected = layer.forward_native(positions, *copies)
+    torch.testing.assert_close(layer(positions, query, key), expected, **TOLERANCE)
 
 
 def test_ir_ops_reach_the_same_kernels():

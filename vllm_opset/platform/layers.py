@@ -6,9 +6,8 @@ what the op's contract does not cover, and calls the chosen kernel with as littl
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -21,6 +20,26 @@ REGISTRY = "vllm.model_executor.custom_op"
 HW_AGNOSTIC_REGISTRY = "vllm.model_executor.hw_agnostic.custom_op"
 
 
+class Kernels(dict[torch.dtype, Callable]):
+    """A layer's kernels for one op, by the dtype of the activations.
+
+    The first call in a dtype chooses the kernel for it; later calls look it up. Raises OverrideError, at that first
+    call, if the user asks for a kernel that does not support the dtype.
+    """
+
+    def __init__(self, op: Op, describe: Callable[[], dict]) -> None:
+        """describe: gives what the layer knows of the op's problem; it is called for each choice."""
+        super().__init__()
+        self.op, self.describe = op, describe
+
+    def __missing__(self, dtype: torch.dtype) -> Callable:
+        from vllm.platforms import current_platform
+
+        problem = self.op.problem(device=current_platform.device_type, dtype=dtype, **self.describe())
+        self[dtype] = selection.select(self.op, problem).run
+        return self[dtype]
+
+
 class OpsetLayer:
     """Mixed in before a vLLM layer.
 
@@ -28,15 +47,27 @@ class OpsetLayer:
     between the engines of a process.
     """
 
+    opset_kernels: Sequence[Kernels] = ()
+
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.bind(torch.get_default_dtype())
+
+    def _apply(self, *args, **kwargs) -> torch.nn.Module:
+        """nn.Module calls it for `.to()`, `.half()` and the like, which change the dtype of weights."""
+        super()._apply(*args, **kwargs)
+        for kernels in self.opset_kernels:
+            kernels.clear()
+        return self
 
     def bind(self, dtype: torch.dtype) -> None:
         """Makes the chosen kernels this layer's forward, within vLLM's configuration. dtype: of the activations."""
         # Not where the user or a compiler has switched the layer off (`custom_ops=["-rms_norm"]`).
         self.opset_is_wanted = (self._enforce_enable or self.enabled()) and self.covered_by_contract()
-        self._forward_method = self.choose_kernels(dtype) if self.opset_is_wanted else self.forward_native
+        self.opset_kernels = []
+        self._forward_method = self.use_kernels() if self.opset_is_wanted else self.forward_native
+        for kernels in self.opset_kernels:
+            kernels[dtype]  # chosen now, so that the report at start-up names it
         # nn.Module calls `forward`: vLLM's would only pass the call on.
         self.forward = self._forward_method
 
@@ -44,9 +75,15 @@ class OpsetLayer:
         """Whether the op's contract can express this layer; if not, vLLM's own code runs."""
         return True
 
-    def choose_kernels(self, dtype: torch.dtype) -> Callable:
-        """The function to run as this layer's forward."""
+    def use_kernels(self) -> Callable:
+        """The function to run as this layer's forward. Says by `kernels_for` which ops it calls."""
         raise NotImplementedError
+
+    def kernels_for(self, op: Op, describe: Callable[[], dict] = dict) -> Kernels:
+        """The kernels of an op that this layer calls. describe: as in `Kernels`."""
+        kernels = Kernels(op, describe)
+        self.opset_kernels.append(kernels)
+        return kernels
 
 
 class RMSNormLayer(OpsetLayer):
@@ -57,18 +94,20 @@ class RMSNormLayer(OpsetLayer):
     def covered_by_contract(self) -> bool:
         return getattr(self, "variance_size_override", None) is None
 
-    def choose_kernels(self, dtype: torch.dtype) -> Callable:
-        known = {"hidden_size": len(self.weight), "weight_dtype": _dtype(self._parameters.get("weight"))}
-        self._norm = _run(ops.rms_norm, dtype, **known)
-        self._add_and_norm = _run(ops.fused_add_rms_norm, dtype, **known)
+    def use_kernels(self) -> Callable:
+        self._norm = self.kernels_for(ops.rms_norm, self._known)
+        self._add_and_norm = self.kernels_for(ops.fused_add_rms_norm, self._known)
         return self.forward_oot
+
+    def _known(self) -> dict:
+        return {"hidden_size": len(self.weight), "weight_dtype": _dtype(self._parameters.get("weight"))}
 
     def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None):
         # Not self.weight: nn.Module finds parameters by a detour.
         weight = self._parameters.get("weight")
         if residual is None:
-            return self._norm(x, weight, self.variance_epsilon, self.weight_offset)
-        self._add_and_norm(x, residual, weight, self.variance_epsilon, self.weight_offset)
+            return self._norm[x.dtype](x, weight, self.variance_epsilon, self.weight_offset)
+        self._add_and_norm[x.dtype](x, residual, weight, self.variance_epsilon, self.weight_offset)
         return x, residual
 
 
@@ -77,26 +116,45 @@ class GemmaRMSNormLayer(RMSNormLayer):
 
 
 class LayerNormLayer(OpsetLayer):
-    def choose_kernels(self, dtype: torch.dtype) -> Callable:
-        known = {"hidden_size": self.normalized_shape[0], "weight_dtype": _dtype(self.weight)}
-        self._norm = _run(ops.layer_norm, dtype, **known)
+    def use_kernels(self) -> Callable:
+        self._norm = self.kernels_for(ops.layer_norm, self._known)
         return self.forward_oot
 
+    def _known(self) -> dict:
+        return {"hidden_size": self.normalized_shape[0], "weight_dtype": _dtype(self.weight)}
+
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
-        return self._norm(x, self._parameters.get("weight"), self._parameters.get("bias"), self.eps)
+        return self._norm[x.dtype](x, self._parameters.get("weight"), self._parameters.get("bias"), self.eps)
 
 
 class RotaryEmbeddingLayer(OpsetLayer):
     """For every class that only computes its table of cosines and sines differently."""
 
-    def choose_kernels(self, dtype: torch.dtype) -> Callable:
-        known = {"head_size": self.head_size, "rotary_dim": self.rotary_dim, "is_neox_style": self.is_neox_style}
-        self._rotate = _run(ops.rotary_embedding, dtype, **known, table_dtype=self.cos_sin_cache.dtype)
+    def use_kernels(self) -> Callable:
+        self._rotate = self.kernels_for(ops.rotary_embedding, self._known)
         return self.forward_oot
 
+    def _known(self) -> dict:
+        return {
+            "head_size": self.head_size,
+            "rotary_dim": self.rotary_dim,
+            "is_neox_style": self.is_neox_style,
+            "table_dtype": self.cos_sin_cache.dtype,
+        }
+
     def forward_oot(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
-        self._rotate(positions, query, key, self.head_size, self._buffers["cos_sin_cache"], self.is_neox_style)
+        """positions: [num_tokens] or [batch, seq_len]. query, key: a row of all heads for each, in any shape."""
+        if positions.ndim != 1:
+            return self._rotate_sequences(positions, query, key)
+        table = self._buffers["cos_sin_cache"]
+        self._rotate[query.dtype](positions, query, key, self.head_size, table, self.is_neox_style)
         return query, key
+
+    def _rotate_sequences(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None):
+        """Like vLLM's, with all sequences in one dimension. A layout that has no such view is copied."""
+        by_head = (None if x is None else x.reshape(positions.numel(), -1, self.head_size) for x in (query, key))
+        rotated = self.forward_oot(positions.flatten(), *by_head)
+        return tuple(None if x is None else x.reshape_as(given) for x, given in zip(rotated, (query, key), strict=True))
 
 
 class MRotaryEmbeddingLayer(RotaryEmbeddingLayer):
@@ -107,7 +165,7 @@ class MRotaryEmbeddingLayer(RotaryEmbeddingLayer):
             return super().forward_oot(positions, query, key)
         table = torch.cat([self._by_section(half) for half in self.cos_sin_cache[positions].chunk(2, dim=-1)], dim=-1)
         rows = torch.arange(len(table), device=table.device)
-        self._rotate(rows, query, key, self.head_size, table, self.is_neox_style)
+        self._rotate[query.dtype](rows, query, key, self.head_size, table, self.is_neox_style)
         return query, key
 
     def _by_section(self, half: torch.Tensor) -> torch.Tensor:
@@ -124,13 +182,13 @@ def activation(op: Op, **attributes: str) -> type[OpsetLayer]:
     """A layer class for an activation. attributes: from the op's further arguments to attributes of vLLM's layer."""
 
     class ActivationLayer(OpsetLayer):
-        def choose_kernels(self, dtype: torch.dtype) -> Callable:
-            run = _run(op, dtype)
+        def use_kernels(self) -> Callable:
+            kernels = self.kernels_for(op)
             arguments = {argument: getattr(self, name) for argument, name in attributes.items()}
-            return partial(run, **arguments) if arguments else run
+            return lambda x: kernels[x.dtype](x, **arguments)
 
         def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
-            """Stands for being enabled; the kernel itself is called."""
+            """Stands for being enabled; the function of `use_kernels` is called."""
             return self._forward_method(x)
 
     return ActivationLayer
@@ -222,13 +280,6 @@ def _rotary_embeddings() -> Iterator[Replacement]:
     for cls in family(RotaryEmbedding):
         if cls.forward_native is RotaryEmbedding.forward_native and not issubclass(cls, OpsetLayer):
             yield Replacement(cls.__module__, cls.__name__, RotaryEmbeddingLayer)
-
-
-def _run(op: Op, dtype: torch.dtype, **known) -> Callable:
-    """The kernel for an op and what its layer knows of the problem."""
-    from vllm.platforms import current_platform
-
-    return selection.select(op, op.problem(device=current_platform.device_type, dtype=dtype, **known)).run
 
 
 def _dtype(tensor: torch.Tensor | None) -> torch.dtype | None:
