@@ -117,3 +117,59 @@ def test_only_what_callers_prepare_can_be_prepared():
         kernel(ops.linear, name="packed", prepare={"wieght": str})
     with pytest.raises(ValueError, match="callers of rms_norm do not prepare"):
         kernel(ops.rms_norm, name="packed", prepare={"weight": str})
+
+
+def norm_with_an_argument_more(x, weight, epsilon, stream, weight_offset=0.0): ...
+def norm_in_another_order(x, epsilon, weight, weight_offset=0.0): ...
+def norm_without_an_offset(x, weight, epsilon): ...
+def norm_with_another_default(x, weight, epsilon, weight_offset=1.0): ...
+def norm_without_a_default(x, weight, epsilon, weight_offset): ...
+def norm_by_keyword(x, weight, epsilon, *, weight_offset=0.0): ...
+def norm_by_position(x, weight, epsilon, weight_offset=0.0, /): ...
+def norm_of_anything(*args, **kwargs): ...
+def norm_misspelt(x, wieght, epsilon, weight_offset=0.0): ...
+
+
+WRONG_SIGNATURES = {
+    norm_with_an_argument_more: "no call gives its parameter 'stream', which has no default",
+    norm_in_another_order: "by position it takes x, epsilon, weight, weight_offset, not x, weight, epsilon, weight_off",
+    norm_without_an_offset: "it has no parameter 'weight_offset'",
+    norm_with_another_default: "the default of 'weight_offset' is 1.0, not 0.0",
+    norm_without_a_default: "'weight_offset' has no default, where the op's is 0.0",
+    norm_by_keyword: "'weight_offset' is keyword-only, not positional or keyword",
+    norm_by_position: "'weight_offset' is positional-only, not positional or keyword",
+    norm_of_anything: "it has no parameter 'x'",
+    norm_misspelt: "it has no parameter 'weight'; no call gives its parameter 'wieght', which has no default",
+}
+
+
+@pytest.mark.parametrize("run", WRONG_SIGNATURES, ids=lambda run: run.__name__)
+def test_another_signature_than_the_ops_is_refused(run):
+    """Otherwise the first request would meet a TypeError, or the wrong argument."""
+    with pytest.raises(ValueError, match="rms_norm=mine has another signature than its op: ") as refused:
+        kernel(ops.rms_norm, name="mine")(run)
+    assert WRONG_SIGNATURES[run] in str(refused.value)
+    assert str(refused.value).endswith("as the op does: def rms_norm(x, weight, epsilon, weight_offset=0.0)")
+    assert "mine" not in kernels_of("rms_norm")
+
+
+def norm_with_an_option(x, weight, epsilon, weight_offset=0.0, warps=4): ...
+def norm_with_more_of_anything(x, weight, epsilon, weight_offset=0.0, *args, tile=64, **kwargs): ...
+def attention_without_keywords(
+    query, kv_cache, batch, out, scale, window=None, soft_cap=0.0, alibi_slopes=None, sinks=None, k_scale=None,
+    v_scale=None,
+): ...  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "run"),
+    [
+        (ops.rms_norm, norm_with_an_option),
+        (ops.rms_norm, norm_with_more_of_anything),
+        (ops.paged_attention, attention_without_keywords),
+    ],
+)
+def test_a_kernel_may_take_more_than_its_op(op, run):
+    """All that its op takes binds as it does there."""
+    kernel(op, name="mine")(run)
+    assert kernels_of(op.name)["mine"].run is run

@@ -14,9 +14,11 @@ says which of its parameters are prepared.
 """
 
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import Parameter
 from types import ModuleType
 
 import torch
@@ -89,7 +91,9 @@ def kernel(
 ) -> Callable[[Callable], Callable]:
     """Registers the decorated function as an implementation of `op`, with the signature of the op's reference.
 
-    Raises ValueError if the op already has a kernel of that name, or its callers do not prepare such a parameter.
+    The function may have further parameters after those of the reference, if these have defaults. Raises ValueError if
+    its signature is another one, if the op already has a kernel of that name, or if its callers do not prepare such a
+    parameter.
     """
     unprepared = set(prepare or {}) - set(op.prepared)
     if unprepared:
@@ -98,12 +102,49 @@ def kernel(
     def register(run: Callable) -> Callable:
         if name in _registry[op.name]:
             raise ValueError(f"{op.name} already has a kernel named {name!r}, from {_registry[op.name][name].provider}")
+        if wrong := list(_differences(op.signature, inspect.signature(run))):
+            raise ValueError(
+                f"{op.name}={name} has another signature than its op: {'; '.join(wrong)}. "
+                f"Declare it as the op does: def {op.name}{_without_annotations(op.signature)}"
+            )
         provider = _provider_of(run)
         devices = _package(provider).DEVICES if provider in PROVIDERS else ()
         _registry[op.name][name] = Kernel(op.name, name, provider, devices, supports, run, prepare or {})
         return run
 
     return register
+
+
+def _differences(op: inspect.Signature, kernel: inspect.Signature) -> Iterator[str]:
+    """What keeps calls that the op takes from binding to the same parameters and defaults of the kernel."""
+    for name, wanted in op.parameters.items():
+        found = kernel.parameters.get(name)
+        if found is None:
+            yield f"it has no parameter {name!r}"
+        elif found.kind not in (wanted.kind, Parameter.POSITIONAL_OR_KEYWORD):
+            yield f"{name!r} is {found.kind.description}, not {wanted.kind.description}"
+        elif wanted.default is not Parameter.empty and found.default is Parameter.empty:
+            yield f"{name!r} has no default, where the op's is {wanted.default!r}"
+        elif wanted.default is not Parameter.empty and found.default != wanted.default:
+            yield f"the default of {name!r} is {found.default!r}, not {wanted.default!r}"
+    order = _positional(op)
+    if (found_order := _positional(kernel)[: len(order)]) != order and set(order) <= set(kernel.parameters):
+        yield f"by position it takes {', '.join(found_order)}, not {', '.join(order)}"
+    for name, parameter in kernel.parameters.items():
+        variadic = parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+        if name not in op.parameters and parameter.default is Parameter.empty and not variadic:
+            yield f"no call gives its parameter {name!r}, which has no default"
+
+
+def _positional(signature: inspect.Signature) -> list[str]:
+    """The parameters that can be given by position, in their order."""
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
+
+
+def _without_annotations(signature: inspect.Signature) -> inspect.Signature:
+    parameters = [p.replace(annotation=Parameter.empty) for p in signature.parameters.values()]
+    return inspect.Signature(parameters)
 
 
 def kernels_of(op_name: str, elsewhere: bool = False, device: str | None = None) -> dict[str, Kernel]:
