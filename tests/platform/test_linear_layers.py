@@ -1,5 +1,6 @@
 """vLLM's layers with weights, multiplying by ops.linear, against vLLM's own."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,9 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+from vllm_opset import kernel as registry
 from vllm_opset import selection
-from vllm_opset.platform import linear
+from vllm_opset.platform import compile_cache, linear
 from vllm_opset.platform.cpu import linear as packed
 from vllm_opset.platform.refusals import Refusal
 
@@ -141,8 +143,8 @@ def test_a_compiler_is_given_an_operator_of_any_number_of_rows(reference, monkey
     layer = model["replicated"]
     before = layer.quant_method
     linear.bind(model, compiled=True)
-    run = linear._compiled[torch.float32]
-    monkeypatch.setitem(linear._compiled, torch.float32, seeing(run, rows))
+    handle = "reference", torch.float32
+    monkeypatch.setitem(linear._compiled, handle, seeing(linear._compiled[handle], rows))
     compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, dynamic=True, backend="aot_eager")
     for num_tokens in (5, 1, 16):
         x = torch.randn(num_tokens, 48)
@@ -151,11 +153,46 @@ def test_a_compiler_is_given_an_operator_of_any_number_of_rows(reference, monkey
     assert rows == [5, 1, 16]
 
 
-def seeing(run, rows: list[int]):
-    """`run`, noting how many rows it is given."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_second_model_leaves_the_first_one_its_kernel(compiled, monkeypatch):
+    """As two engines of one process do that are started with different overrides."""
+    names, found = ("reference", "another"), []
+    known = {name: dataclasses.replace(registry.kernels_of("linear")["reference"], name=name) for name in names}
+    monkeypatch.setitem(registry._registry, "linear", known)
+    models = []
+    for name in names:
+        selection.forget()
+        selection.configure({"opset": {"kernels": {"linear": name}}})
+        run = seeing(known[name].run, found, what=name)
+        monkeypatch.setitem(known, name, dataclasses.replace(known[name], run=run))
+        models.append(layers())
+        linear.bind(models[-1], compiled)
+    for model, name in zip(models, names, strict=True):
+        layer = model["replicated"]
+        torch.nn.init.normal_(layer.weight)
+        call = torch.compile(lambda x, layer=layer: layer(x)[0], fullgraph=True, backend="aot_eager")
+        for multiply in (lambda x, layer=layer: layer(x)[0], call) if compiled else (layer,):
+            multiply(torch.randn(3, 48))
+            assert found.pop() == name and not found
+
+
+def test_a_graph_is_found_by_engines_that_chose_the_same_kernels():
+    hashes = []
+    for name in ("reference", "cpu", "reference"):
+        config = VllmConfig()
+        selection.forget()
+        selection.configure({"opset": {"kernels": {"linear": name}}})
+        packed.bind(layers())
+        compile_cache.keep_kernels_apart(config)
+        hashes.append(config.compute_hash())
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
+def seeing(run, seen_by: list, what: str | None = None):
+    """`run`, noting how many rows it is given, or `what`, at each call."""
 
     def seen(x, weight, bias):
-        rows.append(len(x))
+        seen_by.append(what or len(x))
         return run(x, weight, bias)
 
     return seen
@@ -173,7 +210,7 @@ def test_a_warm_up_multiplies_one_row_by_each_kind(compiled, reference, monkeypa
     assert rows == [1, 1, 1]
 
 
-KEEPS = SimpleNamespace(prepare={})
+KEEPS = SimpleNamespace(prepare={}, name="keeps")
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -2,10 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+from vllm_opset import selection
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 KEY = "opset_compiled_for"
+KERNELS = "opset_compiled_with"
 
 
 def keep_apart(config: "VllmConfig", whose: str) -> None:
@@ -14,3 +17,12 @@ def keep_apart(config: "VllmConfig", whose: str) -> None:
     vLLM takes the additional configuration into the key of its cache.
     """
     config.additional_config = {**config.additional_config, KEY: whose}
+
+
+def keep_kernels_apart(config: "VllmConfig") -> None:
+    """Has what is compiled found by engines alone that have chosen the same kernels, some of which a graph names.
+
+    A worker calls it once its layers have chosen.
+    """
+    chosen = sorted({str(choice.kernel) for choice in selection.choices()})
+    config.additional_config = {**config.additional_config, KERNELS: chosen}

@@ -5,7 +5,9 @@ each asks its `quant_method` to multiply, and that of a model that was loaded ca
 
 Here is what GPUs have, and what `cpu/linear` shares with it. Weights stay where they are, and a layer's is looked up at
 every call: vLLM may replace it. torch.compile is given an operator, `torch.ops.vllm_opset.linear`: how many rows there
-are, which decides how a kernel multiplies, is known only when it runs.
+are, which decides how a kernel multiplies, is known only when it runs. The operator is told its kernel by name, since
+the engines of a process may have chosen different ones. A name means the same in every process that loads the compiled
+graph, and all layers of a model have the same one, so that their pieces of the graph stay equal.
 """
 
 from collections.abc import Callable
@@ -20,8 +22,8 @@ from vllm_opset import ops, selection
 from vllm_opset.ops.contract import Problem
 from vllm_opset.platform.refusals import Refusal
 
-# What the operator multiplies by, as it was chosen for the model that was loaded last.
-_compiled: dict[torch.dtype, Callable[..., torch.Tensor]] = {}
+# What the operator multiplies by, by the kernel's name and the weight's dtype: all that engines of this process chose.
+_compiled: dict[tuple[str, torch.dtype], Callable[..., torch.Tensor]] = {}
 
 
 class LinearMethod(UnquantizedLinearMethod):
@@ -47,10 +49,11 @@ class CompiledLinearMethod(LinearMethod):
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__(layer)
-        _compiled[layer.weight.dtype] = self._linear
+        self._kernel = choice(layer.weight.dtype).kernel.name
+        _compiled[self._kernel, layer.weight.dtype] = self._linear
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.ops.vllm_opset.linear(x, layer.weight, bias)
+        return torch.ops.vllm_opset.linear(x, layer.weight, bias, self._kernel)
 
 
 class EmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -95,16 +98,16 @@ def choice(dtype: torch.dtype) -> selection.Choice:
     return selection.select(ops.linear, Problem(current_platform.device_type, dtype))
 
 
-def _operator(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _operator(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel: str) -> torch.Tensor:
     with DisableTorchFunctionSubclass():
-        return _compiled[weight.dtype](x, weight, bias)
+        return _compiled[kernel, weight.dtype](x, weight, bias)
 
 
-def _result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel: str) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], len(weight)))
 
 
 _library = torch.library.Library("vllm_opset", "DEF")
-_library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.define("linear(Tensor x, Tensor weight, Tensor? bias, str kernel) -> Tensor")
 _library.impl("linear", _operator, "CompositeExplicitAutograd")
 torch.library.register_fake("vllm_opset::linear", _result, lib=_library)

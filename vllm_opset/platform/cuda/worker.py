@@ -6,7 +6,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
 from vllm_opset.kernels.triton._ahead import compiled_ahead
-from vllm_opset.platform import compat, fusion, linear, refusals, sampler, slots
+from vllm_opset.platform import compat, compile_cache, fusion, linear, refusals, sampler, slots
 from vllm_opset.platform.cuda import device, graphs, warm_up
 from vllm_opset.platform.worker import OpsetWorker
 
@@ -30,6 +30,7 @@ class OpsetCudaWorker(OpsetWorker):
         fusion.bind(model, self.vllm_config, compiled_ahead)
         if not refusals.offloads(self.vllm_config):  # weights that move stay in vLLM's hands
             linear.bind(model, compiled=refusals.compiles(self.vllm_config))
+        compile_cache.keep_kernels_apart(self.vllm_config)
 
     def determine_available_memory(self) -> int:
         with device.named_out_of_memory():

@@ -10,7 +10,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
 from vllm_opset.kernels.triton._ahead import compiled_ahead
-from vllm_opset.platform import fusion, layers, linear, refusals
+from vllm_opset.platform import compile_cache, fusion, layers, linear, refusals
 from vllm_opset.platform.cuda import warm_up
 from vllm_opset.platform.native import sampler
 from vllm_opset.platform.report import Reporting
@@ -33,6 +33,7 @@ class OpsetNativeWorker(Reporting, Worker):
             fusion.bind(model, self.vllm_config, compiled_ahead)
         if "linear" in self.parts:
             linear.bind(model, compiled=refusals.compiles(self.vllm_config))
+            compile_cache.keep_kernels_apart(self.vllm_config)
         if "sampler" in self.parts:
             if sampler.install(self.model_runner):
                 with compiled_ahead():
