@@ -1,13 +1,20 @@
 """Where the library of C++ kernels comes from, and what is said where it cannot be had."""
 
+import contextlib
+import ctypes
+import logging
 import os
 import shutil
 import stat
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from processes import run
 
+from vllm_opset.kernels.cpp import _build
 from vllm_opset.kernels.cpp._build import CURE
 
 NEEDS_COMPILER = pytest.mark.skipif(
@@ -30,49 +37,9 @@ def choice(**variables) -> tuple[str, str]:
     return name, reason
 
 
-@pytest.mark.parametrize(
-    ("compiler", "reason"),
-    [
-        ("/nowhere/g++", f"there is no C++ compiler '/nowhere/g++': {CURE}"),
-        ("false", f"false cannot build them (status 1): {CURE}"),
-    ],
-)
-def test_without_a_compiler_the_torch_kernels_serve(tmp_path, compiler, reason):
-    assert choice(CXX=compiler, OPSET_CACHE=tmp_path) == ("cpu", reason)
-
-
-@NEEDS_COMPILER
-@pytest.mark.parametrize(
-    ("instead_of_building", "reason"),
-    [
-        ('echo "x.cpp:1: error: no" >&2; exit 1', "cannot build them (x.cpp:1: error: no): "),
-        ('for built; do :; done; echo junk >"$built"; exit 0', "the library cannot be loaded: "),
-    ],
-)
-def test_a_compiler_that_fails_is_named_with_its_error(tmp_path, instead_of_building, reason):
-    compiler = tmp_path / "c++"
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-shared*) {instead_of_building};; esac\nexec g++ "$@"\n')
-    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
-    name, said = choice(CXX=compiler, OPSET_CACHE=tmp_path / "cache")
-    assert name == "cpu" and reason in said
-
-
-@NEEDS_COMPILER
-def test_built_once(tmp_path):
-    cache = tmp_path / "cache"
-    assert choice(OPSET_CACHE=cache) == ("cpp", "None")
-    (library,) = os.listdir(cache)
-    built = (cache / library).stat().st_mtime_ns
-    assert choice(OPSET_CACHE=cache) == ("cpp", "None")
-    assert os.listdir(cache) == [library] and (cache / library).stat().st_mtime_ns == built
-
-
-@NEEDS_COMPILER
-def test_a_cache_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    name, reason = choice(OPSET_CACHE=tmp_path / "file" / "cache")
-    assert name == "cpu"
-    assert reason == f"{tmp_path}/file/cache cannot be written to (Not a directory): name another by OPSET_CACHE"
+def test_without_a_compiler_the_torch_kernels_serve(tmp_path):
+    compiler = "/nowhere/g++"
+    assert choice(CXX=compiler, OPSET_CACHE=tmp_path) == ("cpu", f"there is no C++ compiler '{compiler}': {CURE}")
 
 
 @NEEDS_COMPILER
@@ -83,10 +50,202 @@ def test_an_override_of_what_is_not_there_says_why(tmp_path):
     assert "silu_and_mul has no kernel 'cpp' here; there is no C++ compiler" in finished.err
 
 
+# One function instead of all kernels: it is built in no time.
+SOURCE = 'extern "C" int answer() { return 42; }'
+PLANTED = """
+#include <cstdio>
+__attribute__((constructor)) static void ran() { std::fclose(std::fopen(MARKER, "w")); }
+extern "C" int answer() { return 0; }
+"""
+OTHER_USER = 12345
+NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user: runs as root")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """A folder for the cache, not made yet, and sources of one function."""
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "answer.cpp").write_text(SOURCE)
+    monkeypatch.setattr(_build, "SOURCES", tmp_path / "sources")
+    monkeypatch.setenv("OPSET_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def load() -> ctypes.CDLL:
+    """As a process that starts."""
+    found = _build.library.__wrapped__()
+    assert found.reason is None
+    return found.code
+
+
+def why_not() -> str:
+    """Why there is no library, in a process that starts."""
+    found = _build.library.__wrapped__()
+    assert found.code is None
+    return found.reason
+
+
+def compiler_that(folder: Path, text: str) -> str:
+    """A compiler that is a script."""
+    compiler = folder / "c++"
+    compiler.write_text(f"#!/bin/sh\n{text}\n")
+    compiler.chmod(0o700)
+    return str(compiler)
+
+
+def test_a_compiler_that_fails_without_a_word_is_named(cache, monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    assert why_not() == f"false cannot build them (status 1): {CURE}"
+
+
 @NEEDS_COMPILER
-def test_without_a_home_the_torch_kernels_serve():
-    script = "import pathlib; pathlib.Path.home = classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError()))" + SHOW
-    finished = run(sys.executable, "-c", script)
-    assert finished.out.strip().endswith(
-        "there is no home directory to keep the library in: name a folder by OPSET_CACHE"
+@pytest.mark.parametrize(
+    ("instead_of_building", "reason"),
+    [
+        ('echo "x.cpp:1: error: no" >&2; exit 1', "cannot build them (x.cpp:1: error: no): "),
+        ('for built; do :; done; echo junk >"$built"; exit 0', "the library cannot be loaded: "),
+    ],
+)
+def test_a_compiler_that_fails_is_named_with_its_error(cache, tmp_path, monkeypatch, instead_of_building, reason):
+    script = f'case "$*" in *-shared*) {instead_of_building};; esac\nexec g++ "$@"'
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, script))
+    assert reason in why_not()
+
+
+@NEEDS_COMPILER
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, cache, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OPSET_CACHE", str(tmp_path / "file" / "cache"))
+    assert why_not() == f"{tmp_path}/file/cache cannot be written to (Not a directory): name another by OPSET_CACHE"
+
+
+@NEEDS_COMPILER
+def test_without_a_home_the_cure_is_named(cache, monkeypatch):
+    monkeypatch.delenv("OPSET_CACHE")
+    monkeypatch.setattr(Path, "home", raises(RuntimeError))
+    assert why_not() == "there is no home directory to keep the library in: name a folder by OPSET_CACHE"
+
+
+def raises(error: type[Exception]):
+    def call():
+        raise error
+
+    return call
+
+
+@NEEDS_COMPILER
+def test_what_is_built_can_be_written_to_by_nobody_else(cache):
+    with umask(0):
+        assert load().answer() == 42
+    (library,) = cache.iterdir()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (cache, library)] == [0o700, 0o700]
+
+
+@contextlib.contextmanager
+def umask(mask: int):
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def theirs(library: Path) -> None:
+    os.chown(library, OTHER_USER, OTHER_USER)
+
+
+def anybodys(library: Path) -> None:
+    library.chmod(0o777)
+
+
+def link(library: Path) -> None:
+    library.symlink_to(library.rename(library.with_suffix(".elsewhere")))
+
+
+def in_their_folder(library: Path) -> None:
+    os.chown(library.parent, OTHER_USER, OTHER_USER)
+
+
+def in_anybodys_folder(library: Path) -> None:
+    library.parent.chmod(0o1777)
+
+
+def in_a_folder_that_is_a_link(library: Path) -> None:
+    library.parent.symlink_to(library.parent.rename(library.parent.with_suffix(".elsewhere")))
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        pytest.param(theirs, f"is built anew, since it belongs to another user (uid {OTHER_USER})", marks=NEEDS_ROOT),
+        (anybodys, "is built anew, since it can be written to by others (mode 777)"),
+        (link, "is built anew, since it is a symbolic link"),
+        pytest.param(in_their_folder, f"since it belongs to another user (uid {OTHER_USER})", marks=NEEDS_ROOT),
+        (
+            in_anybodys_folder,
+            "since it can be written to by others (mode 1777). C++ kernels are built at every start: ",
+        ),
+        (
+            in_a_folder_that_is_a_link,
+            "since it is a symbolic link. C++ kernels are built at every start: name a folder",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_library_that_others_could_have_written_is_not_loaded(cache, place, said, caplog):
+    """To load it is to run its code, as whoever starts vLLM."""
+    load()
+    (library,) = cache.iterdir()
+    marker, source = cache.with_name("marker"), cache.with_name("planted.cpp")
+    source.write_text(f'#define MARKER "{marker}"\n{PLANTED}')
+    library.unlink()
+    subprocess.run(["g++", "-shared", "-fPIC", source, "-o", library], check=True)
+    library.chmod(0o700)
+    place(library)
+    with caplog.at_level(logging.WARNING, "vllm"):
+        assert load().answer() == 42
+    assert not marker.exists()
+    assert said in caplog.text
+
+
+@NEEDS_COMPILER
+def test_built_once(cache, caplog):
+    load()
+    (library,) = cache.iterdir()
+    built = library.stat()
+    assert load().answer() == 42 and [*cache.iterdir()] == [library]
+    assert (library.stat().st_ino, library.stat().st_mtime_ns) == (built.st_ino, built.st_mtime_ns)
+    assert not caplog.text
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("change", ["source", "flags", "compiler"])
+def test_built_anew_for_another_source_compiler_or_flag(change, cache, tmp_path, monkeypatch):
+    load()
+    if change == "source":
+        (_build.SOURCES / "answer.cpp").write_text(SOURCE.replace("42", "43"))
+    elif change == "flags":
+        monkeypatch.setattr(_build, "FLAGS", (*_build.FLAGS, "-fwrapv"))
+    else:
+        monkeypatch.setenv("CXX", compiler_that(tmp_path, 'exec g++ "$@"'))
+    assert load().answer() == (43 if change == "source" else 42)
+    assert len([*cache.iterdir()]) == 2
+
+
+@NEEDS_COMPILER
+def test_a_compiler_that_does_not_end_is_given_up(cache, monkeypatch, tmp_path):
+    child = tmp_path / "child"
+    compiler = compiler_that(tmp_path, f"sleep 600 &\necho $! >{child}\nwait")
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr(_build, "TIME_LIMIT", 1)
+    assert why_not().startswith(
+        f"{compiler} has not built them in 1 s: see whether this command ends by itself, or name "
     )
+    state = Path(f"/proc/{child.read_text().strip()}/stat")
+    for _ in range(50):  # until it is gone, or waits for whoever adopted it
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("what the compiler had started goes on")
