@@ -4,7 +4,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+
+import pytest
 
 # For a Hopper GPU, without one; Triton decides at import whether it interprets.
 SCRIPT = """
@@ -85,3 +88,26 @@ def test_kernels_are_compiled_and_not_launched(tmp_path):
     assert of_another_thread == 4, "what another thread calls has to run"
     assert launched_then == of_another_thread + 4 + theirs and compiled_then == compiled + theirs
     assert len(errors) == 1 and "no_such_name" in errors[0], "it has to raise when it is called again"
+
+
+def test_two_threads_leave_triton_as_it_was():
+    """Otherwise the first thread's kernels would never be launched again."""
+    pytest.importorskip("triton", reason="compiles Triton's kernels: runs where there is Triton")
+    from triton.runtime.jit import JITFunction
+
+    from vllm_opset.kernels.triton._ahead import compiled_ahead
+
+    run, entered, leave = JITFunction.run, threading.Event(), threading.Event()
+
+    def compile_in_another_thread() -> None:
+        with compiled_ahead():
+            entered.set()
+            leave.wait()
+
+    other = threading.Thread(target=compile_in_another_thread)
+    with compiled_ahead():
+        other.start()
+        entered.wait(0.2)  # time enough, if nothing keeps it out
+    leave.set()
+    other.join()
+    assert JITFunction.run is run

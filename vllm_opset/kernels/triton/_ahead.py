@@ -13,6 +13,8 @@ from triton.runtime.jit import JITFunction
 
 OURS = __name__.partition(".")[0] + "."
 MOST_THREADS = 8  # a fifth of a compilation holds Python's lock
+# Each thread puts back what it found. If two were within at once, the first one's function would be what stays.
+_one_thread_at_a_time = threading.RLock()
 
 
 @contextmanager
@@ -20,16 +22,17 @@ def compiled_ahead() -> Iterator[None]:
     """Within it a call of a kernel has it compiled in another thread, and does not launch it; at its end all are ready.
 
     What kernels would write is not written, so nothing that is called may depend on it. One that cannot be compiled
-    raises when it is called again. Kernels that are not opset's run, and so do all that other threads call.
+    raises when it is called again. Kernels that are not opset's run, and so do all that other threads call. Another
+    thread that wants to compile ahead waits.
     """
-    run, this_thread = JITFunction.run, threading.get_ident()
+    this_thread, threads = threading.get_ident(), min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    with _one_thread_at_a_time, _Pool(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
+        run = JITFunction.run
 
-    def compile_only(self, *args, warmup, **kwargs):
-        ahead = threading.get_ident() == this_thread and self.module.startswith(OURS)
-        return run(self, *args, warmup=warmup or ahead, **kwargs)
+        def compile_only(self, *args, warmup, **kwargs):
+            ahead = threading.get_ident() == this_thread and self.module.startswith(OURS)
+            return run(self, *args, warmup=warmup or ahead, **kwargs)
 
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-    with _Pool(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
         JITFunction.run = compile_only
         try:
             yield
