@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -116,6 +117,107 @@ def test_all_that_serving_launches_was_launched_before(setting, launched):
         batch = PagedBatch(starts, lens, table, max(queries), max(contexts))
         served.impl.attend(served, query, served.kv_cache, batch, torch.empty_like(query))
         assert launched == warm, f"{len(requests)} requests, up to {max(queries)} of {max(contexts)} tokens"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_partial_results_fit_the_memory_that_is_kept_free(setting, dtype, launched, monkeypatch):
+    """In steps of requests with drafts, too, whose tiles are the largest."""
+    from vllm_opset.kernels.triton import paged_attention
+
+    num_kv_heads, group, most_tokens, most_requests, longest = SETTINGS[setting]
+    taken = []
+
+    def workspace(batch: PagedBatch, num_parts: int, rows: int, columns: int) -> tuple[None, None]:
+        taken.append(4 * num_parts * rows * (columns + 2))
+        return None, None
+
+    monkeypatch.setattr(paged_attention, "_workspace", workspace)
+    heads = num_kv_heads * group
+    num_reqs, cpu = min(most_requests, most_tokens), torch.device("cpu")
+    kept = paged_attention.most_workspace(heads, num_kv_heads, HEAD_SIZE, dtype, num_reqs, cpu)
+    cache = torch.zeros(4, num_kv_heads, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=dtype)
+    drafted = ([(1 + n, longest)] * min(most_requests, most_tokens // (1 + n)) for n in range(64))
+    for requests in itertools.chain(batches(most_tokens, most_requests, longest), drafted):
+        queries, contexts = zip(*requests, strict=True)
+        query = torch.empty(sum(queries), heads, HEAD_SIZE, dtype=dtype)
+        starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
+        lens, table = torch.tensor(contexts, dtype=torch.int32), torch.zeros(len(requests), 1, dtype=torch.int32)
+        batch = PagedBatch(starts, lens, table, max(queries), max(contexts))
+        paged_attention.paged_attention(query, cache, batch, torch.empty_like(query), scale=1.0)
+    assert kept / 4 < max(taken) <= kept
+
+
+@pytest.mark.parametrize("form", ["cuda", "native"])
+def test_partial_results_are_held_while_vllm_measures(form, launched, monkeypatch):
+    """And then given back, since steps allocate them."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from vllm_opset.platform.cuda import workspace
+
+    cls, held, during = worker_class(form), [], []
+    monkeypatch.setattr(workspace, "get_kv_cache_groups", lambda config, spec: [spec, spec])
+    monkeypatch.setattr(workspace.torch, "empty", lambda size, **_: Held(size, held))
+
+    def measure(self) -> None:
+        during.append([*held])
+        self.model_runner.profile_run(randomize_inputs=True)
+        during.append([*held])
+
+    monkeypatch.setattr(Worker, "determine_available_memory", measure)
+    measured = cls.__new__(cls)
+    vars(measured).update(vars(worker(layer(40, 1), 8192, 1024, 4096)))
+    measured.vllm_config = SimpleNamespace(compilation_config=measured.model_runner.compilation_config)
+    measured.model_runner = Runner(measured.model_runner, lambda: during.append([*held]))
+    measured.determine_available_memory()
+    tiles = (MULTIPROCESSORS // 40 + 1024) * 40
+    assert during == [[], [2 * tiles * 64 * (HEAD_SIZE + 2) * 4], []]
+    assert measured.model_runner.profile_run == Runner.profile_run.__get__(measured.model_runner)
+
+
+def worker_class(form: str) -> type:
+    module = importlib.import_module(f"vllm_opset.platform.{form}.worker")
+    (cls,) = [cls for cls in vars(module).values() if isinstance(cls, type) and cls.__module__ == module.__name__]
+    return cls
+
+
+@pytest.mark.parametrize("method", ["determine_available_memory", "initialize_from_config"])
+@pytest.mark.parametrize("form", ["cuda", "native"])
+def test_too_little_memory_is_said_with_the_cure(form, method, monkeypatch):
+    from vllm.v1.worker.gpu_worker import Worker
+
+    def fail(*args) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(Worker, method, fail)
+    started = worker_class(form).__new__(worker_class(form))
+    started.model_runner = SimpleNamespace(profile_run=None)
+    given = (None,) if method == "initialize_from_config" else ()
+    with pytest.raises(RuntimeError, match=r"lower --max-num-batched-tokens and --max-num-seqs, .* Tried to allocate"):
+        getattr(started, method)(*given)
+
+
+class Held:
+    """A tensor that is listed while it lives."""
+
+    def __init__(self, size: int, held: list[int]) -> None:
+        self.size, self.held = size, held
+        held.append(size)
+
+    def __del__(self) -> None:
+        self.held.remove(self.size)
+
+
+class Runner(SimpleNamespace):
+    def __init__(self, runner: SimpleNamespace, profile) -> None:
+        super().__init__(**vars(runner))
+        self.profile = profile
+
+    def profile_run(self, randomize_inputs: bool) -> None:
+        self.profile()
+
+    def get_kv_cache_spec(self) -> dict:
+        return {}
 
 
 @pytest.mark.parametrize("knows", ["attention alone", "something else"])

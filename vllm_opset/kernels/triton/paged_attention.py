@@ -253,6 +253,27 @@ def _workspace(batch: PagedBatch, num_parts: int, rows: int, columns: int) -> tu
     return partials, torch.empty(num_parts, rows, 2, dtype=torch.float32, device=device)
 
 
+def most_workspace(
+    num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, num_reqs: int, device: torch.device
+) -> int:
+    """Bytes of partial results, at most, in a step of so many requests. dtype: of the queries.
+
+    A request that has several queries makes the tiles of all requests as large as its own.
+    """
+    group, columns = num_heads // num_kv_heads, _launch.next_power_of_2(head_size)
+
+    def programs(launch: str) -> int:
+        return max(values["programs"] for _, values in _launch.entries(launch, device)) * _multiprocessors(device)
+
+    rows = [values["rows"] for _, values in _launch.entries("paged_attention_many", device)]
+    rows_of_parts = [programs("paged_attention_many") * _rows(max(rows), group, dtype)]
+    if group <= FEW_ROWS:
+        for launch, wanted in (("paged_attention_few", MIN_ROWS), ("paged_attention_several", FEW_ROWS)):
+            num_parts = (max(1, programs(launch) // num_kv_heads) + num_reqs) * num_kv_heads
+            rows_of_parts.append(num_parts * _rows(wanted, group, dtype))
+    return max(rows_of_parts) * (columns + len(("maximum", "total"))) * torch.float32.itemsize
+
+
 def _tickets(batch: PagedBatch, num_tiles: int) -> torch.Tensor:
     """How many parts of each tile are there. Each layer of a step leaves the counts at zero for the next one."""
     return torch.zeros(num_tiles, dtype=torch.int32, device=batch.seq_lens.device)

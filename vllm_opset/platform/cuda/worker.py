@@ -7,7 +7,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_opset import selection
 from vllm_opset.kernels.triton._ahead import compiled_ahead
 from vllm_opset.platform import compat, compile_cache, fusion, linear, refusals, sampler, slots
-from vllm_opset.platform.cuda import device, graphs, warm_up
+from vllm_opset.platform.cuda import device, graphs, warm_up, workspace
 from vllm_opset.platform.worker import OpsetWorker
 
 
@@ -33,11 +33,12 @@ class OpsetCudaWorker(OpsetWorker):
         compile_cache.keep_kernels_apart(self.vllm_config)
 
     def determine_available_memory(self) -> int:
-        with device.named_out_of_memory():
+        with device.named_out_of_memory(), workspace.held_while_profiling(self):
             return super().determine_available_memory()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        super().initialize_from_config(kv_cache_config)
+        with device.named_out_of_memory():
+            super().initialize_from_config(kv_cache_config)
         slots.bind(self.model_runner.input_batch.block_table)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

@@ -5,13 +5,14 @@ from contextlib import contextmanager, nullcontext
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
 from vllm_opset.kernels.triton._ahead import compiled_ahead
 from vllm_opset.platform import compile_cache, fusion, layers, linear, refusals
-from vllm_opset.platform.cuda import warm_up
+from vllm_opset.platform.cuda import device, warm_up, workspace
 from vllm_opset.platform.native import sampler
 from vllm_opset.platform.report import Reporting
 
@@ -41,15 +42,24 @@ class OpsetNativeWorker(Reporting, Worker):
             else:
                 self.parts.remove("sampler")
 
+    def determine_available_memory(self) -> int:
+        with device.named_out_of_memory(), workspace.held_while_profiling(self):
+            return super().determine_available_memory()
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        with device.named_out_of_memory():
+            super().initialize_from_config(kv_cache_config)
+
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.log_choices()
         if self.parts and refusals.captures(self.vllm_config):
             refusals.check_graphs(selection.choices())
-        if self.parts & {"attention", "linear", "ops"}:
-            warm_up.model(self)
-        if "sampler" in self.parts:
-            warm_up.sampler(self.model_runner)
-        return super().compile_or_warm_up_model()
+        with device.named_out_of_memory():
+            if self.parts & {"attention", "linear", "ops"}:
+                warm_up.model(self)
+            if "sampler" in self.parts:
+                warm_up.sampler(self.model_runner)
+            return super().compile_or_warm_up_model()
 
 
 @contextmanager
