@@ -9,6 +9,7 @@ from vllm.v1.utils import report_usage_stats
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_opset.platform import warm_up
 from vllm_opset.platform.cpu import kv_memory, linear, threads
 from vllm_opset.platform.cpu.runner import OpsetCpuRunner
 from vllm_opset.platform.worker import OpsetWorker
@@ -60,5 +61,6 @@ class OpsetCpuWorker(OpsetWorker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         # Nothing is compiled.
         self.log_choices()
+        warm_up.one_step(self.model_runner)
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=0.0, encoder=0.0)

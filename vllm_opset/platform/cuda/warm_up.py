@@ -21,6 +21,7 @@ from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.kernels.triton._ahead import compiled_ahead
 from vllm_opset.ops.paged_batch import PagedBatch
 from vllm_opset.platform import linear
+from vllm_opset.platform.warm_up import sampler, slot_mapping
 
 AHEAD_TOKENS = 2048  # of a step: longer ones take long, and launch parameters that change there are one activation's
 FEW_QUERIES = 64  # of a request, at most, for whose launches every size of the context matters
@@ -33,15 +34,9 @@ def kernels(worker: Worker) -> None:
     model(worker)
     sampler(runner)
     if not runner.is_pooling_model:
-        _slot_mapping(runner)
+        slot_mapping(runner)
         if runner.speculative_config is not None:
             _rejection(runner)
-
-
-def sampler(runner: GPUModelRunner) -> None:
-    """The sampler's kernels."""
-    if not runner.is_pooling_model:
-        runner.sampler.warm_up(runner.device)
 
 
 def model(worker: Worker) -> None:
@@ -159,12 +154,6 @@ def _block_table_widths(runner: GPUModelRunner) -> dict[str, int]:
 def _decodes(layer: torch.nn.Module) -> bool:
     impl = getattr(layer, "impl", None)
     return isinstance(impl, OpsetAttentionImpl) and impl.attn_type == AttentionType.DECODER
-
-
-def _slot_mapping(runner: GPUModelRunner) -> None:
-    """Of one token."""
-    starts = torch.tensor([0, 1], dtype=torch.int32, device=runner.device)
-    runner.input_batch.block_table.compute_slot_mapping(1, starts, torch.zeros_like(starts[:1], dtype=torch.int64))
 
 
 def _rejection(runner: GPUModelRunner) -> None:

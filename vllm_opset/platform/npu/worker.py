@@ -9,7 +9,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from vllm_opset import selection
-from vllm_opset.platform import compat, refusals
+from vllm_opset.platform import compat, refusals, warm_up
 from vllm_opset.platform.npu.memory import Budget
 from vllm_opset.platform.npu.runner import OpsetNpuRunner
 from vllm_opset.platform.worker import OpsetWorker
@@ -47,9 +47,10 @@ class OpsetNpuWorker(OpsetWorker):
         self.log_choices()
         if refusals.captures(self.vllm_config):
             refusals.check_graphs(selection.choices())
-        with compat.own_warm_up(_nothing_to_compile):
+        with compat.own_warm_up(_one_step):
             return super().compile_or_warm_up_model()
 
 
-def _nothing_to_compile(worker: Worker) -> None:
-    """The operators come compiled."""
+def _one_step(worker: Worker) -> None:
+    """The operators come compiled, and are called before graphs are captured."""
+    warm_up.one_step(worker.model_runner)
