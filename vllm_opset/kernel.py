@@ -116,7 +116,7 @@ def kernel(
 
 
 def _differences(op: inspect.Signature, kernel: inspect.Signature) -> Iterator[str]:
-    """What keeps calls that the op takes from binding to the same parameters and defaults of the kernel."""
+    """The reasons why some call that the op takes would bind to other parameters or defaults of the kernel."""
     for name, wanted in op.parameters.items():
         found = kernel.parameters.get(name)
         if found is None:

@@ -3,11 +3,11 @@
 These layers are no custom ops of vLLM's, and the function they multiply by is chosen in vLLM by its own platforms. But
 each asks its `quant_method` to multiply, and that of a model that was loaded can be replaced.
 
-Here is what GPUs have, and what `cpu/linear` shares with it. Weights stay where they are, and a layer's is looked up at
-every call: vLLM may replace it. torch.compile is given an operator, `torch.ops.vllm_opset.linear`: how many rows there
-are, which decides how a kernel multiplies, is known only when it runs. The operator is told its kernel by name, since
-the engines of a process may have chosen different ones. A name means the same in every process that loads the compiled
-graph, and all layers of a model have the same one, so that their pieces of the graph stay equal.
+Here is what GPUs have, and what `cpu/linear` shares with it. Weights stay where they are. A layer looks its weight up
+at every call, since vLLM may replace it. torch.compile is given an operator, `torch.ops.vllm_opset.linear`, because a
+kernel decides by the number of rows, which is known when the operator runs. An argument names the kernel, since the
+engines of a process may have chosen different ones. A name means the same in every process that loads the compiled
+graph. All layers of a model have the same name there, so that equal pieces of the graph stay equal.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from vllm_opset import ops, selection
 from vllm_opset.ops.contract import Problem
 from vllm_opset.platform.refusals import Refusal
 
-# What the operator multiplies by, by the kernel's name and the weight's dtype: all that engines of this process chose.
+# The kernels that engines of this process chose, by name and dtype of the weight. The operator looks them up.
 _compiled: dict[tuple[str, torch.dtype], Callable[..., torch.Tensor]] = {}
 
 

@@ -1,4 +1,4 @@
-"""Where built libraries are kept: a folder, and files in it, that no other user can write to.
+"""The cache of built libraries: a folder, and files in it, that no other user can write to.
 
 The folder is ~/.cache/vllm-opset; OPSET_CACHE names another one. To load a library is to run its code, so one that
 somebody else could have put there, or changed, is not loaded.

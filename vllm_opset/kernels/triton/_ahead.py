@@ -21,7 +21,7 @@ _one_thread_at_a_time = threading.RLock()
 def compiled_ahead() -> Iterator[None]:
     """Within it a call of a kernel has it compiled in another thread, and does not launch it; at its end all are ready.
 
-    What kernels would write is not written, so nothing that is called may depend on it. One that cannot be compiled
+    The kernels write nothing, so nothing that is called may depend on their results. One that cannot be compiled
     raises when it is called again. Kernels that are not opset's run, and so do all that other threads call. Another
     thread that wants to compile ahead waits.
     """
