@@ -1,11 +1,15 @@
 """When the plugin is used, and that it never fails to be used in silence."""
 
+import logging
 import subprocess
 import sys
+from collections.abc import Collection
 
 import pytest
+import torch
 
 from vllm_opset import platform
+from vllm_opset.platform import stock
 
 PLATFORM = "vllm_opset.platform.OpsetCpuPlatform"
 
@@ -19,25 +23,71 @@ def test_choice(choice, answer, monkeypatch):
     assert [platform.activate(), platform.activate()] == [answer, answer]
 
 
+@pytest.fixture
+def machine(monkeypatch):
+    """`machine("cuda", found=False, modules=["_C"])`: PyTorch's accelerator, and vLLM's extension modules."""
+
+    def machine(accelerator: str | None, found: bool = True, modules: Collection[str] = ()) -> None:
+        monkeypatch.setattr(platform, "_accelerator", lambda: accelerator)
+        monkeypatch.setattr(platform, "_is_found", lambda accelerator: found)
+        monkeypatch.setattr(stock, "_has", lambda module: module in modules)
+        monkeypatch.setenv("OPSET_PLATFORM", "auto")
+        if found:
+            monkeypatch.setattr(platform, "_why_no_gpu", lambda: None)
+            monkeypatch.setattr(platform, "_why_no_npu", lambda: None)
+
+    return machine
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[tuple[int, str]]:
+    """What is logged, with its level."""
+    said = []
+    monkeypatch.setattr(platform, "_log_once", lambda *words: said.append(words))
+    return said
+
+
+FOR_CUDA, FOR_ROCM, FOR_CPUS = {"_C", "_C_stable_libtorch"}, {"_C", "_C_stable_libtorch", "_rocm_C"}, {"_C", "_C_AVX2"}
+
+
 @pytest.mark.parametrize(
-    ("accelerator", "compiled_kernels", "answer"),
+    ("accelerator", "modules", "answer"),
     [
-        ("cuda", False, "vllm_opset.platform.OpsetCudaPlatform"),
-        ("cuda", True, "vllm_opset.platform.OpsetNativePlatform"),
-        ("npu", False, "vllm_opset.platform.OpsetNpuPlatform"),
-        ("xpu", False, None),
-        (None, True, PLATFORM),
+        ("cuda", (), "vllm_opset.platform.OpsetCudaPlatform"),
+        ("cuda", FOR_CUDA, "vllm_opset.platform.OpsetNativePlatform"),
+        ("cuda", FOR_CPUS, None),
+        ("npu", (), "vllm_opset.platform.OpsetNpuPlatform"),
+        ("xpu", (), None),
+        ("rocm", FOR_ROCM, None),
+        (None, (), PLATFORM),
+        (None, FOR_CUDA, PLATFORM),
+        (None, FOR_CPUS, None),
     ],
 )
-def test_the_machine_decides_unless_forced(accelerator, compiled_kernels, answer, monkeypatch):
-    monkeypatch.setattr(platform, "_accelerator", lambda: accelerator)
-    monkeypatch.setattr(platform, "_has_compiled_kernels", lambda: compiled_kernels)
-    monkeypatch.setattr(platform, "_why_no_gpu", lambda: None)
-    monkeypatch.setattr(platform, "_why_no_npu", lambda: None)
-    monkeypatch.setenv("OPSET_PLATFORM", "auto")
+def test_the_machine_decides_unless_forced(accelerator, modules, answer, machine, monkeypatch):
+    machine(accelerator, modules=modules)
     assert platform.activate() == answer
     monkeypatch.setenv("OPSET_PLATFORM", "cpu")
     assert platform.activate() == PLATFORM
+
+
+def test_beside_a_build_for_cpus_it_steps_aside_in_one_line(machine, said):
+    machine(None, modules=FOR_CPUS)
+    assert platform.activate() is None
+    ((level, line),) = said
+    assert level == logging.INFO and "built for CPUs" in line and "OPSET_PLATFORM=cpu" in line
+
+
+@pytest.mark.parametrize("modules", [(), FOR_CUDA, FOR_CPUS], ids=["no kernels", "for CUDA", "for CPUs"])
+def test_stock_vllm_that_cannot_run_is_warned_of(modules, machine, said, monkeypatch):
+    machine("cuda", modules=modules)
+    monkeypatch.setenv("OPSET_PLATFORM", "off")
+    assert platform.activate() is None
+    if modules:
+        assert not said
+    else:
+        ((level, line),) = said
+        assert level == logging.WARNING and "built without compiled kernels" in line and "Unset OPSET_PLATFORM" in line
 
 
 def test_unknown_choice_is_raised_where_vllm_cannot_swallow_it(monkeypatch):
@@ -57,8 +107,8 @@ def test_an_npu_that_cannot_be_used_is_an_error_with_its_cure(monkeypatch):
 
 
 @pytest.mark.parametrize("choice", ["cuda", "native"])
-def test_a_gpu_that_cannot_be_used_is_an_error_with_the_cure(choice, monkeypatch):
-    monkeypatch.setattr(platform, "_has_compiled_kernels", lambda: True)
+def test_a_gpu_that_cannot_be_used_is_an_error_with_the_cure(choice, machine, monkeypatch):
+    machine("cuda", found=False, modules=FOR_CUDA)
     monkeypatch.setenv("OPSET_PLATFORM", choice)
     activated = platform.activate().rpartition(".")[2]
     with pytest.raises(
@@ -67,14 +117,36 @@ def test_a_gpu_that_cannot_be_used_is_an_error_with_the_cure(choice, monkeypatch
         getattr(platform, activated)
 
 
-def test_without_a_gpu_that_pytorch_wants_the_log_says_why_it_is_the_cpu(monkeypatch):
-    monkeypatch.setattr(platform, "_wants_gpu", lambda: True)
-    monkeypatch.setattr(platform, "_why_no_gpu", lambda: "the driver is too old: update it")
-    monkeypatch.setenv("OPSET_PLATFORM", "auto")
-    said = []
-    monkeypatch.setattr(platform, "_log_once", said.append)
-    assert platform.activate() == PLATFORM
-    assert said == ["vllm-opset takes the CPU: the driver is too old: update it"]
+@pytest.mark.parametrize("modules", [(), FOR_CUDA], ids=["no kernels", "for CUDA"])
+@pytest.mark.parametrize(
+    ("accelerator", "visible", "reason"),
+    [
+        (
+            "cuda",
+            None,
+            r"finds no NVIDIA GPU \(the driver is too old\): see that nvidia-smi .* new enough for CUDA 13\.0",
+        ),
+        ("cuda", "7", r"the driver is too old; CUDA_VISIBLE_DEVICES='7'"),
+        ("cuda", "", r"CUDA_VISIBLE_DEVICES='' hides every NVIDIA GPU, as Ray does .*: unset it"),
+        ("cuda", "-1", r"CUDA_VISIBLE_DEVICES='-1' hides every NVIDIA GPU"),
+        ("npu", None, "PyTorch finds no npu device"),
+        ("rocm", None, "PyTorch finds no rocm device"),
+    ],
+)
+def test_the_cpu_does_not_serve_for_an_accelerator_unasked(
+    accelerator, visible, reason, modules, machine, said, monkeypatch
+):
+    machine(accelerator, found=False, modules=modules)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: torch._assert(False, "the driver is too old. Update it."))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(platform.PluginError, match=f"{reason}.* set OPSET_PLATFORM=cpu"):
+        getattr(platform, platform.activate().rpartition(".")[2])
+    monkeypatch.setenv("OPSET_PLATFORM", "cpu")
+    assert platform.activate() == PLATFORM and not said
 
 
 def run(script: str, **environment) -> subprocess.CompletedProcess:
@@ -108,6 +180,7 @@ def test_off_leaves_stock_vllm():
         OPSET_PLATFORM="off",
     )
     assert process.stdout.splitlines()[-1] == "UnspecifiedPlatform 0 False", process.stderr
+    assert "this vLLM was built without compiled kernels" in process.stdout + process.stderr
 
 
 @pytest.mark.window

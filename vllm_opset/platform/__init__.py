@@ -1,8 +1,10 @@
 """vLLM's two entry points: `activate` (vllm.platform_plugins) and `register` (vllm.general_plugins).
 
-OPSET_PLATFORM chooses: `auto` (the default) takes the NVIDIA GPUs or Ascend NPUs that PyTorch finds, and the CPU where
-it finds no accelerator. On GPUs it is `native`, vLLM's own platform with parts of opset, if vLLM has its compiled
-kernels, and else `cuda`, which does without them. `cpu`, `cuda`, `native` and `npu` take these in any case; `off` steps
+OPSET_PLATFORM chooses. `auto`, the default, takes the NVIDIA GPUs or Ascend NPUs that PyTorch was built for, and the
+CPU where it was built for no accelerator. An accelerator that PyTorch was built for and cannot use is an error, so that
+no server falls back to the CPU because a driver broke or another process hid the GPUs. On GPUs, `auto` means `native`,
+vLLM's own platform with parts of opset, if vLLM has its compiled kernels, and else `cuda`, which does without them.
+Where vLLM was built for CPUs, `auto` steps aside. `cpu`, `cuda`, `native` and `npu` take these in any case; `off` steps
 aside and leaves stock vLLM.
 
 vLLM swallows what a platform plugin raises while it is asked, and skips a plugin that cannot be imported: either way it
@@ -12,9 +14,10 @@ the platform class by name, which it does outside of any try.
 
 import functools
 import importlib
-import importlib.util
 import logging
 import os
+
+from vllm_opset.platform import stock
 
 CHOICES = ("auto", "cpu", "cuda", "native", "npu", "off")
 CURE = "Mend that, or set OPSET_PLATFORM=off to run vLLM without this plugin, if it has kernels of its own."
@@ -31,8 +34,6 @@ _OF_CHOICE = {
     "native": "OpsetNativePlatform",
     "npu": "OpsetNpuPlatform",
 }
-# vLLM's kernels for NVIDIA GPUs: its builds for other devices have others.
-_COMPILED_KERNELS = "vllm._C_stable_libtorch"
 _failure: Exception | None = None
 
 
@@ -86,13 +87,14 @@ def _choose() -> str | None:
     if choice not in CHOICES:
         raise ValueError(f"OPSET_PLATFORM={choice!r} is not a choice; known: {', '.join(CHOICES)}.")
     if choice == "off":
+        _warn_where_vllm_has_no_kernels()
         return None
     if choice == "auto":
         choice = _best()
         if choice not in _OF_CHOICE:
-            _log_once(f"vllm-opset steps aside: it has no platform for {choice} (OPSET_PLATFORM=cpu takes the CPU)")
+            _log_once(logging.INFO, f"vllm-opset steps aside: {choice} (OPSET_PLATFORM=cpu takes the CPU with opset's)")
             return None
-    if choice == "native" and not _has_compiled_kernels():
+    if choice == "native" and not stock.has_kernels_for_cuda():
         raise ValueError(
             "OPSET_PLATFORM=native needs vLLM's own wheel for CUDA; this vLLM has no compiled kernels "
             "(OPSET_PLATFORM=cuda does without them)."
@@ -105,22 +107,32 @@ def _choose() -> str | None:
 
 
 def _best() -> str:
-    """The choice for this machine, or the kind of accelerator that there is no choice for."""
-    accelerator = _accelerator()
-    if accelerator is None and _wants_gpu():
-        _log_once(f"vllm-opset takes the CPU: {_why_no_gpu()}")
-    return "native" if accelerator == "cuda" and _has_compiled_kernels() else accelerator or "cpu"
+    """The choice for this machine, or why there is none. Raises ValueError where the accelerator cannot be used."""
+    if stock.has_kernels_for_cpus():
+        return "this vLLM was built for CPUs and has kernels of its own"
+    wanted = _accelerator()
+    if wanted is None:
+        return "cpu"
+    if not _is_found(wanted):
+        reason = _why_no_gpu() if wanted == "cuda" else f"PyTorch finds no {wanted} device"
+        raise ValueError(
+            f"this PyTorch was built for {wanted}, and cannot use it: {reason}. "
+            "To take the CPU, set OPSET_PLATFORM=cpu."
+        )
+    if wanted not in _OF_CHOICE:
+        return f"it has no kernels for {wanted}"
+    return "native" if wanted == "cuda" and stock.has_kernels_for_cuda() else wanted
 
 
-def _has_compiled_kernels() -> bool:
-    return importlib.util.find_spec(_COMPILED_KERNELS) is not None
-
-
-def _wants_gpu() -> bool:
-    """Whether this PyTorch was built for NVIDIA GPUs."""
-    import torch
-
-    return torch.version.cuda is not None
+def _warn_where_vllm_has_no_kernels() -> None:
+    """vLLM's own error comes later, and is about an empty device string."""
+    if not stock.has_kernels():
+        _log_once(
+            logging.WARNING,
+            "OPSET_PLATFORM=off leaves out vllm-opset, and this vLLM was built without compiled kernels: it finds no "
+            "device, unless another package brings kernels. Unset OPSET_PLATFORM, or install a vLLM built for this "
+            "machine.",
+        )
 
 
 def _why_no_gpu() -> str | None:
@@ -136,13 +148,20 @@ def _why_no_npu() -> str | None:
 
 
 def _accelerator() -> str | None:
-    """The kind of accelerator that PyTorch can use here, found without initialising it. PyTorch calls AMD's "cuda"."""
+    """The kind of accelerator that this PyTorch was built for, found or not; None for a CPU build."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or getattr(torch, accelerator.type).device_count() == 0:
+    if accelerator is None:
         return None
-    return "rocm" if torch.version.hip else accelerator.type
+    return "rocm" if torch.version.hip else accelerator.type  # PyTorch calls AMD's "cuda"
+
+
+def _is_found(accelerator: str) -> bool:
+    """Whether there is one here that PyTorch can use. It is not initialised to find out."""
+    import torch
+
+    return torch.get_device_module("cuda" if accelerator == "rocm" else accelerator).device_count() > 0
 
 
 def _load(module: str):
@@ -164,5 +183,5 @@ def _load_kernels(device: str) -> None:
 
 
 @functools.cache
-def _log_once(message: str) -> None:
-    logging.getLogger(f"vllm.{__name__}").info(message)
+def _log_once(level: int, message: str) -> None:
+    logging.getLogger(f"vllm.{__name__}").log(level, message)

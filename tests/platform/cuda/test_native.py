@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_opset import platform
 from vllm_opset.kernel import REFERENCE
+from vllm_opset.platform import stock
 from vllm_opset.platform.cuda import device
 from vllm_opset.platform.native import parts
 from vllm_opset.platform.refusals import Refusal, check_graphs
@@ -32,9 +33,9 @@ def machine(monkeypatch):
 
     def machine(accelerator: str | None, compiled: bool) -> None:
         monkeypatch.setattr(platform, "_accelerator", lambda: accelerator)
+        monkeypatch.setattr(platform, "_is_found", lambda accelerator: True)
         monkeypatch.setattr(platform, "_why_no_gpu", lambda: None)
-        found = {"vllm._C_stable_libtorch": object()} if compiled else {}
-        monkeypatch.setattr(platform.importlib.util, "find_spec", found.get)
+        monkeypatch.setattr(stock, "_has", lambda module: compiled and module == "_C_stable_libtorch")
 
     return machine
 

