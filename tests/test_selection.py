@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
+from vllm_opset import devices, ops, selection
 from vllm_opset import kernel as registry
-from vllm_opset import ops, selection
 from vllm_opset.kernel import PROVIDERS, Kernel, kernels_of
 from vllm_opset.kernels import cpp
 from vllm_opset.ops.contract import Problem
@@ -222,6 +222,25 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(source, override):
 def test_a_name_like_no_other_is_answered_with_all():
     with pytest.raises(OverrideError, match="has no kernel 'xyzzy' here; known: cpu, reference"):
         configure({"opset": {"kernels": {"gelu_new": "xyzzy"}}} | {})
+
+
+def test_a_kernel_that_cannot_run_here_is_not_suggested(monkeypatch):
+    add_kernel(name="tritone", devices=("cuda",))
+    monkeypatch.setattr(devices, "here", lambda: ["cpu"])
+    with pytest.raises(OverrideError, match=r"no kernel 'tritn' here; known: cpu, reference$"):
+        configure({"opset": {"kernels": {"layer_norm": "tritn"}}})
+    monkeypatch.setattr(devices, "here", lambda: ["cpu", "cuda"])
+    with pytest.raises(OverrideError, match="did you mean 'triton"):
+        configure({"opset": {"kernels": {"layer_norm": "tritn"}}})
+
+
+@pytest.mark.parametrize("additional", [{"opsett": {}}, {"kernels": {"layer_norm": "reference"}}], ids=str)
+def test_configuring_checks_every_setting(additional, monkeypatch):
+    with pytest.raises(OverrideError, match="--additional-config"):
+        configure(additional)
+    monkeypatch.setenv("OPSET_KERNEL", "layer_norm=reference")
+    with pytest.raises(OverrideError, match="OPSET_KERNEL is no variable"):
+        configure()
 
 
 def test_a_word_that_is_no_pair_is_an_error(monkeypatch):

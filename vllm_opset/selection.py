@@ -1,36 +1,23 @@
 """WHICH: one kernel for an op and a problem, chosen once, with the reason.
 
 A layer or a backend calls `select` when it is built and keeps what it gets; nothing is decided during a call, and a
-kernel that fails raises, with a note of what it was given (`failures`). Users override the choice, most specific first,
-by `--additional-config '{"opset": {"kernels": {"rms_norm": "reference"}}}'`, by a YAML file with the same keys named by
-OPSET_CONFIG, or by OPSET_KERNELS="rms_norm=reference,paged_attention=cpu". OPSET_IMPORT="module,…" imports modules with
-the user's own kernels, which run where an override names them. OPSET_COUNT_CALLS=1 counts the calls of every kernel,
-for reports.
+kernel that fails raises, with a note of what it was given (`failures`). Users override the choice (`settings` says by
+which means). OPSET_IMPORT="module,…" imports modules with the user's own kernels, which run where an override names
+them. OPSET_COUNT_CALLS=1 counts the calls of every kernel, for reports.
 """
 
-import difflib
 import functools
 import importlib
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import yaml
-
-from vllm_opset import failures, ops
+from vllm_opset import devices, failures, ops, settings
 from vllm_opset.kernel import PROVIDERS, REFERENCE, Kernel, kernels_of, load
 from vllm_opset.ops.contract import Op, Problem
+from vllm_opset.settings import OverrideError, nearest, said
 
 # Which providers are tried on a device, first to last. The reference closes every list: it runs anywhere.
 PREFERENCE: Mapping[str, tuple[str, ...]] = {"cpu": ("cpp", "cpu"), "cuda": ("triton",), "npu": ("ascend",)}
-# What users can say something about; `native` is for platform/native/parts.py.
-CONFIG_KEYS = ("kernels", "native")
-PAIR = {"OPSET_KERNELS": "op=kernel", "OPSET_NATIVE": "part=on"}
-
-
-class OverrideError(ValueError):
-    """An override that cannot be read, names nothing, or names a kernel that cannot do what is asked of it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +44,7 @@ class Choice:
     run: Callable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        run = self._counted() if os.environ.get("OPSET_COUNT_CALLS") == "1" else self.kernel.run
+        run = self._counted() if settings.counts_calls() else self.kernel.run
         self.run = failures.explained(self.kernel, run)
 
     def _counted(self) -> Callable:
@@ -74,14 +61,16 @@ _choices: dict[tuple[str, Problem], Choice] = {}
 
 
 def configure(additional_config: Mapping | None = None) -> dict[str, Override]:
-    """Reads the user's overrides, from every source. Raises OverrideError for a wrong one.
+    """Reads the user's overrides, from every source. Raises OverrideError for a wrong one, and for unknown settings.
 
     Earlier choices stand unless the overrides differ from those that they were made by: vLLM checks its configuration
     more than once. additional_config: vLLM's own, whose key "opset" is ours.
     """
     global _overrides
+    additional_config = additional_config or {}
+    settings.check(additional_config)
     _import_users_kernels()
-    overrides = _read_overrides(additional_config or {})
+    overrides = _read_overrides(additional_config)
     if overrides != _overrides:
         _choices.clear()
     _overrides = overrides
@@ -123,21 +112,6 @@ def choices() -> list[Choice]:
     return sorted(_choices.values(), key=lambda choice: order.index(choice.op))
 
 
-def said(key: str, additional_config: Mapping) -> Iterator[tuple[str, object, object]]:
-    """(source, name, value) for all that users say under one of CONFIG_KEYS, what counts most last."""
-    variable = f"OPSET_{key.upper()}"
-    sources = {variable: {key: _pairs(variable)}}
-    if path := os.environ.get("OPSET_CONFIG"):
-        sources[f"OPSET_CONFIG ({path})"] = _read_yaml(path)
-    sources["--additional-config"] = additional_config.get("opset", {})
-    for source, config in sources.items():
-        for other in _mapping(source, config):
-            if other not in CONFIG_KEYS:
-                raise OverrideError(f"{source}: unknown key {other!r}; {nearest(str(other), CONFIG_KEYS)}")
-        for name, value in _mapping(f"{source}: {key}", config.get(key, {})).items():
-            yield source, name, value
-
-
 def why_no_kernel(op: Op, problem: Problem) -> str | None:
     """Why only the reference can do it on the problem's device, or None if a kernel can. Nothing is chosen."""
     known = kernels_of(op.name, device=problem.device)
@@ -146,13 +120,6 @@ def why_no_kernel(op: Op, problem: Problem) -> str | None:
     if None in reasons:
         return None
     return reasons[0] if reasons else f"there is no kernel for {problem.device} here"
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint to close an error about an unknown name: the nearest known ones, or all of them."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
 def _decide(op: Op, problem: Problem, override: Override | None) -> Choice:
@@ -210,7 +177,7 @@ def _why_after(kernel: Kernel, chosen: Kernel, problem: Problem, override: Overr
 
 
 def _import_users_kernels() -> None:
-    for module in _words(os.environ.get("OPSET_IMPORT", "")):
+    for module in settings.words("OPSET_IMPORT"):
         try:
             importlib.import_module(module)
         except Exception as error:
@@ -229,38 +196,11 @@ def _read_overrides(additional_config: Mapping) -> dict[str, Override]:
     return overrides
 
 
-def _read_yaml(path: str) -> Mapping:
-    try:
-        return yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise OverrideError(f"OPSET_CONFIG: cannot read {path}: {error}") from error
-
-
-def _mapping(source: str, value: object) -> Mapping:
-    if not isinstance(value, Mapping):
-        raise OverrideError(f"{source}: expected keys with values, not {value!r}")
-    return value
-
-
 def _check_names(source: str, op_name: object, kernel_name: object) -> None:
     if op_name not in ops.BY_NAME:
         raise OverrideError(f"{source}: unknown op {op_name!r}; {nearest(str(op_name), ops.BY_NAME)}")
     known = kernels_of(op_name)
     if kernel_name not in list(known):
         missing = load(kernel_name) if kernel_name in PROVIDERS else None
-        hint = missing or nearest(str(kernel_name), known)
+        hint = missing or nearest(str(kernel_name), [name for name in known if devices.run(known[name])])
         raise OverrideError(f"{source}: {op_name} has no kernel {kernel_name!r} here; {hint}")
-
-
-def _pairs(variable: str) -> dict[str, str]:
-    pairs = {}
-    for word in _words(os.environ.get(variable, "")):
-        name, separator, value = word.partition("=")
-        if not separator:
-            raise OverrideError(f"{variable}: {word!r} is not of the form {PAIR[variable]}")
-        pairs[name.strip()] = value.strip()
-    return pairs
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
