@@ -57,5 +57,7 @@ def users_choice() -> int | None:
     """Bytes, by vLLM's own variable for its CPU platform; 0 is not set. Raises ValueError for what is no size."""
     gibibytes = os.environ.get(VARIABLE) or "0"
     if not re.fullmatch(r"\d+\.?\d*|\.\d+", gibibytes):
-        raise ValueError(f"{VARIABLE}={gibibytes!r} is no number of GiB")
+        raise ValueError(
+            f"{VARIABLE}={gibibytes!r} is no number of GiB. Set it to one, as in {VARIABLE}=4, or unset it"
+        )
     return int(float(gibibytes) * GIB) or None

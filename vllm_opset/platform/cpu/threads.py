@@ -35,5 +35,7 @@ def users_choice() -> str:
     """A number, or AUTO. Raises ValueError for anything else."""
     choice = os.environ.get(VARIABLE, AUTO)
     if choice != AUTO and not (choice.isdecimal() and int(choice)):
-        raise ValueError(f"{VARIABLE}={choice!r} is neither a number of threads nor {AUTO!r}")
+        raise ValueError(
+            f"{VARIABLE}={choice!r} is neither a number of threads nor {AUTO!r}. Set it to one of these, or unset it"
+        )
     return choice
