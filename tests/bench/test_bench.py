@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from vllm_opset import ops
 from vllm_opset.bench import peers
 from vllm_opset.bench.ceilings import Ceilings
-from vllm_opset.bench.measure import Candidate, candidates, cases, measure
+from vllm_opset.bench.measure import Candidate, Result, candidates, cases, measure
 from vllm_opset.bench.report import Report
 from vllm_opset.bench.timing import time_call
 from vllm_opset.cli.bench import bench
@@ -138,6 +138,35 @@ def test_a_reference_that_cannot_be_timed_is_left_out():
 def test_the_floor_is_the_longer_of_moving_and_computing():
     assert CEILINGS.floor(Cost(bytes=10**10, flops=1)) == 1
     assert CEILINGS.floor(Cost(bytes=1, flops=2 * 10**12)) == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "spread", "cell", "doubt"),
+    [
+        (100e-6, 20e-6, "100.00 ± 20.00, 50%", None),
+        (100e-6, 30e-6, "100.00 ± 30.00, 50% ?", "differs too much from call to call: repeat it"),
+        (27e-6, 1e-6, "27.00 ± 1.00, 185% ?", "faster than its floor"),
+    ],
+)
+def test_a_time_that_says_little_is_marked_and_noted(seconds, spread, cell, doubt):
+    result = Result(
+        "rms_norm",
+        "T1",
+        "float32",
+        "mine",
+        True,
+        "again",
+        bytes=1,
+        flops=1,
+        floor=50e-6,
+        seconds=seconds,
+        spread=spread,
+    )
+    report = Report("a CPU", CEILINGS, [result], {})
+    ((_, _, (row,)),) = report.tables()
+    assert row["mine"] == cell
+    assert [doubt in note and note.endswith("(T1)") for note in report.notes()] == ([True] if doubt else [])
+    assert report.as_json()["results"][0]["doubt"] == result.doubt
 
 
 def test_calls_do_not_share_their_operands():

@@ -15,6 +15,10 @@ from vllm_opset.kernel import REFERENCE, Kernel, kernels_of
 from vllm_opset.ops.contract import Op, Sample
 from vllm_opset.parity import check_sample
 
+# A time is doubtful where half the distance between its quartiles is more than this share of it, or where it beats the
+# floor by more than ceilings vary that are measured twice.
+UNSTEADY, ABOVE_CEILING = 0.25, 1.1
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -51,6 +55,17 @@ class Result:
     def share(self) -> float | None:
         """Of the ceiling: 1 would be the floor."""
         return None if self.seconds is None else self.floor / self.seconds
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the time says little, or None."""
+        if self.seconds is None:
+            return None
+        if self.spread > UNSTEADY * self.seconds:
+            return "its time differs too much from call to call: repeat it while nothing else runs"
+        if self.share > ABOVE_CEILING:
+            return "it is faster than its floor: its operands were in a cache, or something slowed the ceilings down"
+        return None
 
 
 def candidates(op: Op, device: str, kernel_name: str | None, against: list[str]) -> Iterator[Candidate]:

@@ -41,7 +41,9 @@ class Report:
                 f"matmul_{_plain(self.ceilings.dtype)}_flops_per_second": self.ceilings.flops_per_second,
             },
             "peers_not_used": self.skipped,
-            "results": [dataclasses.asdict(result) | {"share": result.share} for result in self.results],
+            "results": [
+                dataclasses.asdict(result) | {"share": result.share, "doubt": result.doubt} for result in self.results
+            ],
         }
 
     def described(self) -> str:
@@ -84,11 +86,13 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def notes(self) -> list[str]:
-        """What is off the reference, what was not timed, and which peers were not used."""
+        """What is off the reference, what is doubtful, what was not timed, and which peers were not used."""
         cases: dict[str, list[str]] = {}
         for result in self.results:
             if result.check:
                 cases.setdefault(f"{result.op}, {result.implementation}: {result.check}", []).append(result.case)
+            if result.doubt:
+                cases.setdefault(f"{result.op}, {result.implementation}: {result.doubt}", []).append(result.case)
             if result.skipped:
                 note = f"{result.op}, {result.implementation} was not timed: {result.skipped}"
                 cases.setdefault(note, []).append(result.case)
@@ -101,7 +105,8 @@ class Report:
 LEGEND = (
     "Microseconds of one call, ± half the distance between the quartiles, and the share of the ceiling: floor over "
     "time. floor: the bytes that must move over the reading rate, or the FLOP over the matmul rate, whichever is "
-    "longer. `!` marks a result that is further from the reference than the contract allows."
+    "longer. `!` marks a result that is further from the reference than the contract allows, `?` a time that says "
+    "little, for a reason that is noted."
 )
 
 
@@ -176,7 +181,7 @@ def _cell(results: list[Result], case: str, implementation: str) -> str:
     if result.seconds is None:
         return "failed !" if result.check else "not timed"
     time, spread = result.seconds / MICROSECOND, result.spread / MICROSECOND
-    return f"{time:.2f} ± {spread:.2f}, {result.share:.0%}{' !' if result.check else ''}"
+    return f"{time:.2f} ± {spread:.2f}, {result.share:.0%}{' !' if result.check else ''}{' ?' if result.doubt else ''}"
 
 
 def _rate(value: float) -> str:
