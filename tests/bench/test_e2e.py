@@ -112,7 +112,7 @@ def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
         (("--model", "tiny", "--case", "5x*"), "tiny has 1x64/32"),
         (("--model", "tiny", "--against", "stok"), "did you mean 'stock'?"),
         (("--model", "tiny", "--against", "stock=/no/such/folder"), "/no/such/folder"),
-        (("--model", "tiny", "--against", "stock"), "stock=SITE"),
+        (("--model", "tiny", "--against", "stock"), "this vLLM has no compiled kernels; name the folder"),
         (("--model", "tiny", "--markdown", "/no/such/folder/page.md"), "/no/such/folder"),
         (("--model", "tiny", "--variant", "eager=enforce_eager"), "not JSON"),
         (("--model", "tiny", "--variant", "eager=1"), "not a JSON object"),

@@ -4,13 +4,14 @@ import json
 import shlex
 
 import pytest
+import torch
 from click.testing import Result
 from processes import Finished, run
 from readme import block
 from typer.testing import CliRunner
 
-from vllm_opset import ops, selection
-from vllm_opset.cli import app
+from vllm_opset import devices, kernel, ops, selection
+from vllm_opset.cli import app, doctor
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.ascend import CANN_LIBRARIES
 
@@ -67,7 +68,8 @@ def users_kernels(tmp_path) -> dict:
 def test_ops_lists_every_kernel_of_every_op():
     rows = json.loads(command("ops", "--json").out)["kernels"]
     listed = {(row["op"], row["kernel"]) for row in rows if row["here"] == "yes"}
-    assert listed == {(op.name, name) for op in ops.ALL for name in kernels_of(op.name)}
+    here = [kernel for op in ops.ALL for kernel in kernels_of(op.name).values() if devices.run(kernel)]
+    assert listed == {(kernel.op, kernel.name) for kernel in here}
     assert all(row["supports"] not in ("", "not documented") for row in rows)
 
 
@@ -79,6 +81,15 @@ def test_ops_lists_the_kernels_for_other_machines_with_what_they_support():
     row = ascend["paged_attention=ascend_atb"]
     assert (row["devices"], row["here"]) == ("npu", "no")
     assert row["supports"].startswith("bf16 and fp16 on A2 and A3, head sizes 64 and 128, block size 128")
+
+
+def test_ops_says_of_kernels_without_their_device_that_they_are_not_here(command_here, monkeypatch):
+    if kernel.why_unavailable("triton"):
+        pytest.skip("there is no Triton: runs where there is")
+    monkeypatch.setattr(devices, "here", lambda: ["cpu"])
+    found = json.loads(command_here("ops", "--json").stdout)
+    assert {row["here"] for row in found["kernels"] if row["provider"] == "triton"} == {"no"}
+    assert found["unavailable"]["triton"] == "PyTorch finds no cuda device"
 
 
 def test_ops_shows_a_users_kernel_with_what_it_supports(users_kernels):
@@ -116,35 +127,45 @@ def test_doctor_says_why_an_override_counts():
         ({"OPSET_PLATFORM": "off"}, "OPSET_PLATFORM=off", "unset OPSET_PLATFORM"),
         ({"VLLM_PLUGINS": "other"}, "VLLM_PLUGINS='other' leaves it out", "add opset to it"),
         ({"VLLM_TARGET_DEVICE": "cpu"}, "VLLM_TARGET_DEVICE=cpu", "unset VLLM_TARGET_DEVICE"),
+        ({"OPSET_NUM_THREADS": "0"}, "neither a number of threads nor 'auto'", "Set it to one of these, or unset it"),
+        ({"OPSET_NATIVE": "sampler"}, "'sampler' is not of the form part=on", "correct that, or leave it out"),
+        ({"OPSET_NATIVE": "atention=on"}, "unknown part 'atention'; did you mean 'attention'?", "correct that"),
+        ({"VLLM_CPU_KVCACHE_SPACE": "-1"}, "'-1' is no number of GiB", "as in VLLM_CPU_KVCACHE_SPACE=4, or unset it"),
+        ({"OPSET_KERNELS": "rms_norm=elsewhere"}, "which runs on npu, not on cpu", "name a kernel that does: cpp"),
     ],
 )
-def test_doctor_says_why_vllm_would_not_use_the_plugin(command_here, variables, what, cure):
+def test_doctor_says_what_is_wrong_and_the_cure(command_here, variables, what, cure, monkeypatch):
+    elsewhere = kernel.Kernel("rms_norm", "elsewhere", "tests", ("npu",), kernel.everything, print)
+    kernels_of("rms_norm")
+    monkeypatch.setitem(kernel._registry["rms_norm"], "elsewhere", elsewhere)
     finished = command_here("doctor", **variables)
     assert finished.exit_code == 1, finished.output
     (line,) = [line for line in finished.output.splitlines() if line.startswith("NOT USED: ")]
     assert what in line
-    assert cure in line
+    assert cure in line.partition(". Cure: ")[2]
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "message"),
-    [
-        ("OPSET_NATIVE", "atention=on", "unknown part 'atention'; did you mean 'attention'?"),
-        ("OPSET_NATIVE", "sampler", "'sampler' is not of the form part=on"),
-        ("OPSET_NUM_THREADS", "0", "neither a number of threads nor 'auto'"),
-        ("VLLM_CPU_KVCACHE_SPACE", "-1", "'-1' is no number of GiB"),
-    ],
-)
-def test_doctor_says_what_cannot_be_understood(variable, value, message):
-    finished = command("doctor", **{variable: value})
+def test_doctor_names_the_cure_where_two_platform_plugins_meet(tmp_path):
+    (tmp_path / "other_platform.py").write_text("def activate():\n    return 'other_platform.Platform'\n")
+    info = tmp_path / "other_platform-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other_platform\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.platform_plugins]\nother = other_platform:activate\n")
+    finished = command("doctor", "--json", PYTHONPATH=tmp_path)
     assert finished.code == 1, finished
-    assert message in finished.output and f"NOT USED: {variable}" in finished.output
+    (fault,) = json.loads(finished.out)["faults"]
+    assert "Only one platform plugin can be activated" in fault["what"]
+    assert fault["cure"] == "set VLLM_PLUGINS=opset, which leaves out other platform plugins: other"
 
 
-def test_doctor_says_that_an_override_is_for_another_device():
-    finished = command("doctor", OPSET_KERNELS="rms_norm=triton")
-    assert finished.code == 1, finished
-    assert "NOT USED: OPSET_KERNELS asks for rms_norm=triton, which runs on cuda, not on cpu." in finished.output
+def test_doctor_lists_kernels_in_the_order_of_the_samples():
+    """Not in that of a set, which differs from run to run."""
+    rows = doctor._kernels("cpu", torch.bfloat16)
+    for op in ops.ALL:
+        dtype = torch.bfloat16 if torch.bfloat16 in op.dtypes else op.dtypes[0]
+        problems = [op.describe(*args, **kwargs) for args, kwargs in (s.make() for s in op.samples("cpu", dtype))]
+        names = dict.fromkeys(selection.select(op, problem).kernel.name for problem in problems)
+        assert [row["kernel"] for row in rows if row["op"] == op.name] == [*names]
 
 
 def test_doctor_counts_what_an_override_cannot_do():
@@ -236,8 +257,8 @@ def test_parity_finds_a_wrong_kernel_out(jobs, users_kernels):
         (["parity", "--kernel", "mine"], {}, "no kernel named 'mine' runs on cpu"),
         (["parity", "rms_norm", "--device", "npu"], {}, "there is no npu here"),
         (["parity", "rms_norm", "--device", "npu"], {}, "ascend: torch_npu is not installed"),
-        (["parity", "rms_norm", "--device", "gpu"], {}, "unknown: 'gpu'; did you mean 'npu'?"),
-        (["bench", "rms_norm", "--device", "npu"], {}, "unknown: 'npu'; did you mean 'cpu'?"),
+        (["parity", "rms_norm", "--device", "gpu"], {}, "unknown: 'gpu'; known: cpu, cuda, npu; here: cpu"),
+        (["bench", "rms_norm", "--device", "npu"], {}, "unknown: 'npu'; known: cpu, cuda; here: cpu"),
         (["bench", "rms_norm", "--kernel", "cpuu"], {}, "no kernel 'cpuu' runs on cpu; did you mean 'cpu'?"),
         (["demo", "--dtype", "fp16"], {}, "unknown: 'fp16'; did you mean 'float16'?"),
         (["ops"], {"OPSET_KERNELS": "rms_norm=cpuu"}, "rms_norm has no kernel 'cpuu' here; did you mean 'cpu'?"),

@@ -11,13 +11,14 @@ from typing import Annotated
 import torch
 import typer
 
-from vllm_opset import __version__, ops, selection
+from vllm_opset import __version__, devices, ops, selection
 from vllm_opset.bench.measure import dtype_of
 from vllm_opset.cli import autoload
 from vllm_opset.cli.show import AsJson, print_json, print_missing, print_table
 from vllm_opset.cli.words import DTYPES, known
 from vllm_opset.kernel import unavailable
 from vllm_opset.kernels import ascend
+from vllm_opset.platform import PluginError, stock
 from vllm_opset.platform.cuda import device as gpu
 from vllm_opset.platform.native import parts as native_parts
 
@@ -45,7 +46,7 @@ def examine(
     active = None
     if not faults:
         active, faults = _active_platform()
-    device = _device(used=not faults)
+    device = _device(active)
     kernels, parts = [], {}
     try:
         selection.require_device(device)
@@ -55,8 +56,7 @@ def examine(
         elif active:
             _check_words()
     except ValueError as error:
-        what, _, cure = str(error).partition(". ")
-        faults = [*faults, Fault(what, cure)]
+        faults = [*faults, Fault(*_what_and_cure(str(error)))]
     found = {
         "machine": _machine(), "platform": active, "device": device, "dtype": dtype, "kernels": kernels,
         "parts": {name: part._asdict() for name, part in parts.items()},
@@ -85,7 +85,7 @@ def _print(found: dict, faults: list[Fault]) -> None:
 def _machine() -> dict[str, str]:
     return {
         "vllm-opset": __version__,
-        "vLLM": _version("vllm"),
+        "vLLM": stock.release() or "not installed",
         "torch": torch.__version__,
         "Triton": _version("triton"),
         "torch_npu": _version("torch_npu"),
@@ -120,7 +120,7 @@ def _faults() -> Iterator[Fault]:
             f"`import torch` fails in this environment, because it loads torch_npu: {ascend.missing()}",
             f"as said, or where there is no NPU: pip uninstall torch_npu, or export {autoload.VARIABLE}=0",
         )
-    if importlib.util.find_spec("vllm") is None:
+    if not stock.installed():
         yield Fault("vLLM is not installed", "install it; the README shows how for a CPU")
         return
     if torch.cuda.is_available() and os.environ.get("OPSET_PLATFORM") != "cpu":
@@ -144,17 +144,33 @@ def _faults() -> Iterator[Fault]:
 
 
 def _active_platform() -> tuple[str | None, list[Fault]]:
-    """The platform that vLLM uses, and what is wrong with that."""
+    """opset's platform if vLLM uses it, or why it does not."""
     try:
         from vllm.platforms import current_platform
+    except PluginError as error:
+        return None, [Fault(*_what_and_cure(str(error)))]
     except Exception as error:
-        return None, [Fault(f"vLLM finds no platform: {error}".rstrip("."), "as said there, or in the log above")]
+        return None, [Fault(f"vLLM finds no platform: {error}".rstrip("."), _cure_without_platform())]
     name = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
     if name.startswith("vllm_opset."):
         return name, []
-    return name, [
+    return None, [
         Fault(f"vLLM uses the platform {name}", "see the log above; OPSET_PLATFORM=cpu takes the CPU anywhere")
     ]
+
+
+def _cure_without_platform() -> str:
+    """vLLM takes one platform plugin at most, and loads all that are installed unless it is told which."""
+    others = {point.name for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUPS[0])} - {"opset"}
+    if not others:
+        return "see the log above"
+    return f"set VLLM_PLUGINS=opset, which leaves out other platform plugins: {', '.join(sorted(others))}"
+
+
+def _what_and_cure(message: str) -> tuple[str, str]:
+    """An error's first sentence, and the others. Where there is no other, the first names what would do."""
+    what, _, cure = message.partition(". ")
+    return what.rstrip("."), cure.rstrip(".") or "correct that, or leave it out"
 
 
 def _check_words() -> None:
@@ -163,12 +179,13 @@ def _check_words() -> None:
     current_platform.check_words({})
 
 
-def _device(used: bool) -> str:
-    if used:
+def _device(active: str | None) -> str:
+    """That of opset's platform if vLLM uses it, else what would be its device."""
+    if active:
         from vllm.platforms import current_platform
 
         return current_platform.device_type
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    return devices.here()[-1]
 
 
 def _family() -> int:
@@ -181,9 +198,8 @@ def _kernels(device: str, dtype: torch.dtype) -> list[dict]:
     """The kernel that selection would choose for each op, over the problems of the op's own sample inputs."""
     rows = []
     for op in ops.ALL:
-        problems = {
-            op.describe(*args, **kwargs) for args, kwargs in (s.make() for s in op.samples("cpu", dtype_of(op, dtype)))
-        }
+        samples = (sample.make() for sample in op.samples("cpu", dtype_of(op, dtype)))
+        problems = dict.fromkeys(op.describe(*args, **kwargs) for args, kwargs in samples)  # in the samples' order
         chosen: dict[str, list] = {}
         refused = []
         for problem in problems:

@@ -1,7 +1,6 @@
 """`vllm-opset bench e2e`: how fast whole engines are beside each other."""
 
 import fnmatch
-import importlib.util
 import json
 import signal
 import sys
@@ -21,6 +20,7 @@ from vllm_opset.bench.engines import Engine, EngineError, not_inherited
 from vllm_opset.bench.text import asked_for
 from vllm_opset.cli.show import print_table
 from vllm_opset.cli.words import writable
+from vllm_opset.platform import stock
 from vllm_opset.selection import nearest
 
 OUTPUTS = ("--json", "--markdown", "--logs")
@@ -139,9 +139,10 @@ def _engines(against: list[str], variants: list[str]) -> list[Engine]:
         name, _, site = word.partition("=")
         if name != "stock":
             raise typer.BadParameter(f"unknown: {name!r}; {nearest(name, ['stock'])}", param_hint="--against")
-        if not site and not _is_stock():
+        if not site and not stock.has_kernels():
+            found = "this vLLM has no compiled kernels" if stock.installed() else "vLLM is not installed here"
             raise typer.BadParameter(
-                "this vLLM has no compiled kernels; name the folder of one that has: stock=SITE", param_hint="--against"
+                f"{found}; name the folder of packages with one that has: stock=SITE", param_hint="--against"
             )
         settings["stock"] = {"env": {"OPSET_PLATFORM": "off"}} | ({"site": site} if site else {})
     for word in variants:
@@ -151,12 +152,6 @@ def _engines(against: list[str], variants: list[str]) -> list[Engine]:
         given, known = _settings(text), settings.setdefault(name, {})
         settings[name] = known | given | {"env": known.get("env", {}) | given.get("env", {})}
     return [_engine(name, of_engine) for name, of_engine in settings.items()]
-
-
-def _is_stock() -> bool:
-    """Whether the vLLM of this environment has compiled kernels, for any device."""
-    folder = Path(importlib.util.find_spec("vllm").origin).parent
-    return any(folder.glob("*.so"))
 
 
 def _settings(text: str) -> dict:

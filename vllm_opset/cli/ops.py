@@ -2,19 +2,19 @@
 
 import inspect
 
-from vllm_opset import ops
+from vllm_opset import devices, ops
 from vllm_opset.cli.show import AsJson, print_json, print_missing, print_table
 from vllm_opset.kernel import REFERENCE, Kernel, kernels_of, unavailable
 
 
 def list_ops(as_json: AsJson = False) -> None:
     """List every op, its kernels, and what each supports; also those that cannot be had on this machine."""
+    kernels = [kernel for op in ops.ALL for kernel in kernels_of(op.name, elsewhere=True).values()]
     missing = unavailable()
-    rows = [
-        {**_row(kernel), "here": "no" if kernel.provider in missing else "yes"}
-        for op in ops.ALL
-        for kernel in kernels_of(op.name, elsewhere=True).values()
-    ]
+    for kernel in kernels:
+        if not devices.run(kernel):
+            missing.setdefault(kernel.provider, f"PyTorch finds no {' or '.join(kernel.devices)} device")
+    rows = [{**_row(kernel), "here": "no" if kernel.provider in missing else "yes"} for kernel in kernels]
     if as_json:
         print_json({"kernels": rows, "unavailable": missing})
         return

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import typer
 
+from vllm_opset.devices import here
 from vllm_opset.kernel import unavailable
 from vllm_opset.selection import nearest
 
@@ -22,7 +23,11 @@ def known(word: str, words: Collection[str], hint: str) -> str:
 
 def require_device(device: str, devices: Collection[str]) -> None:
     """Refuses a device that is none of these, or that nothing can be put on here."""
-    known(device, devices, "--device")
+    if device not in devices:
+        able = [other for other in devices if other in here()]
+        raise typer.BadParameter(
+            f"unknown: {device!r}; known: {', '.join(devices)}; here: {', '.join(able)}", param_hint="--device"
+        )
     try:
         torch.empty(0, device=device)
     except Exception as error:
