@@ -2,16 +2,17 @@
 
 import json
 import shlex
+import tomllib
 
 import pytest
 import torch
 from click.testing import Result
 from processes import Finished, run
-from readme import block
+from readme import ROOT, block
 from typer.testing import CliRunner
 
 from vllm_opset import devices, kernel, ops, selection
-from vllm_opset.cli import app, doctor
+from vllm_opset.cli import app, demo, doctor
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.ascend import CANN_LIBRARIES
 
@@ -138,6 +139,7 @@ def test_doctor_says_what_is_wrong_and_the_cure(command_here, variables, what, c
     elsewhere = kernel.Kernel("rms_norm", "elsewhere", "tests", ("npu",), kernel.everything, print)
     kernels_of("rms_norm")
     monkeypatch.setitem(kernel._registry["rms_norm"], "elsewhere", elsewhere)
+    monkeypatch.setattr(doctor, "_kernels", lambda *_: [])  # which takes seconds
     finished = command_here("doctor", **variables)
     assert finished.exit_code == 1, finished.output
     (line,) = [line for line in finished.output.splitlines() if line.startswith("NOT USED: ")]
@@ -151,11 +153,10 @@ def test_doctor_names_the_cure_where_two_platform_plugins_meet(tmp_path):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other_platform\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[vllm.platform_plugins]\nother = other_platform:activate\n")
-    finished = command("doctor", "--json", PYTHONPATH=tmp_path)
-    assert finished.code == 1, finished
-    (fault,) = json.loads(finished.out)["faults"]
-    assert "Only one platform plugin can be activated" in fault["what"]
-    assert fault["cure"] == "set VLLM_PLUGINS=opset, which leaves out other platform plugins: other"
+    script = "from vllm_opset.cli import doctor; print(doctor._active_platform())"
+    finished = run("python", "-c", script, PYTHONPATH=tmp_path)
+    assert "what='vLLM finds no platform: Only one platform plugin can be activated" in finished.out, finished
+    assert "cure='set VLLM_PLUGINS=opset, which leaves out other platform plugins: other'" in finished.out
 
 
 def test_doctor_lists_kernels_in_the_order_of_the_samples():
@@ -280,6 +281,28 @@ def test_the_readmes_commands_exist(command_here):
 
 
 # demo
+
+
+def test_demo_finds_what_a_wheel_installs(monkeypatch, tmp_path):
+    shipped = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["data-files"]
+    ((_, patterns),) = shipped.items()
+    files = {file.name for pattern in patterns for file in ROOT.glob(pattern)}
+    sources = {file.name for file in (ROOT / "examples" / "tiny-qwen3").iterdir() if file.suffix in (".py", ".md")}
+    assert files == {file.name for file in (ROOT / "examples" / "tiny-qwen3").iterdir() if file.is_file()} - sources
+
+    info = tmp_path / "vllm_opset-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-opset\nVersion: 0.1.0\n")
+    (info / "RECORD").write_text("../../../share/vllm-opset/tiny-qwen3/heldout.jsonl,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(demo, "IN_CHECKOUT", tmp_path / "examples")
+    assert demo._tiny() == tmp_path / "../../../share/vllm-opset/tiny-qwen3"
+
+
+def test_demo_says_where_there_is_a_model(command_here, tmp_path):
+    finished = command_here("demo", "--model", str(tmp_path))
+    assert finished.exit_code == 2
+    assert "give examples/tiny-qwen3" in " ".join(finished.output.replace("│", " ").split())
 
 
 @pytest.mark.engine

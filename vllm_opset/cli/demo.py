@@ -1,5 +1,6 @@
 """`vllm-opset demo`: real questions, answered by vLLM's engine through this plugin's kernels."""
 
+import importlib.metadata
 import json
 import os
 import random
@@ -11,26 +12,31 @@ import typer
 
 from vllm_opset.cli.show import print_table
 from vllm_opset.cli.words import DTYPES, known
+from vllm_opset.platform import stock
 
-CHECKOUT = Path(__file__).parents[2]
+QUESTIONS = "heldout.jsonl"
+IN_CHECKOUT = Path(__file__).parents[2] / "examples" / "tiny-qwen3"
 SAMPLING = {"temperature": 0.5, "top_k": 20, "top_p": 0.95, "min_p": 0.02, "seed": 7, "repetition_penalty": 1.01}
 
 
 def answer(
-    model: Annotated[Path, typer.Option(help="A model folder with its held-out questions.")] = CHECKOUT
-    / "examples"
-    / "tiny-qwen3",
+    model: Annotated[
+        Path | None, typer.Option(help="A model folder with its held-out questions, instead of tiny-qwen3.")
+    ] = None,
     questions: Annotated[int, typer.Option(min=1, help="How many questions to ask, at most.")] = 20,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
     verbose: Annotated[bool, typer.Option(help="Show vLLM's own log.")] = False,
 ) -> None:
     """Ask the tiny model questions it has not seen, and show which kernel served which op."""
-    if not (model / "heldout.jsonl").exists():
-        raise typer.BadParameter(
-            f"{model} has no heldout.jsonl; in a clone of the project, give examples/tiny-qwen3", param_hint="--model"
-        )
     known(dtype, DTYPES, "--dtype")
-    held_out = _held_out(model)
+    if not stock.installed():
+        raise typer.BadParameter("vLLM is not installed: install it; the README shows how for a CPU")
+    model = model or _tiny()
+    if not (model / QUESTIONS).exists():
+        raise typer.BadParameter(
+            f"{model} has no {QUESTIONS}; in a clone of the project, give examples/tiny-qwen3", param_hint="--model"
+        )
+    held_out = [json.loads(line) for line in (model / QUESTIONS).read_text().splitlines()]
     os.environ["OPSET_COUNT_CALLS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
     asked = random.Random(0).sample(held_out, min(questions, len(held_out)))
@@ -49,14 +55,18 @@ def answer(
         print("vLLM's own kernels served every op; `vllm-opset doctor` says why.")
 
 
+def _tiny() -> Path:
+    """The model of the project: of the checkout, or as it was installed beside the package."""
+    if IN_CHECKOUT.is_dir():
+        return IN_CHECKOUT
+    files = importlib.metadata.files("vllm-opset") or ()
+    return next((Path(file.locate()).parent for file in files if file.name == QUESTIONS), IN_CHECKOUT)
+
+
 def _load(model: Path, dtype: str):
     from vllm import LLM
 
     return LLM(model=str(model), dtype=dtype, max_model_len=512, kv_cache_memory_bytes=64 << 20)
-
-
-def _held_out(model: Path) -> list[dict]:
-    return [json.loads(line) for line in (model / "heldout.jsonl").read_text().splitlines()]
 
 
 def _sampling(count: int) -> list:
