@@ -1,4 +1,4 @@
-"""What users say to vllm-opset, and what they are told where it means nothing.
+"""This module reads what users say to vllm-opset, and refuses what means nothing.
 
 Most specific first: `--additional-config '{"opset": {"kernels": {"rms_norm": "reference"}}}'`, a YAML file with the
 same keys that OPSET_CONFIG names, and variables such as OPSET_KERNELS="rms_norm=reference,paged_attention=cpu". No word

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import signal
 import sys
 import types
 from collections.abc import Iterator
@@ -30,8 +31,8 @@ _seen: list = []
 
 
 def snapshot() -> dict[str, tuple]:
-    """What identifies the value of every attribute of every watched module, and of the classes and objects in them."""
-    values = {}
+    """What identifies every signal's handler, and every attribute of watched modules and their classes and objects."""
+    values = {f"signal.{number.name}": identity(signal.getsignal(number)) for number in signal.Signals}
     for name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType) and (name in WATCHED or name.startswith("vllm.")):
             for attribute, value in members(module):

@@ -86,7 +86,7 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def notes(self) -> list[str]:
-        """What is off the reference, what is doubtful, what was not timed, and which peers were not used."""
+        """Lists results off the reference, doubtful times, what was not timed, and peers that were not used."""
         cases: dict[str, list[str]] = {}
         for result in self.results:
             if result.check:

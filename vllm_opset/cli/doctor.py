@@ -180,7 +180,7 @@ def _check_words() -> None:
 
 
 def _device(active: str | None) -> str:
-    """That of opset's platform if vLLM uses it, else what would be its device."""
+    """The device of opset's platform if vLLM uses that, else the one that it would have."""
     if active:
         from vllm.platforms import current_platform
 
