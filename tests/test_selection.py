@@ -362,6 +362,22 @@ def test_only_other_overrides_make_configuring_forget_earlier_choices():
     assert choices() == []
 
 
+def test_the_next_engine_of_a_process_leaves_the_choices_of_the_first(monkeypatch):
+    monkeypatch.setenv("OPSET_COUNT_CALLS", "1")
+    first = selection.forget()
+    configure({"opset": {"kernels": {"relu2": "reference"}}})
+    first = selection.forget()  # as a worker does, after its configuration
+    mine = select(ops.relu2, ACTIVATION)
+    add_kernel("relu2", "second", provider="cpu")
+    configure({"opset": {"kernels": {"relu2": "second"}}})
+    second = selection.forget()
+    theirs = select(ops.relu2, ACTIVATION)
+    mine.run(torch.ones(1))
+    assert (mine.kernel.name, theirs.kernel.name) == ("reference", "second")
+    assert choices(first) == [mine] and choices(second) == choices() == [theirs]
+    assert [choice.calls for choice in choices(first)] == [1]
+
+
 def test_calls_are_counted_on_request(monkeypatch):
     monkeypatch.setenv("OPSET_COUNT_CALLS", "1")
     choice = select(ops.relu2, ACTIVATION)

@@ -1,7 +1,7 @@
 """WHICH: one kernel for an op and a problem, chosen once, with the reason.
 
-A layer or a backend calls `select` when it is built and keeps what it gets; nothing is decided during a call, and a
-kernel that fails raises, with a note of what it was given (`failures`). Users override the choice (`settings` says by
+A layer or a backend calls `select` when it is built and keeps what it gets. Nothing is decided during a call. A kernel
+that fails raises, with a note of its arguments (`failures`). Users override the choice (`settings` says by
 which means). OPSET_IMPORT="module,…" imports modules with the user's own kernels, which run where an override names
 them. OPSET_COUNT_CALLS=1 counts the calls of every kernel, for reports.
 """
@@ -56,25 +56,24 @@ class Choice:
         return run
 
 
+Choices = dict[tuple[str, Problem, Override | None], Choice]
+
 _overrides: dict[str, Override] | None = None
-_choices: dict[tuple[str, Problem], Choice] = {}
+_choices: Choices = {}
 
 
 def configure(additional_config: Mapping | None = None) -> dict[str, Override]:
     """Reads the user's overrides, from every source. Raises OverrideError for a wrong one, and for unknown settings.
 
-    Earlier choices stand unless the overrides differ from those that they were made by: vLLM checks its configuration
-    more than once. additional_config: vLLM's own, whose key "opset" is ours.
+    Earlier choices stand, since vLLM checks its configuration more than once. Where an op's override differs, its
+    kernel is chosen anew. additional_config: vLLM's own, whose key "opset" is ours.
     """
     global _overrides
     additional_config = additional_config or {}
     settings.check(additional_config)
     _import_users_kernels()
-    overrides = _read_overrides(additional_config)
-    if overrides != _overrides:
-        _choices.clear()
-    _overrides = overrides
-    return overrides
+    _overrides = _read_overrides(additional_config)
+    return _overrides
 
 
 def require_device(device: str) -> None:
@@ -94,22 +93,36 @@ def select(op: Op, problem: Problem) -> Choice:
 
     Raises OverrideError if the user's word names a kernel that does not support the problem.
     """
-    key = (op.name, problem)
+    override = (configure() if _overrides is None else _overrides).get(op.name)
+    key = (op.name, problem, override)
     if key not in _choices:
-        overrides = configure() if _overrides is None else _overrides
-        _choices[key] = _decide(op, problem, overrides.get(op.name))
+        _choices[key] = _decide(op, problem, override)
     return _choices[key]
 
 
-def forget() -> None:
-    """Drops all choices: a new engine makes its own."""
-    _choices.clear()
+def forget() -> Choices:
+    """Begins anew for an engine, and returns where its choices will be found, also when the next engine has begun.
+
+    What is chosen until then is this engine's: an engine is built before the next one of its process is configured.
+    """
+    global _choices
+    _choices = {}
+    return _choices
 
 
-def choices() -> list[Choice]:
-    """What has been chosen in this process, in the order of the ops."""
+def choices(made: Choices | None = None) -> list[Choice]:
+    """All choices that an engine has made, from `forget`; without it the latest one's, by the overrides as they are.
+
+    They come in the order of the ops.
+    """
     order = [op.name for op in ops.ALL]
-    return sorted(_choices.values(), key=lambda choice: order.index(choice.op))
+    by_now = _overrides or {}
+    found = [
+        choice
+        for (op, _, override), choice in (_choices if made is None else made).items()
+        if made is not None or override == by_now.get(op)
+    ]
+    return sorted(found, key=lambda choice: order.index(choice.op))
 
 
 def why_no_kernel(op: Op, problem: Problem) -> str | None:

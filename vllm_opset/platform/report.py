@@ -10,21 +10,22 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class Reporting:
-    """Mixed into a worker."""
+    """Mixed into a worker. choices: its engine's, from `selection.forget`, since a process may have several engines."""
 
     rank: int
+    choices: selection.Choices
 
     def log_choices(self) -> None:
         """Once the weights are loaded and the layers built, every choice has been made."""
         if self.rank == 0:
-            logger.info("%s", table())
+            logger.info("%s", table(self.choices))
 
     def opset_report(self) -> list[dict]:
         """Which kernel serves which op in this worker: `llm.collective_rpc("opset_report")`."""
-        return rows()
+        return rows(self.choices)
 
 
-def rows() -> list[dict]:
+def rows(made: selection.Choices) -> list[dict]:
     """One row per op and problem: op, problem, kernel, reason, and calls, counted if OPSET_COUNT_CALLS=1."""
     return [
         {
@@ -34,13 +35,13 @@ def rows() -> list[dict]:
             "reason": choice.reason,
             "calls": choice.calls,
         }
-        for choice in selection.choices()
+        for choice in selection.choices(made)
     ]
 
 
-def table() -> str:
+def table(made: selection.Choices) -> str:
     """The rows as a table, one line each, after what is missing here."""
-    columns = [(row["op"], row["kernel"], row["reason"], row["problem"]) for row in rows()]
+    columns = [(row["op"], row["kernel"], row["reason"], row["problem"]) for row in rows(made)]
     widths = [max((len(row[i]) for row in columns), default=0) for i in range(3)]
     lines = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in columns

@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset import selection
@@ -10,13 +11,23 @@ from vllm_opset.platform import layers
 from vllm_opset.platform.report import Reporting
 
 
+def forget_shared_layers() -> None:
+    """Has a model built with rotary embeddings of its own.
+
+    vLLM keeps them for all layers of all models of a process. Another engine that is up has those that it was built
+    with, and would get this one's kernels.
+    """
+    rotary_embedding._ROPE_DICT.clear()
+
+
 class OpsetWorker(Reporting, Worker):
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         selection.configure(vllm_config.additional_config)
-        selection.forget()
+        self.choices = selection.forget()
 
     def load_model(self, **kwargs) -> None:
+        forget_shared_layers()
         super().load_model(**kwargs)
         with set_current_vllm_config(self.vllm_config):
             layers.bind(self.model_runner.get_model(), self.model_config.dtype)

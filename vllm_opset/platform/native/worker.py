@@ -15,16 +15,18 @@ from vllm_opset.platform import compile_cache, fusion, layers, linear, refusals
 from vllm_opset.platform.cuda import device, warm_up, workspace
 from vllm_opset.platform.native import sampler
 from vllm_opset.platform.report import Reporting
+from vllm_opset.platform.worker import forget_shared_layers
 
 
 class OpsetNativeWorker(Reporting, Worker):
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         selection.configure(vllm_config.additional_config)
-        selection.forget()
+        self.choices = selection.forget()
         self.parts = {name for name, part in current_platform.decide(vllm_config).items() if part.on}
 
     def load_model(self, **kwargs) -> None:
+        forget_shared_layers()
         with _opset_layers() if "ops" in self.parts else nullcontext():
             super().load_model(**kwargs)
         model = self.model_runner.get_model()
