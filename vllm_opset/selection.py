@@ -65,8 +65,8 @@ _choices: Choices = {}
 def configure(additional_config: Mapping | None = None) -> dict[str, Override]:
     """Reads the user's overrides, from every source. Raises OverrideError for a wrong one, and for unknown settings.
 
-    Earlier choices stand, since vLLM checks its configuration more than once. Where an op's override differs, its
-    kernel is chosen anew. additional_config: vLLM's own, whose key "opset" is ours.
+    Earlier choices stand, since vLLM checks its configuration more than once. An op whose override has changed gets a
+    new choice. additional_config: vLLM's own, whose key "opset" is ours.
     """
     global _overrides
     additional_config = additional_config or {}
@@ -103,7 +103,7 @@ def select(op: Op, problem: Problem) -> Choice:
 def forget() -> Choices:
     """Begins anew for an engine, and returns where its choices will be found, also when the next engine has begun.
 
-    What is chosen until then is this engine's: an engine is built before the next one of its process is configured.
+    An engine is built before the next one of its process begins, so its choices do not mix with theirs.
     """
     global _choices
     _choices = {}

@@ -31,7 +31,7 @@ _seen: list = []
 
 
 def snapshot() -> dict[str, tuple]:
-    """What identifies every signal's handler, and every attribute of watched modules and their classes and objects."""
+    """Identifies every signal's handler, and every attribute of watched modules and their classes and objects."""
     values = {f"signal.{number.name}": identity(signal.getsignal(number)) for number in signal.Signals}
     for name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType) and (name in WATCHED or name.startswith("vllm.")):

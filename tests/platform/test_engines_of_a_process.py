@@ -21,7 +21,7 @@ class Model(torch.nn.Module):
 
 
 def load(kernel: str) -> Model:
-    """What a worker does around vLLM's `load_model`, with an override for this engine."""
+    """Loads it as a worker does, with an override for this engine."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     config = VllmConfig(additional_config={"opset": {"kernels": {"rotary_embedding": kernel}}})
