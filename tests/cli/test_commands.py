@@ -155,7 +155,7 @@ def test_doctor_names_the_cure_where_two_platform_plugins_meet(tmp_path):
     (info / "entry_points.txt").write_text("[vllm.platform_plugins]\nother = other_platform:activate\n")
     script = "from vllm_opset.cli import doctor; print(doctor._active_platform())"
     finished = run("python", "-c", script, PYTHONPATH=tmp_path)
-    assert "what='vLLM finds no platform: Only one platform plugin can be activated" in finished.out, finished
+    assert "vLLM finds no platform: Only one platform plugin can be activated" in finished.out, finished
     assert "cure='set VLLM_PLUGINS=opset, which leaves out other platform plugins: other'" in finished.out
 
 
