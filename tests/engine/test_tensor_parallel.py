@@ -73,4 +73,5 @@ def test_two_workers(script, method, tmp_path):
     assert [ids for ids, _ in drawn] != [ids for ids, _ in greedy]
     attention = [row for report in reports for row in report if row["op"] == "paged_attention"]
     assert ["num_heads=2, " in row["problem"] or row["problem"] for row in attention] == [True, True]
-    assert "vllm_opset/" not in process.stderr, process.stderr[-4000:]
+    # Not even of a process that ends after the answers.
+    assert "Traceback" not in process.stderr and "vllm_opset/" not in process.stderr, process.stderr[-4000:]

@@ -9,7 +9,8 @@ release does not know is never called:
 - `OpsetCpuRunner._postprocess_triton` is called until 0.30; `may_reinitialize_input_batch` lost an argument in 0.33.
 - `layers.REPLACEMENTS` says which classes came late. The family of rotary embeddings is found by what it shares.
 - `refusals` and `native/parts` ask for parts of the configuration that came or went by `getattr`.
-- `native/sampler` has a sampler for 0.26, whose second model runner draws in a method of its own.
+- `native/sampler` has a class for 0.26 to 0.29, whose second sampler draws in the method that prepares the draw; which
+  one fits is said by the parameters of vLLM's methods.
 - `npu/runner` zeroes and copies blocks itself, since how vLLM does it differs between releases.
 - `OpsetAttentionBackend.supported_kv_cache_layouts` is asked from 0.29 on, a platform's
   `check_runner_kv_caches_multi_layer` from 0.30 on. `cpu/worker` wraps two methods that came with 0.30.
@@ -32,12 +33,14 @@ if TYPE_CHECKING:
 def without_accelerator() -> None:
     """Lets PyTorch's accelerator clean-up be called on a machine without an accelerator.
 
-    vLLM's `cleanup_dist_env_and_memory` calls `torch.accelerator.empty_host_cache` at shutdown unless the platform is
-    its own CPU platform, and PyTorch raises where there is no accelerator. Needed by 0.26 to 0.33, in every process.
-    Goes when vLLM asks for an accelerator before it cleans one up.
+    vLLM's `cleanup_dist_env_and_memory` calls `torch.accelerator.empty_cache` at shutdown, and from 0.28 on
+    `empty_host_cache`, unless the platform is its own CPU platform. PyTorch raises where there is no accelerator.
+    Needed by 0.26 to 0.33, in every process: vLLM's model runner for CPUs replaces `empty_cache` as well, but with
+    several workers the engine's process has no model runner. Goes when vLLM asks for an accelerator before it cleans
+    one up.
     """
     if torch.accelerator.current_accelerator() is None:
-        torch.accelerator.empty_host_cache = _nothing
+        torch.accelerator.empty_cache = torch.accelerator.empty_host_cache = _nothing
 
 
 def _nothing() -> None:
@@ -64,7 +67,7 @@ def _here(inspect: Callable[[], object]) -> object:
 def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
     """Has vLLM call this before it reads whether graphs may be captured in pieces without a compiler.
 
-    A platform is asked for its defaults too late for it in 0.30 to 0.33; in 0.26 in time. Goes when vLLM reads its
+    A platform is asked for its defaults too late for it in 0.29 to 0.33, and in time before. Goes when vLLM reads its
     variable after `Platform.apply_config_platform_defaults`.
     """
     from vllm.config import VllmConfig
@@ -84,9 +87,9 @@ def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
 def break_graphs_at_attention() -> None:
     """Lets graphs that are captured in pieces break at attention, where that is called directly.
 
-    Whether they do is decided when vLLM's layer is imported, by a variable, in 0.26 to 0.30 and perhaps later, not in
-    0.33. In a process that makes the configuration itself that is before anybody could set it. Needed before a model is
-    loaded. Goes with the last release that decides then.
+    In 0.26 to 0.32 that is decided when vLLM's layer is imported, by a variable, and a process that makes the
+    configuration itself imports it before anybody could set it. Needed before a model is loaded. Goes when 0.33 is the
+    oldest release.
     """
     from vllm.compilation import breakable_cudagraph
     from vllm.model_executor.layers.attention import attention
