@@ -17,7 +17,7 @@ import importlib
 import logging
 import os
 
-from vllm_opset.platform import stock
+from vllm_opset.platform import release, stock
 
 CHOICES = ("auto", "cpu", "cuda", "native", "npu", "off")
 CURE = "Mend that, or set OPSET_PLATFORM=off to run vLLM without this plugin, if it has kernels of its own."
@@ -89,6 +89,7 @@ def _choose() -> str | None:
     if choice == "off":
         _warn_where_vllm_has_no_kernels()
         return None
+    release.check()
     if choice == "auto":
         choice = _best()
         if choice not in _OF_CHOICE:
