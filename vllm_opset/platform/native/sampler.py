@@ -4,6 +4,9 @@ The second model runner's sampler has no state of a request's random numbers: th
 seed and the position of the token, so a seeded request draws the same tokens whatever else is in its batch.
 """
 
+import functools
+import inspect
+
 import numpy as np
 import torch
 from vllm.logger import init_logger
@@ -19,6 +22,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 # The golden ratio in 64 bits: multiples of it are far apart, so the keys of two requests with small seeds never meet.
 KEY_STEP = 0x9E3779B97F4A7C15 - 2**64
+# Whose rows a step has, by the names of vLLM's parameters.
+ROWS = ("expanded_idx_mapping", "idx_mapping_np")
 PROCESSED = ("processed_logits", "processed_logprobs")
 
 
@@ -79,24 +84,16 @@ class OpsetSampler(Sampler):
         )
 
 
-class OpsetSamplerOf026(OpsetSampler):
-    """For releases whose sampler does in one method what later ones split into `sample` and `_sample_random`."""
+class OpsetSamplerInOneStep(OpsetSampler):
+    """For 0.26 to 0.29, whose sampler does in `sample` what later ones split into `sample` and `_sample_random`."""
 
-    def sample(
-        self,
-        logits: torch.Tensor,
-        expanded_idx_mapping: torch.Tensor,
-        idx_mapping_np: np.ndarray,
-        pos: torch.Tensor,
-        input_ids: torch.Tensor,
-        expanded_local_pos: torch.Tensor,
-        return_logprobs: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.apply_sampling_params(
-            logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos, skip_top_k_top_p=True
-        )
-        top_k, top_p = self.sampling_states.get_top_k_top_p(expanded_idx_mapping, idx_mapping_np)
-        return self._sample_random(logits, expanded_idx_mapping, idx_mapping_np, pos, top_k, top_p)
+    def sample(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes what vLLM's takes, by its names: 0.28 has one more."""
+        given = dict(zip(_parameters(Sampler, "sample"), args, strict=False)) | kwargs
+        given.pop("return_logprobs", None)  # `_sample_random` finds that out
+        logits = self.apply_sampling_params(**given, skip_top_k_top_p=True)
+        rows = [given[name] for name in ROWS]
+        return self._sample_random(logits, *rows, given["pos"], *self.sampling_states.get_top_k_top_p(*rows))
 
 
 class _States(SamplingStates):
@@ -105,10 +102,10 @@ class _States(SamplingStates):
     def __init__(self, stock: SamplingStates) -> None:
         vars(self).update(vars(stock))
 
-    def apply_temperature(self, *args) -> None:
+    def apply_temperature(self, *args, **kwargs) -> None:
         pass
 
-    def apply_min_p(self, *args) -> None:
+    def apply_min_p(self, *args, **kwargs) -> None:
         pass
 
 
@@ -117,15 +114,34 @@ def draw_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.add(seeds, positions, alpha=KEY_STEP)
 
 
+def fitting() -> type[OpsetSampler] | None:
+    """The sampler for this vLLM, by the parameters of the methods that draw; None if these are not known."""
+    if _parameters(Sampler, "_sample_random")[1:6] == (*ROWS, "pos", "top_k", "top_p"):
+        return OpsetSampler
+    *batch, _ = _parameters(Sampler, "apply_sampling_params")
+    in_one_step = _parameters(Sampler, "sample") == (*batch, "return_logprobs")
+    return OpsetSamplerInOneStep if in_one_step and _parameters(SamplingStates, "get_top_k_top_p") == ROWS else None
+
+
+@functools.cache
+def _parameters(cls: type, method: str) -> tuple[str, ...]:
+    """What a method takes after `self`, in order; nothing if the class has no such method."""
+    found = getattr(cls, method, None)
+    return tuple(inspect.signature(found).parameters)[1:] if found else ()
+
+
 def install(runner) -> bool:
-    """Replaces the sampler of a model runner of either kind, whose model was loaded, if it is vLLM's."""
+    """Replaces the sampler of a model runner of either kind, whose model was loaded, if it is one that is known."""
     kind = type(runner.sampler)
     if kind is FirstSampler:
         first.install(runner)
-    elif kind is Sampler:
-        in_two = hasattr(Sampler, "_sample_random")
-        sampler = OpsetSampler if in_two else OpsetSamplerOf026
-        runner.sampler = sampler(runner.sampler, runner.model_config.dtype, runner.device)
+        return True
+    fits = fitting()
+    if kind is Sampler and fits:
+        runner.sampler = fits(runner.sampler, runner.model_config.dtype, runner.device)
+        return True
+    if kind is Sampler:
+        logger.warning_once("vllm-opset's sampler does not serve: that of this vLLM release takes other parameters")
     elif runner.sampler is not None:
         logger.info_once(f"vllm-opset's sampler does not serve: this model brings its own {kind.__name__}")
-    return kind in (FirstSampler, Sampler)
+    return False

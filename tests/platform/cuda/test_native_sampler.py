@@ -1,0 +1,141 @@
+"""The sampler of vLLM's second model runner with opset's draw, on a CPU: all but vLLM's own Triton kernels, which these
+requests do not need."""
+
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_opset import ops, selection
+
+pytestmark = pytest.mark.window
+
+VOCABULARY, ROOM = 331, 16
+CPU = torch.device("cpu")
+
+
+def shared_memory(buffer: type) -> type:
+    """In place of vLLM's memory that a GPU sees as well: on a CPU every memory is."""
+
+    class SharedMemory(buffer):
+        def __init__(self, size, dtype: torch.dtype) -> None:
+            self.cpu = self._uva = torch.zeros(size, dtype=dtype)
+            self.np = self.cpu.numpy()
+            if not hasattr(buffer, "uva"):  # in early releases no method
+                self.uva = self.cpu
+
+    return SharedMemory
+
+
+def build(cls: type, **known):
+    """An object of a class whose constructor takes other arguments in other releases."""
+    return cls(**{name: known[name] for name in inspect.signature(cls).parameters if name in known})
+
+
+@pytest.fixture
+def stock(monkeypatch):
+    """What vLLM builds."""
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu import buffer_utils
+    from vllm.v1.worker.gpu.sample import sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    monkeypatch.setattr(buffer_utils, "UvaBuffer", shared_memory(buffer_utils.UvaBuffer))
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: True)
+    monkeypatch.setattr(
+        sampler, "get_num_sampled_and_rejected", lambda sampled, *_: (sampled, torch.zeros_like(sampled))
+    )
+    known = {"max_num_reqs": ROOM, "vocab_size": VOCABULARY, "device": CPU, "vllm_config": VllmConfig()}
+    states = build(RequestState, **known, max_model_len=64, max_num_batched_tokens=64, num_speculative_steps=0)
+    return build(sampler.Sampler, **known, req_states=states)
+
+
+@pytest.fixture
+def runner(stock):
+    """With opset's sampler."""
+    from vllm_opset.platform.native.sampler import install
+
+    selection.configure()
+    runner = SimpleNamespace(sampler=stock, model_config=SimpleNamespace(dtype=torch.float32), device=CPU)
+    assert install(runner)
+    yield runner
+    selection.configure()
+
+
+ASKED = [
+    {"temperature": 0},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 2.0, "seed": 5, "min_p": 0.2},
+    {"temperature": 2.0, "seed": -7, "top_k": 20},
+    {"temperature": 2.0, "seed": 1, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 2.0, "seed": 1, "top_k": 50, "top_p": 0.5},
+]
+
+
+def logits_of(slots: list[int]) -> torch.Tensor:
+    table = torch.randn(ROOM, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    return table[slots]
+
+
+def draw(sampler, slots: list[int], position: int) -> torch.Tensor:
+    """The tokens of the requests in these slots, by all of vLLM's code around the draw."""
+    rows, count = torch.tensor(slots, dtype=torch.int32), len(slots)
+    batch = SimpleNamespace(
+        num_reqs=count,
+        idx_mapping=rows,
+        idx_mapping_np=np.array(slots, dtype=np.int32),
+        expanded_idx_mapping=rows,
+        expanded_local_pos=torch.zeros(count, dtype=torch.int32),
+        cu_num_logits=torch.arange(count + 1, dtype=torch.int32),
+        cu_num_logits_np=np.arange(count + 1, dtype=np.int32),
+        positions=torch.full((count,), position),
+        input_ids=torch.zeros(count, dtype=torch.int32),
+        logits_indices=torch.arange(count),
+        seq_lens=torch.full((count,), position + 1, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.full((count,), position + 1, dtype=torch.int32),
+    )
+    return sampler(logits_of(slots), batch).sampled_token_ids.flatten()
+
+
+def add_requests(sampler) -> None:
+    from vllm import SamplingParams
+
+    for slot, asked in enumerate(ASKED):
+        known = {"req_idx": slot, "prompt_len": 3, "sampling_params": SamplingParams(**asked)}
+        sampler.add_request(**{name: known[name] for name in inspect.signature(sampler.add_request).parameters})
+    sampler.apply_staged_writes()
+
+
+def test_vllms_second_sampler_draws_by_the_op(runner):
+    from vllm_opset.platform.native.sampler import draw_keys
+
+    add_requests(runner.sampler)
+    slots = [4, 0, 3, 1, 5, 2]
+    asked = [ASKED[slot] for slot in slots]
+    for position in (7, 8):
+        expected, _ = ops.top_k_top_p_sample.reference(
+            logits_of(slots),
+            draw_keys(torch.tensor([row.get("seed", 0) for row in asked]), torch.full((len(slots),), position)),
+            torch.tensor([float(row["temperature"]) for row in asked]),
+            torch.tensor([row.get("top_k", VOCABULARY) for row in asked], dtype=torch.int32),
+            torch.tensor([row.get("top_p", 1.0) for row in asked]),
+            min_p=torch.tensor([row.get("min_p", 0.0) for row in asked]),
+        )
+        assert draw(runner.sampler, slots, position).tolist() == expected.tolist()
+
+
+def test_a_seeded_request_draws_the_same_whatever_its_batch(runner):
+    add_requests(runner.sampler)
+    together = draw(runner.sampler, list(range(len(ASKED))), 9)
+    assert [draw(runner.sampler, [slot], 9).item() for slot in range(len(ASKED))] == together.tolist()
+
+
+def test_a_sampler_that_takes_other_parameters_is_left_to_vllm(stock, monkeypatch):
+    from vllm_opset.platform.native import sampler
+
+    known = {"apply_sampling_params": ("logits", "pos", "skip"), "sample": ("logits", "pos", "return_logprobs")}
+    monkeypatch.setattr(sampler, "_parameters", lambda cls, method: known.get(method, ("something_new",)))
+    runner = SimpleNamespace(sampler=stock, model_config=SimpleNamespace(dtype=torch.float32), device=CPU)
+    assert not sampler.install(runner) and runner.sampler is stock

@@ -1,0 +1,140 @@
+"""This package and vLLM call each other as both expect, on every release that is served.
+
+Methods of vLLM's that are overridden take every call that vLLM's own take; functions of vLLM's that are replaced
+likewise; and vLLM's functions take the calls that the source of this package makes.
+"""
+
+import importlib
+import pkgutil
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from signatures import Calls, calls_of, method, overridden, parameters, refused, why_not
+
+import vllm_opset
+
+pytestmark = pytest.mark.window
+
+# Objects of these classes are built by this package alone, mostly of what vLLM built.
+BUILT_HERE = {
+    "vllm_opset.platform.cpu.linear.PackedEmbeddingMethod",
+    "vllm_opset.platform.cpu.linear.PackedLinearMethod",
+    "vllm_opset.platform.linear.CompiledLinearMethod",
+    "vllm_opset.platform.linear.EmbeddingMethod",
+    "vllm_opset.platform.linear.LinearMethod",
+    "vllm_opset.platform.native.sampler.OpsetSampler",
+    "vllm_opset.platform.native.sampler.OpsetSamplerInOneStep",
+    "vllm_opset.platform.native.sampler._States",
+    "vllm_opset.platform.sampler.OpsetSampler",
+}
+# What the draw is called with, which `fitting` compares by itself: vLLM gives it by position, under changing names.
+BY_POSITION = {"_sample_random"}
+# Imported within functions that only releases which have them call.
+CAME_LATE = {"vllm.v1.kv_cache_layout.KVCacheLayout"}
+
+
+@pytest.fixture(scope="module")
+def modules() -> list[ModuleType]:
+    """All of this package, also what is for devices that are not here."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("vllm._C", "vllm._C_stable_libtorch"):
+            patch.setitem(sys.modules, name, ModuleType(name))
+        patch.setattr(torch, "npu", SimpleNamespace(NPUGraph=object, graph=object), raising=False)
+        names = (module.name for module in pkgutil.walk_packages(vllm_opset.__path__, "vllm_opset."))
+        return [importlib.import_module(name) for name in names if not name.endswith("__main__")]
+
+
+def test_overridden_methods_take_what_vllms_take(modules):
+    pairs = [(cls, name, base) for module in modules for cls, name, base in overridden(module)]
+    assert len(pairs) > 100
+    bad = [
+        f"{cls.__qualname__}.{name} of {cls.__module__} refuses {calls}"
+        for cls, name, base in pairs
+        if not (name == "__init__" and f"{cls.__module__}.{cls.__qualname__}" in BUILT_HERE)
+        and name not in BY_POSITION
+        and (calls := refused(method(base, name), method(cls, name)))
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_vllms_functions_take_the_calls_of_this_package(modules):
+    found = [(module, *call) for module in modules for call in Calls(module).found]
+    assert len(found) > 50
+    bad = [
+        f"{module.__name__}:{line}: {function.__qualname__}: {reason}"
+        for module, line, function, *given in found
+        if (reason := why_not(function, *given))
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_what_is_imported_while_serving_is_there(modules):
+    """Imports at the top of a module have been tried by importing it."""
+    missing = {name for module in modules for name in Calls(module).missing}
+    assert missing <= CAME_LATE
+
+
+def test_layers_take_what_vllms_take():
+    """Each one's `forward_oot` becomes its `forward`."""
+    from vllm_opset.platform import layers
+
+    registered = {id(layer): layer for layer in _registries()}.values()
+    assert len(registered) >= len(layers.REPLACEMENTS) - 3
+    bad = [
+        f"{layer.__name__} refuses {calls}"
+        for layer in registered
+        if (calls := refused(_forward_native(layer), method(layer, "forward_oot")))
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def _registries():
+    from vllm_opset.platform import layers
+
+    for name in (layers.REGISTRY, layers.HW_AGNOSTIC_REGISTRY):
+        registry = getattr(sys.modules.get(name), "op_registry_oot", {})
+        yield from (layer for layer in registry.values() if issubclass(layer, layers.OpsetLayer))
+
+
+def _forward_native(layer: type):
+    return method(next(base for base in layer.__mro__ if base.__module__.startswith("vllm.")), "forward_native")
+
+
+def in_place_of_vllms():
+    """(name, the module of vLLM's that calls it, what this package puts there), wherever there is no hook."""
+    from vllm.config import vllm as vllm_config
+    from vllm.model_executor.models import registry
+    from vllm.v1.worker import block_table, gpu_worker
+
+    from vllm_opset.platform import compat, slots
+    from vllm_opset.platform.cuda import warm_up
+    from vllm_opset.platform.npu import worker as npu_worker
+
+    yield "_run_in_subprocess", registry, compat._here
+    yield "compute_slot_mapping", block_table, slots.compute_slot_mapping.__get__(object())
+    yield "kernel_warmup", gpu_worker, warm_up.kernels
+    yield "kernel_warmup", gpu_worker, npu_worker._nothing_to_compile
+    if hasattr(vllm_config.VllmConfig, "_maybe_enable_breakable_cudagraph"):
+        yield "_maybe_enable_breakable_cudagraph", vllm_config, lambda: None
+
+
+def test_what_is_put_in_place_of_vllms_functions_takes_its_calls():
+    for name, module, ours in in_place_of_vllms():
+        calls = calls_of(name, module)
+        assert calls, f"{module.__name__} does not call {name}"
+        assert [reason for call in calls if (reason := why_not(ours, *call))] == [], name
+
+
+def test_a_call_that_would_be_refused_is_found():
+    """As of a method that got a parameter in the middle, and of one that lost one."""
+
+    def before(logits, rows, positions, *, seed=0): ...
+
+    def now(logits, rows, numbers, positions, *, seed=0): ...
+
+    assert refused(now, before) and refused(before, now) and not refused(now, now)
+    assert not refused(before, lambda *args, **kwargs: None)
+    assert why_not(now, 3, []) and why_not(now, 4, ["sead"]) and not why_not(now, 3, ["positions"])
+    assert not why_not(now, None, []) and len(parameters(now)) == 5
