@@ -1,4 +1,4 @@
-"""What the environments are made of is pinned by hashes, and by nothing of the machine that pinned it."""
+"""Every package of the environments is pinned by hashes, and no index is named."""
 
 import re
 from pathlib import Path

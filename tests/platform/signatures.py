@@ -1,4 +1,4 @@
-"""Which calls one function takes and another does not, and where this package meets vLLM's functions."""
+"""Signatures compared: calls that one function takes and another refuses, and calls of vLLM in a source."""
 
 import ast
 import importlib
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def refused(theirs: Callable, ours: Callable) -> list[str]:
-    """Every call that `theirs` takes and `ours` does not, of those that differ in kind: by position, by name, least."""
+    """Calls that `theirs` takes and `ours` refuses: of all arguments by position or by name, and of the fewest."""
     return [str(call) for call in _calls(parameters(theirs)) if not _binds(inspect.signature(ours), call)]
 
 
@@ -71,8 +71,8 @@ def _is_ours(cls: type) -> bool:
 class Calls(ast.NodeVisitor):
     """The calls of vLLM's functions in a module's source, as far as their names say which they are.
 
-    found: for each, (line, function, number of positional arguments, names of the others). A name is one that was
-    imported, or an attribute of such a one, of `self`, of `super()` or of a parameter that is annotated with a class.
+    found: for each, (line, function, number of positional arguments, names of the others). Names are followed from
+    imports, `self`, `super()` and parameters that are annotated with a class.
     """
 
     def __init__(self, module: ModuleType) -> None:
@@ -126,7 +126,7 @@ class Calls(ast.NodeVisitor):
 
 
 def calls_of(name: str, module: ModuleType) -> list[tuple[int | None, list[str] | None]]:
-    """What the module's source gives to every function or method of this name, as in `Calls.found`."""
+    """The arguments of every call of a function or method of this name in the module, as in `Calls.found`."""
     calls = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Call)]
     return [_given(node) for node in calls if name in (getattr(node.func, "id", ""), getattr(node.func, "attr", ""))]
 

@@ -1,7 +1,7 @@
 """This package and vLLM call each other as both expect, on every release that is served.
 
-Methods of vLLM's that are overridden take every call that vLLM's own take; functions of vLLM's that are replaced
-likewise; and vLLM's functions take the calls that the source of this package makes.
+A method that overrides one of vLLM's takes every call that vLLM's takes. A function in the place of one of vLLM's takes
+the calls that vLLM makes. vLLM's functions take the calls that this package makes.
 """
 
 import importlib
@@ -29,7 +29,7 @@ BUILT_HERE = {
     "vllm_opset.platform.native.sampler._States",
     "vllm_opset.platform.sampler.OpsetSampler",
 }
-# What the draw is called with, which `fitting` compares by itself: vLLM gives it by position, under changing names.
+# `fitting` compares it: vLLM calls it by position, and its names change.
 BY_POSITION = {"_sample_random"}
 # Imported within functions that only releases which have them call.
 CAME_LATE = {"vllm.v1.kv_cache_layout.KVCacheLayout"}

@@ -1,6 +1,6 @@
 """Every difference between the vLLM releases that are served (0.26 to 0.33), and all of vLLM that is changed in place.
 
-What is changed in place is one function here, which says why, for which releases, and when it can go. Differences are
+Each change in place is one function here. It says why, for which releases, and when it can go. Differences are
 found by looking at what vLLM offers, never by its version. Most need no code of their own, since a method that a
 release does not know is never called:
 
@@ -9,8 +9,8 @@ release does not know is never called:
 - `OpsetCpuRunner._postprocess_triton` is called until 0.30; `may_reinitialize_input_batch` lost an argument in 0.33.
 - `layers.REPLACEMENTS` says which classes came late. The family of rotary embeddings is found by what it shares.
 - `refusals` and `native/parts` ask for parts of the configuration that came or went by `getattr`.
-- `native/sampler` has a class for 0.26 to 0.29, whose second sampler draws in the method that prepares the draw; which
-  one fits is said by the parameters of vLLM's methods.
+- `native/sampler` has a class for 0.26 to 0.29, whose second sampler prepares the draw and draws in one method. The
+  parameters of vLLM's methods say which class fits.
 - `npu/runner` zeroes and copies blocks itself, since how vLLM does it differs between releases.
 - `OpsetAttentionBackend.supported_kv_cache_layouts` is asked from 0.29 on, a platform's
   `check_runner_kv_caches_multi_layer` from 0.30 on. `cpu/worker` wraps two methods that came with 0.30.

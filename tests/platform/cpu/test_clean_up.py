@@ -1,4 +1,4 @@
-"""What vLLM calls when an engine ends, on a machine without an accelerator."""
+"""vLLM's clean-up when an engine ends, on a machine without an accelerator."""
 
 import pytest
 import torch

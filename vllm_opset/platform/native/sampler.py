@@ -125,7 +125,7 @@ def fitting() -> type[OpsetSampler] | None:
 
 @functools.cache
 def _parameters(cls: type, method: str) -> tuple[str, ...]:
-    """What a method takes after `self`, in order; nothing if the class has no such method."""
+    """The names of a method's parameters after `self`; none if the class has no such method."""
     found = getattr(cls, method, None)
     return tuple(inspect.signature(found).parameters)[1:] if found else ()
 
