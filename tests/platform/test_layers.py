@@ -116,7 +116,7 @@ def norm(**arguments):
 
 
 def hardware_agnostic_norm():
-    pytest.importorskip("vllm.model_executor.hw_agnostic", reason="came with 0.30: ends with it as the oldest")
+    pytest.importorskip("vllm.model_executor.hw_agnostic", reason="came with 0.28: ends with it as the oldest")
     from vllm.model_executor.hw_agnostic.layers.layernorm import RMSNorm
 
     return RMSNorm(48, eps=1e-5)
@@ -209,7 +209,7 @@ def test_activations(name):
 
 
 def test_hardware_agnostic_activation():
-    pytest.importorskip("vllm.model_executor.hw_agnostic", reason="came with 0.30: ends with it as the oldest")
+    pytest.importorskip("vllm.model_executor.hw_agnostic", reason="came with 0.28: ends with it as the oldest")
     from vllm.model_executor.hw_agnostic.layers.activation import SiluAndMul
 
     layer, x = SiluAndMul(), torch.randn(5, 64)
@@ -221,7 +221,7 @@ def test_layer_norm():
     from vllm.model_executor.layers import layernorm
 
     if not hasattr(layernorm.LayerNorm, "register_oot"):
-        pytest.skip("until 0.32 models use torch.nn.LayerNorm: ends with 0.33 as the oldest release")
+        pytest.skip("until 0.31 models use torch.nn.LayerNorm: ends with 0.32 as the oldest release")
     layer, x = randomise(layernorm.LayerNorm(48)), torch.randn(5, 48)
     torch.testing.assert_close(layer(x), layer.forward_native(x), **TOLERANCE)
     assert chosen() == {"layer_norm"}

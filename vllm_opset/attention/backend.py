@@ -34,7 +34,7 @@ class OpsetAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int | MultipleOf]:
-        """Any. The argument came with 0.33."""
+        """Any. The argument came with 0.31."""
         return [MultipleOf(1)]
 
     @classmethod

@@ -5,15 +5,15 @@ found by looking at what vLLM offers, never by its version. Most need no code of
 release does not know is never called:
 
 - `OpsetAttentionBackend.get_kv_cache_shape` and `get_kv_cache_stride_order` are asked until 0.28; later vLLM itself
-  decides on the same shape. `get_supported_kernel_block_sizes` takes an argument from 0.33 on.
-- `OpsetCpuRunner._postprocess_triton` is called until 0.30; `may_reinitialize_input_batch` lost an argument in 0.33.
+  decides on the same shape. `get_supported_kernel_block_sizes` takes an argument from 0.31 on.
+- `OpsetCpuRunner._postprocess_triton` is called until 0.30; `may_reinitialize_input_batch` lost an argument in 0.32.
 - `layers.REPLACEMENTS` says which classes came late. The family of rotary embeddings is found by what it shares.
 - `refusals` and `native/parts` ask for parts of the configuration that came or went by `getattr`.
 - `native/sampler` has a class for 0.26 to 0.29, whose second sampler prepares the draw and draws in one method. The
   parameters of vLLM's methods say which class fits.
 - `npu/runner` zeroes and copies blocks itself, since how vLLM does it differs between releases.
 - `OpsetAttentionBackend.supported_kv_cache_layouts` is asked from 0.29 on, a platform's
-  `check_runner_kv_caches_multi_layer` from 0.30 on. `cpu/worker` wraps two methods that came with 0.30.
+  `check_runner_kv_caches_multi_layer` from 0.28 on. `cpu/worker` wraps two methods that came with 0.32.
 - `fusion` asks an attention whether it finds its cache's scales by itself, which none does from 0.30 on.
 - `threads` keeps OMP_NUM_THREADS from 0.26, which sets it to 1 for several workers and does not say so.
 - `ir` serves vLLM's IR, which goes after 0.33.

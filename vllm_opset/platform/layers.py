@@ -207,7 +207,7 @@ class Replacement:
 REPLACEMENTS = (
     Replacement(f"{VLLM}.layernorm", "RMSNorm", RMSNormLayer),
     Replacement(f"{VLLM}.layernorm", "GemmaRMSNorm", GemmaRMSNormLayer),
-    Replacement(f"{VLLM}.layernorm", "LayerNorm", LayerNormLayer, since="until 0.32 models use torch.nn.LayerNorm"),
+    Replacement(f"{VLLM}.layernorm", "LayerNorm", LayerNormLayer, since="until 0.31 models use torch.nn.LayerNorm"),
     Replacement(f"{VLLM}.rotary_embedding", "MRotaryEmbedding", MRotaryEmbeddingLayer),
     Replacement(f"{VLLM}.activation", "SiluAndMul", activation(ops.silu_and_mul)),
     Replacement(f"{VLLM}.activation", "MulAndSilu", activation(ops.mul_and_silu)),
@@ -224,7 +224,7 @@ REPLACEMENTS = (
     Replacement(f"{VLLM}.activation", "FastGELU", activation(ops.gelu_fast)),
     Replacement(f"{VLLM}.activation", "QuickGELU", activation(ops.quick_gelu)),
     Replacement(f"{VLLM}.activation", "ReLUSquaredActivation", activation(ops.relu2)),
-    Replacement(f"{HW_AGNOSTIC}.layernorm", "RMSNorm", RMSNormLayer, since="0.30 brought the second registry"),
+    Replacement(f"{HW_AGNOSTIC}.layernorm", "RMSNorm", RMSNormLayer, since="0.28 brought the second registry"),
     Replacement(f"{HW_AGNOSTIC}.activation", "SiluAndMul", activation(ops.silu_and_mul), since="as above"),
 )
 

@@ -234,8 +234,6 @@ def test_what_is_not_measured_can_be_asked_for(part, changes, config, everything
 
 def test_users_linear_backends_stay(config, everything_is_faster):
     made = config()
-    if not hasattr(made.kernel_config, "linear_backend"):
-        pytest.skip("no --linear-backend until 0.30: ends with 0.30 as the oldest release")
     made.kernel_config.linear_backend = "cutlass"
     assert on(made) == set(parts.PARTS) - {"linear"}
 

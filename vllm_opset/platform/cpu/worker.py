@@ -52,7 +52,7 @@ class OpsetCpuWorker(OpsetWorker):
 
     save_sharded_state = _with_weights("save_sharded_state")
     save_tensorized_model = _with_weights("save_tensorized_model")
-    compute_weight_checksums = _with_weights("compute_weight_checksums")  # this and the next came with 0.30
+    compute_weight_checksums = _with_weights("compute_weight_checksums")  # this and the next came with 0.32
     reset_weights = _with_weights("reset_weights")
 
     def determine_available_memory(self) -> int:

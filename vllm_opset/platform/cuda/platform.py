@@ -148,4 +148,4 @@ class OpsetCudaPlatform(OpsetPlatform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Several attention layers may share a place in the model: asked since 0.30."""
+        """Several attention layers may share a place in the model: asked since 0.28."""
