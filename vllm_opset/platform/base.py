@@ -26,7 +26,7 @@ class OpsetPlatform(Platform):
 
     _enum = PlatformEnum.OOT
     where: ClassVar[str]
-    asked: ClassVar[tuple[refusals.Rule, ...]] = ()
+    asked: ClassVar[tuple[refusals.Rule | refusals.Settings, ...]]
     rules: ClassVar[tuple[refusals.Rule, ...]]
     worker: ClassVar[str]
     attention_backend: ClassVar[str] = BACKEND
@@ -42,10 +42,13 @@ class OpsetPlatform(Platform):
         # the rest of it is Triton kernels.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         compat.inspect_models_in_this_process()
+        compat.ask_before_models_are_imported(_refuse_multimodal)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
-        refusals.check(cls.asked, vllm_config, cls.where)
+        # Not again for a copy of a configuration that is complete: vLLM makes one for a model within a model.
+        if vllm_config.parallel_config.worker_cls != cls.worker:
+            refusals.check(cls.asked, vllm_config, cls.where)
         passes = vllm_config.compilation_config.pass_config
         for fusion in refusals.fusions(vllm_config):
             if getattr(passes, fusion) is None:
@@ -83,6 +86,14 @@ class OpsetPlatform(Platform):
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
         raise refusals.QUANTISED_WEIGHTS.refusal(cls.where)
+
+    # vLLM asks the next two where users want the feature, and would then refuse it in words of its own.
+
+    def is_sleep_mode_available(self) -> bool:
+        raise refusals.SLEEP.refusal(self.where)
+
+    def is_cumem_allocator_available(self) -> bool:
+        raise refusals.CUMEM_ALLOCATOR.refusal(self.where)
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
@@ -122,3 +133,12 @@ class OpsetPlatform(Platform):
     def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads: int | None = None) -> str:
         refusals.check_attention(cls.attention_backend, selected_backend, attn_selector_config, cls.where)
         return cls.attention_backend
+
+
+def _refuse_multimodal(architectures: list[str]) -> None:
+    """Raises Refusal for them: the modules of many import torchvision, which may be absent."""
+    from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
+    from vllm.platforms import current_platform
+
+    if isinstance(current_platform, OpsetPlatform) and _MULTIMODAL_MODELS.keys() & architectures:
+        raise refusals.MULTIMODAL.refusal(current_platform.where)

@@ -64,6 +64,27 @@ def _here(inspect: Callable[[], object]) -> object:
     return inspect()
 
 
+def ask_before_models_are_imported(ask: Callable[[list[str]], None]) -> None:
+    """Has vLLM call this with the names of a model's architectures before it imports their modules to look at them.
+
+    vLLM logs what an import raises with its traceback, and says that the model could not be inspected. Needed by 0.26
+    to 0.33, before a model is configured. Goes when vLLM asks its platform.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    registry = type(ModelRegistry)
+    inspect = registry.inspect_model_cls
+    if hasattr(inspect, "__wrapped__"):
+        return
+
+    @functools.wraps(inspect)
+    def asked(self, architectures: str | list[str], *args, **kwargs):
+        ask([architectures] if isinstance(architectures, str) else architectures)
+        return inspect(self, architectures, *args, **kwargs)
+
+    registry.inspect_model_cls = asked
+
+
 def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
     """Has vLLM call this before it reads whether graphs may be captured in pieces without a compiler.
 

@@ -2,6 +2,7 @@
 feature and the cure; none is ignored.
 
 Here is what no platform of opset's does that runs without vLLM's compiled kernels; each platform adds its own rules.
+`tests/platform/settings` says of every setting of vLLM's whether it is done, refused or without a meaning here.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_opset import selection
 from vllm_opset.kernel import REFERENCE
+from vllm_opset.platform import settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,16 +32,39 @@ class Rule:
     cure: str
     applies: Callable[["VllmConfig"], bool]
 
-    def refusal(self, where: str) -> Refusal:
+    def refusal(self, where: str, config: "VllmConfig | None" = None) -> Refusal:
         """where: such as "on a CPU"."""
         return Refusal(f"vllm-opset {where} does not support {self.feature}: {self.cure}.")
 
 
-def check(rules: Iterable[Rule], config: "VllmConfig", where: str) -> None:
+@dataclass(frozen=True)
+class Settings:
+    """Refuses the settings of one part of the configuration that ask for something, since nothing here heeds them.
+
+    feature: what they are for. part: as `settings.changed` takes it. but: names that something here heeds, or that
+    another rule looks at. unless: whether all of them are heeded under a configuration.
+    """
+
+    feature: str
+    part: str
+    but: frozenset[str] = frozenset()
+    unless: Callable[["VllmConfig"], bool] = lambda config: False
+
+    def applies(self, config: "VllmConfig") -> list[str]:
+        """The flags of these settings."""
+        names = [] if self.unless(config) else settings.changed(config, self.part)
+        return [settings.flag(self.part, name) for name in names if name not in self.but]
+
+    def refusal(self, where: str, config: "VllmConfig") -> Refusal:
+        flags = " and ".join(self.applies(config))
+        return Refusal(f"vllm-opset {where} does not support {self.feature}: leave out {flags}.")
+
+
+def check(rules: Iterable[Rule | Settings], config: "VllmConfig", where: str) -> None:
     """Raises Refusal for the first rule that applies."""
     for rule in rules:
         if rule.applies(config):
-            raise rule.refusal(where)
+            raise rule.refusal(where, config)
 
 
 def check_attention(backend: str, selected_backend, wanted, where: str) -> None:
@@ -136,15 +161,24 @@ QUANTISED_WEIGHTS = Rule(
     of_model(lambda model: model.quantization is not None),
 )
 
+SLEEP = Rule("sleep mode", "leave out --enable-sleep-mode", of_model(lambda model: model.enable_sleep_mode))
+CUMEM_ALLOCATOR = Rule(
+    "vLLM's CuMem allocator",
+    "leave out --enable-cumem-allocator",
+    of_model(lambda model: model.enable_cumem_allocator),
+)
+MULTIMODAL = Rule("multimodal models", ANOTHER_MODEL, of_model(lambda model: model.is_multimodal_model))
+
 RULES: tuple[Rule, ...] = (
     # The model
     QUANTISED_WEIGHTS,
     Rule("multi-head latent attention (MLA)", ANOTHER_MODEL, of_model(lambda model: model.use_mla)),
     Rule("Mamba, state-space and linear attention", ANOTHER_MODEL, of_model(lambda model: model.has_inner_state)),
     Rule("mixture-of-experts (MoE) models", ANOTHER_MODEL, of_model(lambda model: model.is_moe)),
-    Rule("multimodal models", ANOTHER_MODEL, of_model(lambda model: model.is_multimodal_model)),
+    MULTIMODAL,
     Rule("encoder-decoder models", ANOTHER_MODEL, of_model(lambda model: model.is_encoder_decoder)),
-    Rule("sleep mode", "leave out --enable-sleep-mode", of_model(lambda model: model.enable_sleep_mode)),
+    SLEEP,
+    CUMEM_ALLOCATOR,
     Rule("weight transfer", "leave out --weight-transfer-config", given("weight_transfer_config")),
     # Generating
     Rule("diffusion models", ANOTHER_MODEL, given("diffusion_config")),

@@ -37,6 +37,21 @@ WHISPER = {
     "max_target_positions": 448,
     "torch_dtype": "float32",
 }
+LLAVA = {
+    "model_type": "llava",
+    "architectures": ["LlavaForConditionalGeneration"],
+    "text_config": LLAMA,
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    },
+}
+BACKENDS = {"linear_backend": "cutlass", "moe_backend": "triton"}
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
 
 
@@ -59,6 +74,7 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         ("MoE", "choose another model", MIXTRAL, {}),
         ("state-space", "choose another model", MAMBA, {}),
         ("multimodal", "choose another model", WHISPER, {}),
+        ("multimodal", "choose another model", LLAVA, {}),  # its module imports torchvision
         ("quantised weights", "float32, bfloat16 or float16", LLAMA | FP8, {}),
         ("LoRA", "--enable-lora", LLAMA, {"enable_lora": True}),
         (
@@ -83,6 +99,27 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         ("weight offloading", "--cpu-offload-gb", LLAMA, {"cpu_offload_gb": 1}),
         ("torch.compile", "--enforce-eager", LLAMA, {"compilation_config": {"mode": 3}}),
         ("CUDA graphs", "--compilation-config", LLAMA, {"compilation_config": {"cudagraph_mode": "FULL"}}),
+        ("torch.compile and CUDA graphs", "--cudagraph-capture-sizes", LLAMA, {"cudagraph_capture_sizes": [1]}),
+        (
+            "the compiler's passes",
+            "--compilation-config.pass_config.fuse_norm_quant",
+            LLAMA,
+            {"compilation_config": {"pass_config": {"fuse_norm_quant": True}}},
+        ),
+        ("this level of optimisation", "--optimization-level", LLAMA, {"optimization_level": 3}),
+        (
+            "vLLM's own attention kernels",
+            "--attention-config.flash_attn_version",
+            LLAMA,
+            {"attention_config": {"flash_attn_version": 3}},
+        ),
+        ("vLLM's own kernels", "leave out --moe-backend and --linear-backend", LLAMA, BACKENDS),
+        ("NUMA nodes", "start under numactl", LLAMA, {"numa_bind": True}),
+        ("choosing devices", "--device-ids", LLAMA, {"device_ids": [0]}),
+        ("sleep mode", "--enable-sleep-mode", LLAMA, {"enable_sleep_mode": True}),
+        ("CuMem allocator", "--enable-cumem-allocator", LLAMA, {"enable_cumem_allocator": True}),
+        ("this profiler", '{"profiler": "torch"}', LLAMA, {"profiler_config": {"profiler": "cuda"}}),
+        ("NVTX", "--enable-layerwise-nvtx-tracing", LLAMA, {"enable_layerwise_nvtx_tracing": True}),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
@@ -105,6 +142,9 @@ def test_refused_with_the_cure(feature, cure, model, arguments, configure):
         ("second model runner", "VLLM_USE_V2_MODEL_RUNNER"),
         ("binding threads", "VLLM_CPU_OMP_THREADS_BIND"),
         ("reserving cores", "VLLM_CPU_NUM_OF_RESERVED_CPU"),
+        ("FlashInfer's sampler", "VLLM_USE_FLASHINFER_SAMPLER"),
+        ("tensor descriptors", "VLLM_TRITON_USE_TD"),
+        ("kernels of vLLM's own CPU platform", "VLLM_CPU_ATTN_SPLIT_KV"),
     ],
 )
 def test_environment_is_refused(feature, variable, configure, monkeypatch):
@@ -117,7 +157,7 @@ def test_environment_is_refused(feature, variable, configure, monkeypatch):
     ("feature", "attribute", "value"),
     [
         # vLLM refuses these itself, here or for such a model, as long as nobody sets them later.
-        ("sleep mode", "model_config.enable_sleep_mode", True),
+        ("cascade attention", "model_config.disable_cascade_attn", False),
         ("encoder-decoder models", "model_config.is_encoder_decoder", True),
         ("weight transfer", "weight_transfer_config", object()),
         ("diffusion models", "diffusion_config", object()),
@@ -133,10 +173,21 @@ def test_environment_is_refused(feature, variable, configure, monkeypatch):
 def test_refused_where_vllm_lets_it_pass(feature, attribute, value, configure):
     config = configure(LLAMA)
     *path, name = attribute.split(".")
+    idle = [rule for rule in (*ASKED, *RULES) if not rule.applies(config)]
     # Past the checks of pydantic, which knows what else would have to be set.
     object.__setattr__(functools.reduce(getattr, path, config), name, value)
     with pytest.raises(Refusal, match=feature):
-        check(RULES, config, "here")
+        check(idle, config, "here")
+
+
+def test_a_layout_of_the_cache_is_refused_where_no_attention_is_asked(configure, monkeypatch):
+    """Whatever this release does: both are in the window."""
+    from vllm_opset.platform import asked
+
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
+    for found, refused in ((None, True), (object(), False)):
+        monkeypatch.setattr(asked.importlib.util, "find_spec", lambda name, found=found: found)
+        assert asked.CACHE_LAYOUT.applies(None) == refused
 
 
 def test_every_rule_is_tested():
@@ -147,6 +198,7 @@ def test_every_rule_is_tested():
         if mark.name == "parametrize"
         for case in mark.args[1]
     ]
+    tested.append("another layout of the KV cache")
     untested = [rule.feature for rule in ASKED + RULES if not any(feature in rule.feature for feature in tested)]
     assert not untested
 

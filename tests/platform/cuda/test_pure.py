@@ -1,6 +1,7 @@
 """The platform for GPUs without vLLM's compiled kernels, as far as that can be seen without a GPU."""
 
 import functools
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from small_models import LLAMA
 from vllm.config import CompilationMode
 
-from vllm_opset.platform.cuda.refusals import RULES
+from vllm_opset.platform.cuda.refusals import ASKED, RULES
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import Refusal, check, fusions
 
@@ -17,15 +18,18 @@ pytestmark = pytest.mark.window
 
 @pytest.fixture
 def config(configure):
-    """What vLLM checks, made on the platform of this machine."""
-    return configure(LLAMA)
+    """What vLLM checks, made on the platform of this machine, as a copy that this platform has completed."""
+    from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
+
+    config = configure(LLAMA)
+    config.parallel_config.worker_cls = OpsetCudaPlatform.worker
+    return config
 
 
 REFUSED = [
     ("speculative decoding with a model that drafts", "speculative_config", SimpleNamespace(method="eagle")),
     ("a KV cache in this dtype", "cache_config.cache_dtype", "fp8_e5m2"),
     ("weight offloading by a view", "offload_config.uva.cpu_offload_gb", 4.0),
-    ("passes that fuse into vLLM's compiled kernels", "compilation_config.pass_config.fuse_norm_quant", True),
 ]
 
 
@@ -41,6 +45,39 @@ def test_what_is_not_done_is_refused(feature, attribute, value, config):
 def test_every_rule_of_its_own_is_tested():
     own = {rule.feature for rule in RULES if rule not in COMMON}
     assert all(any(feature in rule for feature, *_ in REFUSED) for rule in own) and len(own) == len(REFUSED)
+
+
+@pytest.fixture
+def asked(configure, monkeypatch):
+    """`asked(**arguments)`: what users ask for there, and this machine's platform completes."""
+    from vllm_opset.platform.cpu.platform import OpsetCpuPlatform
+
+    def asked(**arguments):
+        monkeypatch.setattr(OpsetCpuPlatform, "asked", ASKED)
+        monkeypatch.setattr(OpsetCpuPlatform, "rules", ())
+        return configure(LLAMA, **arguments)
+
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        ({"compile_sizes": [1]}, "torch.compile without a mode of it.* leave out --compilation-config.compile_sizes"),
+        ({"compile_sizes": [1], "mode": 3}, None),
+        ({"cudagraph_capture_sizes": [1]}, None),
+        ({"pass_config": {"fuse_norm_quant": True}, "mode": 3}, "passes that fuse into vLLM's compiled kernels"),
+    ],
+)
+def test_settings_of_the_compiler_need_its_mode(arguments, refused, asked):
+    with pytest.raises(Refusal, match=refused) if refused else nullcontext():
+        asked(compilation_config=arguments)
+
+
+@pytest.mark.parametrize("mode", [None, 3])
+def test_a_level_that_asks_for_a_compiler_needs_its_mode(mode, asked):
+    with pytest.raises(Refusal, match="leave out --optimization-level") if mode is None else nullcontext():
+        asked(optimization_level=3, compilation_config={"mode": mode})
 
 
 def test_no_pass_fuses_into_compiled_kernels(config):

@@ -1,11 +1,24 @@
 """What opset does not do on a CPU."""
 
+from vllm_opset.platform.asked import ASKED as COMMON_ASKED
+from vllm_opset.platform.asked import NVTX, PROFILERS, WITHOUT_COMPILER, unset
 from vllm_opset.platform.refusals import RULES as COMMON
-from vllm_opset.platform.refusals import Rule, caches_in_another_dtype, captures, compiles, environment, given, offloads
+from vllm_opset.platform.refusals import (
+    Rule,
+    Settings,
+    caches_in_another_dtype,
+    captures,
+    compiles,
+    environment,
+    given,
+    offloads,
+)
 
 # What can only be seen before vLLM resolves the configuration: later it has been overridden.
-ASKED: tuple[Rule, ...] = (
+ASKED: tuple[Rule | Settings, ...] = (
+    *COMMON_ASKED,
     Rule("CUDA graphs", "leave cudagraph_mode out of --compilation-config", captures),
+    Settings("torch.compile and CUDA graphs", "compilation_config", but=WITHOUT_COMPILER),
     Rule(
         "binding threads to cores",
         "unset VLLM_CPU_OMP_THREADS_BIND, and start under taskset or numactl; OPSET_NUM_THREADS sets their number",
@@ -16,6 +29,20 @@ ASKED: tuple[Rule, ...] = (
         "unset VLLM_CPU_NUM_OF_RESERVED_CPU; one core is left free, or set OPSET_NUM_THREADS",
         lambda config: environment("VLLM_CPU_NUM_OF_RESERVED_CPU") is not None,
     ),
+    *unset(
+        "kernels of vLLM's own CPU platform",
+        "VLLM_CPU_SGL_KERNEL",
+        "VLLM_CPU_ATTN_SPLIT_KV",
+        "VLLM_CPU_INT4_W4A8",
+        "VLLM_ZENTORCH_WEIGHT_PREPACK",
+    ),
+    Rule(
+        "choosing devices",
+        "leave out --device-ids",
+        lambda config: config.parallel_config.assigned_physical_gpu_ids is not None,
+    ),
+    PROFILERS,
+    NVTX,
 )
 
 RULES: tuple[Rule, ...] = (

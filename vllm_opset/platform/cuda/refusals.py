@@ -1,7 +1,25 @@
 """What opset does not do on NVIDIA GPUs with a vLLM that has no compiled kernels."""
 
+from vllm_opset.platform.asked import ASKED as COMMON_ASKED
+from vllm_opset.platform.asked import GRAPHS, WITHOUT_COMPILER, asks_to_compile, unset
 from vllm_opset.platform.refusals import RULES as COMMON
-from vllm_opset.platform.refusals import Rule, caches_neither_alike_nor_in_fp8, fusions
+from vllm_opset.platform.refusals import (
+    Rule,
+    Settings,
+    caches_neither_alike_nor_in_fp8,
+)
+
+# What can only be seen before vLLM resolves the configuration: later it has been overridden.
+ASKED: tuple[Rule | Settings, ...] = (
+    *COMMON_ASKED,
+    Settings(
+        "settings of torch.compile without a mode of it in --compilation-config",
+        "compilation_config",
+        but=WITHOUT_COMPILER | GRAPHS,
+        unless=asks_to_compile,
+    ),
+    *unset("all-reduce over symmetric memory", "VLLM_ALLREDUCE_USE_SYMM_MEM"),
+)
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
@@ -15,10 +33,5 @@ RULES: tuple[Rule, ...] = (
         "weight offloading by a view of the host's memory (UVA)",
         "leave out --cpu-offload-gb",
         lambda config: config.offload_config.uva.cpu_offload_gb > 0,
-    ),
-    Rule(
-        "the compiler's passes that fuse into vLLM's compiled kernels",
-        "leave pass_config out of --compilation-config",
-        lambda config: any(getattr(config.compilation_config.pass_config, name) for name in fusions(config)),
     ),
 )

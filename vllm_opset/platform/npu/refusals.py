@@ -3,9 +3,12 @@
 from typing import TYPE_CHECKING
 
 from vllm_opset.kernels.ascend._constraints import ATTENTION_BLOCK_SIZES
+from vllm_opset.platform.asked import ASKED as COMMON_ASKED
+from vllm_opset.platform.asked import GRAPHS, NVTX, PROFILERS, WITHOUT_COMPILER
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
     Rule,
+    Settings,
     caches_in_another_dtype,
     captures,
     compiles,
@@ -31,7 +34,10 @@ def _captures_more_than_decode(config: "VllmConfig") -> bool:
 
 
 # What can only be seen before vLLM resolves the configuration: later it has been overridden.
-ASKED: tuple[Rule, ...] = (
+ASKED: tuple[Rule | Settings, ...] = (
+    *COMMON_ASKED,
+    Settings("torch.compile", "compilation_config", but=WITHOUT_COMPILER | GRAPHS),
+    Settings("graph capture without a mode of it", "compilation_config", but=WITHOUT_COMPILER, unless=captures),
     Rule(
         "graph capture of anything but steps of decode",
         'give --compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\', or leave cudagraph_mode out',
@@ -47,6 +53,13 @@ ASKED: tuple[Rule, ...] = (
         f"leave out --block-size, or give {' or '.join(map(str, ATTENTION_BLOCK_SIZES))}",
         _has_another_block_size,
     ),
+    Rule(
+        "choosing devices by their numbers",
+        "leave out --device-ids, and set ASCEND_RT_VISIBLE_DEVICES",
+        lambda config: config.parallel_config.assigned_physical_gpu_ids is not None,
+    ),
+    PROFILERS,
+    NVTX,
 )
 
 RULES: tuple[Rule, ...] = (

@@ -1,0 +1,219 @@
+"""Every setting, argument and variable of vLLM's is honoured, refused or has no meaning here, and the tables say so.
+
+A new one in a new release is red until somebody has looked at it.
+"""
+
+import copy
+import functools
+import importlib
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import settings_table
+from settings_table import ALL, PLATFORMS, another, classes, entries, entry, settings, table
+from small_models import LLAMA
+
+from vllm_opset.platform.refusals import Refusal, check
+
+pytestmark = pytest.mark.window
+
+WHERE = "on this platform"
+MAKEFILE = Path(__file__).parents[2] / "Makefile"
+
+
+@pytest.fixture
+def rules_of(monkeypatch):
+    """`rules_of("npu")`: from now on that platform's rules check a configuration, which this one's completes."""
+    from vllm_opset.platform.cpu.platform import OpsetCpuPlatform
+
+    def rules_of(platform: str):
+        module = importlib.import_module(f"vllm_opset.platform.{platform}.refusals")
+        monkeypatch.setattr(OpsetCpuPlatform, "asked", module.ASKED)
+        monkeypatch.setattr(OpsetCpuPlatform, "rules", module.RULES)
+        monkeypatch.setattr(OpsetCpuPlatform, "where", WHERE)
+        return module
+
+    return rules_of
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_every_setting_is_listed(platform):
+    unlisted = [
+        f"{owner.__name__}.{name}"
+        for owner in classes()
+        for name in settings(owner)
+        if entry(owner.__name__, name, platform) is None
+    ]
+    assert not unlisted
+
+
+def test_every_argument_is_listed():
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    config = {name for owner in classes() for name in settings_table.types_of(owner)}
+    arguments = {field for field in AsyncEngineArgs.__dataclass_fields__ if not field.startswith("_")}
+    assert not arguments - config - set(table("arguments")["sets"])
+
+
+def test_arguments_set_what_is_listed():
+    known = {"honoured"} | {f"{o.__name__}.{name}" for o in classes() for name in settings_table.types_of(o)}
+    here = set(engine_arguments())
+    wrong = {name: said for name, said in table("arguments")["sets"].items() if name in here and said not in known}
+    assert not wrong
+
+
+def test_every_variable_is_listed():
+    from vllm import envs
+
+    assert not [name for name in envs.environment_variables if not settings_table.is_listed(name)]
+
+
+def engine_arguments() -> set[str]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return set(AsyncEngineArgs.__dataclass_fields__)
+
+
+def listed() -> set[str]:
+    """All names in the tables but patterns."""
+    parts = {
+        f"{owner}.{name}" for owner in table("parts") for platform in PLATFORMS for name in entries(owner, platform)
+    }
+    variables = [*settings_table.names(table("variables")["others"]), *settings_table.refused_variables()]
+    names = {*parts, *table("parts"), *table("arguments")["sets"], *variables}
+    return {name for name in names if not name.endswith(ALL)}
+
+
+def offered() -> set[str]:
+    """All names that this release has."""
+    from vllm import envs
+
+    owners = {owner.__name__: settings_table.types_of(owner) for owner in classes()}
+    settings_ = {f"{owner}.{name}" for owner, own in owners.items() for name in own}
+    return {*settings_, *owners, *engine_arguments(), *envs.environment_variables}
+
+
+def test_nothing_is_listed_that_no_release_has():
+    """elsewhere.yaml says which release has what the default one has not, so that a misspelt name is found."""
+    release, absent, elsewhere = version("vllm").partition("+")[0], listed() - offered(), table("elsewhere")
+    assert not absent & set(elsewhere.get(release, ()))
+    if f"RELEASE := {release}\n" in MAKEFILE.read_text():
+        assert absent == set(settings_table.names(elsewhere))
+
+
+def tried(*verdicts: str) -> list[tuple[str, str, str]]:
+    """Platforms, classes and names of what has one of these verdicts and this release knows."""
+    return [
+        (platform, owner.__name__, name)
+        for platform in PLATFORMS
+        for owner in classes()
+        for name in settings(owner)
+        if (said := entry(owner.__name__, name, platform)) is not None and said.verdict in verdicts
+    ]
+
+
+@pytest.mark.parametrize("setting", tried("refused", "late"), ids=".".join)
+def test_what_is_refused_is_refused(setting, rules_of, configure, flags):
+    rules_of(setting[0])
+    with pytest.raises(Exception, match=f"vllm-opset {WHERE}") as refusal:
+        set_and_check(*setting, configure)
+    (line,) = [line for line in str(refusal.value).splitlines() if "vllm-opset" in line]
+    assert cures(line) <= flags, line
+
+
+@pytest.mark.parametrize("setting", tried("vllm"), ids=".".join)
+def test_what_vllm_refuses_is_refused(setting, rules_of, configure):
+    _, owner, name = setting
+    rules_of(setting[0])
+    with pytest.raises((ValueError, Refusal)):
+        configure(LLAMA, **arguments_for(owner, name, value_of(*setting)))
+
+
+@pytest.fixture(scope="module")
+def flags() -> set[str]:
+    """Those of vLLM's command line."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return set(AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())._option_string_actions)
+
+
+def cures(line: str) -> set[str]:
+    """The flags that a refusal names, of a part's keys the part's."""
+    return {flag for flag in re.findall(r"--[a-z][a-z0-9-]*[a-z0-9]", line) if f"{flag}-*" not in line}
+
+
+def set_and_check(platform: str, owner: str, name: str, configure) -> None:
+    """Raises what a user would see who sets it, through EngineArgs where that is possible."""
+    value = value_of(platform, owner, name)
+    late = entry(owner, name, platform).verdict == "late"
+    config = configure(LLAMA, **({} if late else arguments_for(owner, name, value)))
+    # Or vLLM has not passed it on: some can only be set in a configuration that is made by hand. What vLLM has resolved
+    # in it looks like a user's wish to some rules.
+    module = importlib.import_module(f"vllm_opset.platform.{platform}.refusals")
+    idle = [rule for rule in (*module.ASKED, *module.RULES) if not rule.applies(config)]
+    part = functools.reduce(getattr, filter(None, table("parts")[owner]["at"].split(".")), config)
+    object.__setattr__(part, name, value)
+    check(idle, config, WHERE)
+
+
+def value_of(platform: str, owner: str, name: str) -> object:
+    said = entry(owner, name, platform).value
+    (cls,) = [found for found in classes() if found.__name__ == owner]
+    return (
+        copy.deepcopy(said) if said is not None else another(settings_table.types_of(cls)[name], getattr(cls(), name))
+    )
+
+
+ALIASES = {said: name for name, said in table("arguments")["sets"].items()}
+
+
+def arguments_for(owner: str, name: str, value: object) -> dict[str, object]:
+    """EngineArgs' own argument, or else the part's, or nothing where there is neither."""
+    known = engine_arguments()
+    alias = ALIASES.get(f"{owner}.{name}", name)
+    if alias in known:
+        return {alias: value}
+    outer, *inner = table("parts")[owner]["at"].split(".")
+    if outer not in known:
+        return {}
+    for key in reversed((*inner, name)):
+        value = {key: value}
+    return {outer: value}
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_variables_are_refused(platform, rules_of, configure, monkeypatch):
+    from vllm import envs
+
+    rules_of(platform)
+    configure(LLAMA)
+    for name, value in settings_table.refused_variables(platform).items():
+        if name in envs.environment_variables:
+            with monkeypatch.context() as patch, pytest.raises(Refusal, match=f"unset {name}"):
+                patch.setenv(name, value)
+                configure(LLAMA)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_what_is_off_or_default_is_not_refused(platform, rules_of, configure, monkeypatch):
+    rules_of(platform)
+    for name in table("variables")["refused"]["cpu cuda npu"]:
+        monkeypatch.setenv(name, "0")
+    configure(
+        LLAMA,
+        attention_config={"use_trtllm_attention": False},
+        compilation_config={"pass_config": {"fuse_norm_quant": False}},
+        linear_backend="auto",
+        optimization_level=0,
+    )
+
+
+def test_a_copy_of_a_complete_configuration_is_not_refused(configure):
+    """vLLM makes one for a model within a model, when what it has resolved looks like a user's wish."""
+    from vllm.config import replace
+
+    config = configure(LLAMA)
+    assert replace(config, model_config=config.model_config).parallel_config.worker_cls
