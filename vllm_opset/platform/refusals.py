@@ -101,6 +101,10 @@ def several(name: str) -> Callable[["VllmConfig"], bool]:
     return lambda config: getattr(config.parallel_config, name) > 1
 
 
+def two_batches(config: "VllmConfig") -> bool:
+    return config.parallel_config.enable_dbo or config.parallel_config.ubatch_size > 1
+
+
 def given(name: str) -> Callable[["VllmConfig"], bool]:
     # Some parts of the configuration came or went with a release: what cannot be asked for needs no refusal.
     return lambda config: getattr(config, name, None) is not None
@@ -222,7 +226,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "two batches at a time (DBO)",
         "leave out --enable-dbo and --ubatch-size",
-        lambda config: config.parallel_config.enable_dbo or config.parallel_config.ubatch_size > 1,
+        two_batches,
     ),
     Rule(
         "Ray",

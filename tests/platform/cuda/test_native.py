@@ -1,12 +1,16 @@
 """vLLM's own CUDA platform with opset's parts: when it is taken, which parts serve, and what users are told."""
 
 import functools
+import itertools
+import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import vllm.config
+from settings_table import types_of
 from small_models import QWEN3
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -83,7 +87,8 @@ def config(configure, monkeypatch):
         made.compilation_config.mode = None
         for path, value in changes.items():
             *parts_of, name = path.split("__")
-            setattr(functools.reduce(getattr, parts_of, made), name, value)
+            # Past the checks of pydantic, which knows what else would have to be set.
+            object.__setattr__(functools.reduce(getattr, parts_of, made), name, value)
         return made
 
     return config
@@ -155,6 +160,8 @@ def test_attention_backends_that_users_name(config, everything_is_faster):
     "changes",
     [
         {"attention_config__flash_attn_version": 3},
+        {"attention_config__use_trtllm_attention": True},
+        {"attention_config__flash_attn_max_num_splits_for_cuda_graph": 16},
         {"attention_config__backend_per_kind": {"sliding_window": AttentionBackendEnum.TRITON_ATTN}},
     ],
 )
@@ -162,6 +169,72 @@ def test_attention_that_users_name_in_other_words_stays(changes, config, everyth
     assert "attention" not in on(config(**changes))
     with pytest.raises(Refusal, match=r"another attention backend: leave out .*--attention-config"):
         parts.decide(config(attention_config__backend=AttentionBackendEnum.CUSTOM, **changes), HOPPER)
+
+
+# What a user can set and still has opset's attention and linear layers: it is about neither.
+OF_NO_PART = {
+    "AttentionConfig": {
+        "backend",  # is looked at by itself
+        "hisparse_config",
+        "indexer_kv_dtype",
+        "indexer_sparse_logits",
+        "indexer_tp_shard_min_rows",
+        "minimax_m3_indexer_cp",
+        "minimax_m3_msa_decode_backend",
+        "mla_prefill_backend",
+        "sparse_mla_force_mqa",
+        "sparse_mla_prefill_workspace_factor",
+        "tokenspeed_mla_min_split_kv",
+        "trtllm_ragged_backend",
+        "use_fp4_indexer_cache",
+        "use_non_causal",  # every attention is asked for it
+        "use_prefill_query_quantization",
+    },
+    "KernelConfig": {
+        "enable_bf16x3_router_gemm",
+        "enable_cutedsl_warmup",
+        "enable_flashinfer_autotune",
+        "enable_jit_warmup",
+        "enable_rocm_segmented_attn_autotune",
+        "ir_op_priority",
+        "linear_backend_per_quant",  # for quantised layers, which stay vLLM's
+        "moe_backend",
+        "monokernel",
+        "sparse_indexer_topk_backend",
+    },
+}
+
+
+def test_every_setting_of_kernels_is_looked_at_or_about_no_part():
+    looked_at = {"AttentionConfig": parts.OF_ANOTHER_BACKEND, "KernelConfig": {"linear_backend"}}
+    for owner in (vllm.config.AttentionConfig, vllm.config.KernelConfig):
+        assert set(types_of(owner)) <= OF_NO_PART[owner.__name__] | looked_at[owner.__name__]
+
+
+@pytest.mark.parametrize(
+    ("has_sink", "asked", "ours"), [(False, False, True), (True, False, False), (True, True, True)]
+)
+def test_layers_with_sinks_are_left_to_vllm_unless_the_part_is_asked_for(
+    has_sink, asked, ours, config, everything_is_faster, monkeypatch
+):
+    if not platform._has_compiled_kernels():  # vLLM's platform imports them, for others to call
+        monkeypatch.setitem(sys.modules, platform._COMPILED_KERNELS, ModuleType("nothing"))
+    from vllm.platforms.cuda import CudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from vllm_opset.platform.native import platform as native
+
+    monkeypatch.setattr(native, "_why_not", lambda *_: [])
+    monkeypatch.setattr(CudaPlatform, "get_attn_backend_cls", classmethod(lambda *_, **__: "vLLM's"))
+    monkeypatch.setattr(
+        native.OpsetNativePlatform, "get_device_capability", lambda *_, **__: DeviceCapability(9, 0), raising=False
+    )
+    made = config(**({"attention_config__backend": AttentionBackendEnum.CUSTOM} if asked else {}))
+    wanted = AttentionSelectorConfig(64, torch.bfloat16, "auto", 16, has_sink=has_sink)
+    with vllm.config.set_current_vllm_config(made):
+        backend = native.OpsetNativePlatform.get_attn_backend_cls(None, wanted, 8)
+    assert backend == (native.BACKEND if ours else "vLLM's")
 
 
 NOT_COVERED = {
@@ -218,13 +291,22 @@ def test_what_is_not_covered_but_asked_for_is_refused(part, config, monkeypatch)
         parts.decide(config(**NOT_COVERED[part]), HOPPER)
 
 
+# One GPU, dense language models, weights as they are: whatever else was not compared with stock vLLM.
+NOT_COMPARED = [
+    {"parallel_config__tensor_parallel_size": 2},
+    {"parallel_config__pipeline_parallel_size": 2},
+    {"parallel_config__data_parallel_size": 2},
+    {"parallel_config__enable_dbo": True},
+    {"parallel_config__ubatch_size": 2},
+    {"model_config__quantization": "fp8"},
+    {"model_config__model_arch_config__num_experts": 8},
+    {"lora_config": object()},
+]
+
+
 @pytest.mark.parametrize(
     ("part", "changes"),
-    [
-        ("ops", {"parallel_config__tensor_parallel_size": 2}),
-        ("linear", {"parallel_config__tensor_parallel_size": 2}),
-        ("linear", {"model_config__dtype": torch.float32}),
-    ],
+    [*itertools.product(parts.PARTS, NOT_COMPARED), ("linear", {"model_config__dtype": torch.float32})],
 )
 def test_what_is_not_measured_can_be_asked_for(part, changes, config, everything_is_faster, monkeypatch):
     assert part not in on(config(**changes))
@@ -233,9 +315,21 @@ def test_what_is_not_measured_can_be_asked_for(part, changes, config, everything
 
 
 def test_users_linear_backends_stay(config, everything_is_faster):
+    assert on(config(kernel_config__linear_backend="cutlass")) == set(parts.PARTS) - {"linear"}
+
+
+@pytest.mark.parametrize(
+    ("part", "variable"), [("sampler", "VLLM_USE_FLASHINFER_SAMPLER"), ("attention", "VLLM_TRITON_USE_TD")]
+)
+def test_kernels_that_users_name_by_a_variable_stay(part, variable, config, everything_is_faster, monkeypatch):
     made = config()
-    made.kernel_config.linear_backend = "cutlass"
-    assert on(made) == set(parts.PARTS) - {"linear"}
+    monkeypatch.setenv(variable, "0")
+    assert on(made) == set(parts.PARTS)
+    monkeypatch.setenv(variable, "1")
+    assert on(made) == set(parts.PARTS) - {part}
+    monkeypatch.setenv("OPSET_NATIVE", f"{part}=on")
+    with pytest.raises(Refusal, match=f"unset {variable}"):
+        parts.decide(made, HOPPER)
 
 
 @pytest.mark.parametrize(

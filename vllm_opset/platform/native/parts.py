@@ -1,4 +1,4 @@
-"""WHICH of opset's parts serve on stock vLLM.
+"""Which of opset's parts serve on stock vLLM.
 
 - attention: opset's attention backend, as by `--attention-backend CUSTOM`.
 - sampler: temperature, min-p, top-k, top-p and the draw by one kernel.
@@ -22,6 +22,8 @@ import torch
 import yaml
 
 from vllm_opset import selection
+from vllm_opset.platform import settings
+from vllm_opset.platform.asked import CACHE_LAYOUT, FLASHINFER_SAMPLER, TENSOR_DESCRIPTORS
 from vllm_opset.platform.cuda import device
 from vllm_opset.platform.refusals import (
     Refusal,
@@ -32,6 +34,7 @@ from vllm_opset.platform.refusals import (
     of_model,
     offloads,
     several,
+    two_batches,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +43,22 @@ if TYPE_CHECKING:
 STOCK_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 WORKER = "vllm_opset.platform.native.worker.OpsetNativeWorker"
 WHERE = "on vLLM's own CUDA platform"
+# Settings of vLLM's own attention backends, but not those for MLA, which the part leaves to vLLM.
+OF_ANOTHER_BACKEND = frozenset(
+    {
+        "backend_per_kind",
+        "disable_flashinfer_q_quantization",
+        "flash_attn_max_num_splits_for_cuda_graph",
+        "flash_attn_version",
+        "flex_attn_block_m",
+        "flex_attn_block_n",
+        "flex_attn_kv_block_size",
+        "flex_attn_q_block_size",
+        "tq_max_kv_splits_for_cuda_graph",
+        "use_prefill_decode_attention",
+        "use_trtllm_attention",
+    }
+)
 SWITCH: Mapping[object, bool] = {"on": True, "off": False, True: True, False: False}
 
 
@@ -68,12 +87,12 @@ def _our_backend(config: "VllmConfig") -> bool:
 def _another_backend(config: "VllmConfig") -> bool:
     attention = config.attention_config
     named = attention.backend is not None and not _our_backend(config)
-    return named or bool(attention.backend_per_kind) or attention.flash_attn_version is not None
+    # What is set for a backend is meant for it.
+    return named or bool(OF_ANOTHER_BACKEND & set(settings.changed(config, "attention_config")))
 
 
 def _another_linear_backend(config: "VllmConfig") -> bool:
-    # A setting since 0.30.
-    return getattr(config.kernel_config, "linear_backend", "auto") != "auto"
+    return config.kernel_config.linear_backend != "auto"
 
 
 def _compiled(config: "VllmConfig") -> bool:
@@ -108,21 +127,30 @@ _HYBRID = Rule("Mamba, state-space and linear attention", _LEAVE_IT_OUT, _model(
 _ENCODER_DECODER = Rule("encoder-decoder models", _LEAVE_IT_OUT, _model("is_encoder_decoder"))
 _FP32 = Rule("fp32", _LEAVE_IT_OUT, of_model(lambda model: model.dtype == torch.float32))
 _MULTIMODAL = Rule("multimodal models", _LEAVE_IT_OUT, _model("is_multimodal_model"))
+_QUANTISED = Rule("quantised weights", _LEAVE_IT_OUT, _model("quantization"))
+_MOE = Rule("mixture-of-experts (MoE) models", _LEAVE_IT_OUT, _model("is_moe"))
+_LORA = Rule("adapters (LoRA)", _LEAVE_IT_OUT, given("lora_config"))
 _POOLING = Rule("pooling models", _LEAVE_IT_OUT, of_model(lambda model: model.runner_type == "pooling"))
 
-# What replaces vLLM's layers was measured on dense language models of one GPU alone.
-_NOT_MEASURED = (
-    _POOLING,
+# Engines were compared with stock vLLM on one GPU, with dense language models and their weights as they are.
+_NOT_COMPARED = (
     _SPECULATIVE,
     _HYBRID,
     _ENCODER_DECODER,
-    Rule("quantised weights", _LEAVE_IT_OUT, _model("quantization")),
-    Rule("mixture-of-experts (MoE) models", _LEAVE_IT_OUT, _model("is_moe")),
     _MULTIMODAL,
-    Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla")),
-    Rule("adapters (LoRA)", _LEAVE_IT_OUT, given("lora_config")),
+    _QUANTISED,
+    _MOE,
+    _LORA,
     Rule("tensor parallelism", _LEAVE_IT_OUT, several("tensor_parallel_size")),
     Rule("pipeline parallelism", _LEAVE_IT_OUT, several("pipeline_parallel_size")),
+    Rule("data parallelism", _LEAVE_IT_OUT, several("data_parallel_size")),
+    Rule("two batches at a time (DBO)", _LEAVE_IT_OUT, two_batches),
+)
+# What replaces vLLM's layers meets these too.
+_NOT_MEASURED = (
+    *_NOT_COMPARED,
+    _POOLING,
+    Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla")),
 )
 
 PARTS: Mapping[str, Part] = {
@@ -137,14 +165,13 @@ PARTS: Mapping[str, Part] = {
             Rule("KV cache offloading", "leave out --kv-offloading-size", _offloads_cache),
             Rule("decode context parallelism", _LEAVE_IT_OUT, several("decode_context_parallel_size")),
             Rule("prefill context parallelism", _LEAVE_IT_OUT, several("prefill_context_parallel_size")),
+            CACHE_LAYOUT,
+            *TENSOR_DESCRIPTORS,
             _BATCH_INVARIANT,
         ),
         unmeasured=(
-            _SPECULATIVE,
-            _HYBRID,
-            _ENCODER_DECODER,
+            *_NOT_COMPARED,  # besides, encoders of some multimodal models derive backends from vLLM's own alone
             _POOLING,
-            _MULTIMODAL,  # encoders of some derive backends from vLLM's own alone
             # Prompts of these are not for the kernel that was measured.
             Rule("an fp8 KV cache", _LEAVE_IT_OUT, _caches_fp8),
             Rule("soft-capped attention", _LEAVE_IT_OUT, of_model(_soft_caps)),
@@ -161,8 +188,10 @@ PARTS: Mapping[str, Part] = {
             Rule("sampling masks", "leave out --return-sampling-mask", _model("return_sampling_mask")),
             Rule("watermarks", "leave out --watermark-config", given("watermark_config")),
             Rule("diffusion models", _LEAVE_IT_OUT, given("diffusion_config")),
+            *FLASHINFER_SAMPLER,
             _BATCH_INVARIANT,
-        )
+        ),
+        unmeasured=_NOT_COMPARED,
     ),
     "linear": Part(
         cannot=(
@@ -192,6 +221,12 @@ def decide(config: "VllmConfig", family: int) -> dict[str, Decision]:
     """
     said = _said(config)
     return {name: _decide(name, part, said.get(name), config, family) for name, part in PARTS.items()}
+
+
+def is_asked_for(name: str, config: "VllmConfig") -> bool:
+    """Whether a user has switched the part on."""
+    said = _said(config).get(name)
+    return said is not None and said.on
 
 
 def decide_without_model(family: int) -> dict[str, Decision]:

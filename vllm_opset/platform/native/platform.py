@@ -79,6 +79,8 @@ class OpsetNativePlatform(CudaPlatform):
         if config.model_config is None or not cls.decide(config)["attention"].on:
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
         reasons = _why_not(attn_selector_config, num_heads, cls.get_device_capability())
+        if attn_selector_config.has_sink and not parts.is_asked_for("attention", config):
+            reasons = [*reasons, "it was not measured with attention sinks"]
         if not reasons:
             return BACKEND
         if selected_backend is not None:
