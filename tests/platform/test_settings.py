@@ -217,3 +217,48 @@ def test_a_copy_of_a_complete_configuration_is_not_refused(configure):
 
     config = configure(LLAMA)
     assert replace(config, model_config=config.model_config).parallel_config.worker_cls
+
+
+# What a user can set and still has opset's attention and linear layers: it is about neither.
+OF_NO_PART = {
+    "AttentionConfig": {
+        "backend",  # is looked at by itself
+        "hisparse_config",
+        "indexer_kv_dtype",
+        "indexer_sparse_logits",
+        "indexer_tp_shard_min_rows",
+        "minimax_m3_indexer_cp",
+        "minimax_m3_msa_decode_backend",
+        "mla_prefill_backend",
+        "sparse_mla_force_mqa",
+        "sparse_mla_prefill_workspace_factor",
+        "tokenspeed_mla_min_split_kv",
+        "trtllm_ragged_backend",
+        "use_fp4_indexer_cache",
+        "use_non_causal",  # every attention is asked for it
+        "use_prefill_query_quantization",
+    },
+    "KernelConfig": {
+        "enable_bf16x3_router_gemm",
+        "enable_cutedsl_warmup",
+        "enable_flashinfer_autotune",
+        "enable_jit_warmup",
+        "enable_rocm_segmented_attn_autotune",
+        "ir_op_priority",
+        "linear_backend_per_quant",  # for quantised layers, which stay vLLM's
+        "moe_backend",
+        "monokernel",
+        "sparse_indexer_topk_backend",
+    },
+}
+
+
+def test_on_vllms_own_platform_every_setting_of_kernels_is_looked_at_or_about_no_part():
+    """A part of opset that would replace those kernels is left to vLLM (`cuda/test_native.py`)."""
+    from vllm.config import AttentionConfig, KernelConfig
+
+    from vllm_opset.platform.native import parts
+
+    looked_at = {"AttentionConfig": parts.OF_ANOTHER_BACKEND, "KernelConfig": {"linear_backend"}}
+    for owner in (AttentionConfig, KernelConfig):
+        assert set(settings_table.types_of(owner)) <= OF_NO_PART[owner.__name__] | looked_at[owner.__name__]

@@ -10,7 +10,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import vllm.config
-from settings_table import types_of
 from small_models import QWEN3
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -169,46 +168,6 @@ def test_attention_that_users_name_in_other_words_stays(changes, config, everyth
     assert "attention" not in on(config(**changes))
     with pytest.raises(Refusal, match=r"another attention backend: leave out .*--attention-config"):
         parts.decide(config(attention_config__backend=AttentionBackendEnum.CUSTOM, **changes), HOPPER)
-
-
-# What a user can set and still has opset's attention and linear layers: it is about neither.
-OF_NO_PART = {
-    "AttentionConfig": {
-        "backend",  # is looked at by itself
-        "hisparse_config",
-        "indexer_kv_dtype",
-        "indexer_sparse_logits",
-        "indexer_tp_shard_min_rows",
-        "minimax_m3_indexer_cp",
-        "minimax_m3_msa_decode_backend",
-        "mla_prefill_backend",
-        "sparse_mla_force_mqa",
-        "sparse_mla_prefill_workspace_factor",
-        "tokenspeed_mla_min_split_kv",
-        "trtllm_ragged_backend",
-        "use_fp4_indexer_cache",
-        "use_non_causal",  # every attention is asked for it
-        "use_prefill_query_quantization",
-    },
-    "KernelConfig": {
-        "enable_bf16x3_router_gemm",
-        "enable_cutedsl_warmup",
-        "enable_flashinfer_autotune",
-        "enable_jit_warmup",
-        "enable_rocm_segmented_attn_autotune",
-        "ir_op_priority",
-        "linear_backend_per_quant",  # for quantised layers, which stay vLLM's
-        "moe_backend",
-        "monokernel",
-        "sparse_indexer_topk_backend",
-    },
-}
-
-
-def test_every_setting_of_kernels_is_looked_at_or_about_no_part():
-    looked_at = {"AttentionConfig": parts.OF_ANOTHER_BACKEND, "KernelConfig": {"linear_backend"}}
-    for owner in (vllm.config.AttentionConfig, vllm.config.KernelConfig):
-        assert set(types_of(owner)) <= OF_NO_PART[owner.__name__] | looked_at[owner.__name__]
 
 
 @pytest.mark.parametrize(
