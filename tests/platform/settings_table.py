@@ -1,4 +1,4 @@
-"""What `settings/*.yaml` say of vLLM's settings, and the settings that the installed release has."""
+"""The tables in `settings/`, and the settings that the installed release of vLLM has."""
 
 import sys
 import typing

@@ -150,8 +150,8 @@ def set_and_check(platform: str, owner: str, name: str, configure) -> None:
     value = value_of(platform, owner, name)
     late = entry(owner, name, platform).verdict == "late"
     config = configure(LLAMA, **({} if late else arguments_for(owner, name, value)))
-    # Or vLLM has not passed it on: some can only be set in a configuration that is made by hand. What vLLM has resolved
-    # in it looks like a user's wish to some rules.
+    # Some settings can only be made by hand, in a configuration that is complete. Rules that take what vLLM has resolved
+    # there for a user's wish are not asked.
     module = importlib.import_module(f"vllm_opset.platform.{platform}.refusals")
     idle = [rule for rule in (*module.ASKED, *module.RULES) if not rule.applies(config)]
     part = functools.reduce(getattr, filter(None, table("parts")[owner]["at"].split(".")), config)
@@ -219,7 +219,7 @@ def test_a_copy_of_a_complete_configuration_is_not_refused(configure):
     assert replace(config, model_config=config.model_config).parallel_config.worker_cls
 
 
-# What a user can set and still has opset's attention and linear layers: it is about neither.
+# Settings that leave opset's attention and linear layers on, since they are about neither.
 OF_NO_PART = {
     "AttentionConfig": {
         "backend",  # is looked at by itself

@@ -1,5 +1,6 @@
-"""What no platform does that runs without vLLM's compiled kernels, and users can be seen to ask for only before vLLM
-resolves the configuration: later it has been overridden. Each platform adds its own rules.
+"""Rules that are checked before vLLM resolves the configuration: later, users' words have been overridden.
+
+They are for every platform that runs without vLLM's compiled kernels. Each platform adds its own.
 """
 
 import importlib.util
@@ -58,8 +59,9 @@ FLASHINFER_SAMPLER = unset("FlashInfer's sampler", "VLLM_USE_FLASHINFER_SAMPLER"
 TENSOR_DESCRIPTORS = unset("tensor descriptors in vLLM's own Triton kernels", "VLLM_TRITON_USE_TD")
 CACHE_LAYOUT = Rule("another layout of the KV cache in this vLLM", "unset VLLM_KV_CACHE_LAYOUT", gives_a_layout_unasked)
 
-# What of the compilation's configuration is heeded without a compiler, or refused by other rules; and what graphs heed.
+# Names in the compilation's configuration that are heeded without a compiler, or that other rules refuse.
 WITHOUT_COMPILER = frozenset({"mode", "cudagraph_mode", "custom_ops", "pass_config", "ir_enable_torch_wrap"})
+# Those that graph capture heeds.
 GRAPHS = frozenset(
     {
         "cudagraph_capture_sizes",

@@ -14,7 +14,7 @@ from vllm_opset.platform.refusals import (
     offloads,
 )
 
-# What can only be seen before vLLM resolves the configuration: later it has been overridden.
+# These are checked before vLLM resolves the configuration. Later, users' words have been overridden.
 ASKED: tuple[Rule | Settings, ...] = (
     *COMMON_ASKED,
     Rule("CUDA graphs", "leave cudagraph_mode out of --compilation-config", captures),

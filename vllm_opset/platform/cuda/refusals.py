@@ -9,7 +9,7 @@ from vllm_opset.platform.refusals import (
     caches_neither_alike_nor_in_fp8,
 )
 
-# What can only be seen before vLLM resolves the configuration: later it has been overridden.
+# These are checked before vLLM resolves the configuration. Later, users' words have been overridden.
 ASKED: tuple[Rule | Settings, ...] = (
     *COMMON_ASKED,
     Settings(

@@ -33,7 +33,7 @@ def _captures_more_than_decode(config: "VllmConfig") -> bool:
     return captures(config) and config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY
 
 
-# What can only be seen before vLLM resolves the configuration: later it has been overridden.
+# These are checked before vLLM resolves the configuration. Later, users' words have been overridden.
 ASKED: tuple[Rule | Settings, ...] = (
     *COMMON_ASKED,
     Settings("torch.compile", "compilation_config", but=WITHOUT_COMPILER | GRAPHS),
