@@ -150,8 +150,8 @@ def set_and_check(platform: str, owner: str, name: str, configure) -> None:
     value = value_of(platform, owner, name)
     late = entry(owner, name, platform).verdict == "late"
     config = configure(LLAMA, **({} if late else arguments_for(owner, name, value)))
-    # Some settings can only be made by hand, in a configuration that is complete. Rules that take what vLLM has resolved
-    # there for a user's wish are not asked.
+    # Some settings can only be made by hand, in a configuration that is complete. Rules that take what vLLM has
+    # resolved there for a user's wish are not asked.
     module = importlib.import_module(f"vllm_opset.platform.{platform}.refusals")
     idle = [rule for rule in (*module.ASKED, *module.RULES) if not rule.applies(config)]
     part = functools.reduce(getattr, filter(None, table("parts")[owner]["at"].split(".")), config)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.window
 
 @pytest.fixture
 def config(configure):
-    """A configuration that this machine's platform has made. The platform for GPUs takes it for one that is complete."""
+    """A configuration that this machine's platform has made. That for GPUs takes it for one that is complete."""
     from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
 
     config = configure(LLAMA)
