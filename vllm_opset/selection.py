@@ -1,7 +1,7 @@
 """WHICH: one kernel for an op and a problem, chosen once, with the reason.
 
 A layer or a backend calls `select` when it is built and keeps what it gets. Nothing is decided during a call. A kernel
-that fails raises, with a note of its arguments (`failures`). Users override the choice (`settings` says by
+that fails raises, with a note of its arguments (`failures`). Users override the choice (`overrides` says by
 which means). OPSET_IMPORT="module,…" imports modules with the user's own kernels, which run where an override names
 them. OPSET_COUNT_CALLS=1 counts the calls of every kernel, for reports.
 """
@@ -11,10 +11,10 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from vllm_opset import devices, failures, ops, settings
+from vllm_opset import devices, failures, ops, overrides
 from vllm_opset.kernel import PROVIDERS, REFERENCE, Kernel, kernels_of, load
 from vllm_opset.ops.contract import Op, Problem
-from vllm_opset.settings import OverrideError, nearest, said
+from vllm_opset.overrides import OverrideError, nearest, said
 
 # Which providers are tried on a device, first to last. The reference closes every list: it runs anywhere.
 PREFERENCE: Mapping[str, tuple[str, ...]] = {"cpu": ("cpp", "cpu"), "cuda": ("triton",), "npu": ("ascend",)}
@@ -44,7 +44,7 @@ class Choice:
     run: Callable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        run = self._counted() if settings.counts_calls() else self.kernel.run
+        run = self._counted() if overrides.counts_calls() else self.kernel.run
         self.run = failures.explained(self.kernel, run)
 
     def _counted(self) -> Callable:
@@ -70,7 +70,7 @@ def configure(additional_config: Mapping | None = None) -> dict[str, Override]:
     """
     global _overrides
     additional_config = additional_config or {}
-    settings.check(additional_config)
+    overrides.check(additional_config)
     _import_users_kernels()
     _overrides = _read_overrides(additional_config)
     return _overrides
@@ -190,7 +190,7 @@ def _why_after(kernel: Kernel, chosen: Kernel, problem: Problem, override: Overr
 
 
 def _import_users_kernels() -> None:
-    for module in settings.words("OPSET_IMPORT"):
+    for module in overrides.words("OPSET_IMPORT"):
         try:
             importlib.import_module(module)
         except Exception as error:
