@@ -7,7 +7,7 @@ import torch
 
 from vllm_opset.ops import samples
 from vllm_opset.ops.contract import ROUND_ONCE, Cost, Problem
-from vllm_opset.ops.paged_inputs import LAYOUTS, poisoned_cache
+from vllm_opset.ops.paged_inputs import LAYOUTS, poisoned_cache, scales
 from vllm_opset.ops.reshape_and_cache import TOLERANCES as CACHE_TOLERANCES
 from vllm_opset.ops.reshape_and_cache import check_arguments as check_cache
 from vllm_opset.ops.rotary_embedding import check_arguments as check_rotary
@@ -109,9 +109,8 @@ class RopeCase:
         row = torch.empty(2 * self.size, dtype=self.cache_dtype or dtype, device=device)
         kv_cache = poisoned_cache(self.layout, self.num_blocks, self.kv_heads, self.block_size, row)
         slots = torch.tensor(self.slots, dtype=self.index, device=device)
-        scale = torch.tensor(0.25, device=device)
-        scales = {} if self.cache_dtype is None else {"k_scale": scale, "v_scale": scale.clone()}
-        return (positions, rows, self.neox, kv_cache, slots), scales
+        options = {} if self.cache_dtype is None else scales(device)
+        return (positions, rows, self.neox, kv_cache, slots), options
 
 
 def cases() -> Iterator[tuple[str, RopeCase]]:

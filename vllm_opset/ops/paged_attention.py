@@ -263,6 +263,8 @@ def _assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 MIXED = PagedCase(((1, 77), (19, 19), (6, 50), (1, 34)))
+# Where keys are shared out between few programs, two of them meet in the long request.
+DECODE = PagedCase(((1, 34), (1, 300), (1, 130)))
 
 
 @paged_attention.property_
@@ -314,10 +316,16 @@ def what_no_query_sees_changes_no_bit(run, device: str, dtype: torch.dtype) -> N
 @paged_attention.property_
 def layers_of_all_kinds_share_a_batch(run, device: str, dtype: torch.dtype) -> None:
     """What one layer keeps in the batch must not mislead another, of other strides, heads, windows or features."""
+    _assert_layers_share(run, device, dtype, MIXED, (2, "HND"), (2, "NHD, layers interleaved"), (4, "HND"))
+    _assert_layers_share(run, device, dtype, DECODE, (2, "HND"))
+
+
+def _assert_layers_share(run, device: str, dtype: torch.dtype, case: PagedCase, *shapes: tuple[int, str]) -> None:
+    """shapes: numbers of KV heads, and layouts."""
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device)
     layers = [
-        (PagedCase(MIXED.requests, num_kv_heads=kv_heads, layout=layout), options)
-        for kv_heads, layout in ((2, "HND"), (2, "NHD, layers interleaved"), (4, "HND"))
+        (PagedCase(case.requests, num_kv_heads=kv_heads, layout=layout), options)
+        for kv_heads, layout in shapes
         for options in ({}, {"window": 20}, {"soft_cap": 1.5}, {"alibi_slopes": slopes}, {"alibi_slopes": slopes / 2})
     ]
     shared = None

@@ -41,6 +41,8 @@ CASES: dict[str, PagedCase] = {
     "prefill": PagedCase(((5, 5), (16, 16), (33, 33))),
     "prefill, long": PagedCase(((300, 300),), num_heads=2, num_kv_heads=1),
     "chunked prefill": PagedCase(((7, 40), (20, 52))),
+    # Its first query sees all keys but the last of a block of 64.
+    "chunk that begins one key before the end of a block": PagedCase(((70, 132),), num_heads=1, num_kv_heads=1),
     "chunk over a long context": PagedCase(((70, 700),), num_heads=1, num_kv_heads=1),
     "chunk over a long context, window, sinks": PagedCase(
         ((70, 700),), num_heads=1, num_kv_heads=1, window=600, sinks=True, padded_rows=5

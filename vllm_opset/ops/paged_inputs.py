@@ -14,6 +14,8 @@ from vllm_opset.ops.paged_batch import PagedBatch, keys_and_values, packed_batch
 NAN = float("nan")
 # What rows hold that must be left as they are.
 UNTOUCHED = 99.0
+# What the keys and the values of an fp8 cache are multiplied by: not the same, so that to exchange them shows.
+SCALES = {"k_scale": 0.25, "v_scale": 0.5}
 # No page of any cache: what a block table holds past the pages of a sequence.
 NO_PAGE = 2**30
 
@@ -72,8 +74,9 @@ class PagedCase:
         if self.sinks:
             options["sinks"] = samples.normal((self.num_heads,), dtype, device, rng)
         if self.cache_dtype is not None:
-            options |= {name: torch.tensor(0.25, device=device) for name in ("k_scale", "v_scale")}
-            tokens = [(token / 0.25).to(self.cache_dtype) for token in tokens]
+            options |= scales(device)
+            row = torch.tensor([*SCALES.values()], device=device).repeat_interleave(self.head_size)
+            tokens = [(token / row).to(self.cache_dtype) for token in tokens]
         kv_cache, block_table = self.cache(tokens, samples.generator(f"{seed}, pages"))
         batch = self.batch(block_table)
         return (self.query(rng, device, dtype), kv_cache, batch, self.out(device, dtype)), options
@@ -167,6 +170,11 @@ def poisoned_cache(
     """A cache full of NaN in a layout of `SHAPES`, with the rows' width, dtype and device of `like`."""
     shape, view = SHAPES[layout](num_blocks, num_kv_heads, block_size, like.shape[-1])
     return view(torch.full(shape, NAN, device=like.device).to(like.dtype))
+
+
+def scales(device: str) -> dict[str, torch.Tensor]:
+    """k_scale and v_scale of an fp8 cache, as the ops take them."""
+    return {name: torch.tensor(scale, device=device) for name, scale in SCALES.items()}
 
 
 def packed_sample(device: str, dtype: torch.dtype) -> Sample:

@@ -12,7 +12,7 @@ import torch
 from vllm_opset.ops import samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, op
 from vllm_opset.ops.paged_batch import keys_and_values
-from vllm_opset.ops.paged_inputs import APART, LAYOUTS, NAN, poisoned_cache
+from vllm_opset.ops.paged_inputs import APART, LAYOUTS, NAN, poisoned_cache, scales
 
 EXACT = Tolerance(0.0, 0.0, "copied")
 TOLERANCES = {
@@ -119,8 +119,8 @@ def _inputs(
     qkv[used, 2:] = samples.normal((len(used), 2, num_kv_heads, head_size), dtype, device, rng)
     row = torch.empty(2 * head_size, dtype=cache_dtype or dtype, device=device)
     kv_cache = poisoned_cache(layout, num_blocks, num_kv_heads, block_size, row)
-    scales = {} if cache_dtype is None else {name: torch.tensor(0.25, device=device) for name in ("k_scale", "v_scale")}
-    return (qkv[:, 2], qkv[:, 3], kv_cache, torch.tensor(slots, dtype=slot_dtype, device=device)), scales
+    options = {} if cache_dtype is None else scales(device)
+    return (qkv[:, 2], qkv[:, 3], kv_cache, torch.tensor(slots, dtype=slot_dtype, device=device)), options
 
 
 @reshape_and_cache.sample_inputs

@@ -57,7 +57,19 @@ def test_kernel_keeps_its_contract_in_the_interpreter(op, interpreted):
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the samples of the contract are run on the GPU")
+def test_attention_shares_keys_out_in_the_interpreter():
+    """Tests that Triton has to be imported as an interpreter for, in a process of their own."""
+    path = Path(__file__).with_name("test_paged_attention_shares.py")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0 and " passed" in process.stdout and "skipped" not in process.stdout, process.stdout
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_kernel_compiles_for_hopper_without_spilling(op, compiled):
+    kernels = {variant["kernel"] for variant in compiled[op]}
+    assert "attend_many_on_hopper" in kernels or op != "paged_attention", "no sample is for the kernel in Gluon"
     for variant in compiled[op]:
         assert variant["local"] == variant["spills"] == 0, f"registers are spilled to memory: {variant}"

@@ -1,0 +1,94 @@
+"""How paged_attention shares keys out between programs, in Triton's interpreter: test_triton.py runs this file in a
+process of its own.
+
+The samples of the contract are too small for loops over hundreds of requests and dozens of parts, and to fill a GPU. So
+what these loops take at a time, and the number of multiprocessors, are small numbers here.
+"""
+
+import importlib
+import math
+
+import pytest
+import torch
+import triton.language as tl
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernels_of
+from vllm_opset.kernels.triton import INTERPRETED
+from vllm_opset.kernels.triton import _paged_attention_few as few
+from vllm_opset.kernels.triton import _paged_attention_many as many
+from vllm_opset.kernels.triton import _paged_attention_merge as merge
+from vllm_opset.ops.paged_attention import TOLERANCES
+from vllm_opset.ops.paged_inputs import UNTOUCHED, PagedCase
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_triton.py runs it, with TRITON_INTERPRET=1")
+
+ALONE = {"num_heads": 1, "num_kv_heads": 1}
+CASES = {
+    "decode": PagedCase(((1, 34), (0, 0), (1, 300), (1, 64), (1, 65)), num_heads=4, num_kv_heads=2),
+    "decode, window, sinks": PagedCase(((1, 34), (1, 300), (1, 130)), window=100, sinks=True, **ALONE),
+    "several queries": PagedCase(((20, 300), (0, 0), (1, 90), (9, 200)), **ALONE),
+    "many queries": PagedCase(((1, 20), (1, 300), (3, 9), (70, 700)), **ALONE),
+    "many queries, window, sinks": PagedCase(((70, 700), (1, 300)), window=600, sinks=True, **ALONE),
+}
+
+
+@pytest.fixture
+def in_small_steps(monkeypatch):
+    for module in (few, many):
+        monkeypatch.setattr(module, "REQUESTS", tl.constexpr(2))
+    monkeypatch.setattr(merge, "MERGED_ELEMENTS", tl.constexpr(2 * 64))  # two parts of heads of this size
+
+
+@pytest.mark.parametrize("num_multiprocessors", [2, 12])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_agrees_however_keys_are_shared_out(name, num_multiprocessors, in_small_steps, monkeypatch):
+    launcher = importlib.import_module("vllm_opset.kernels.triton.paged_attention")
+    monkeypatch.setattr(launcher, "_multiprocessors", lambda device: num_multiprocessors)
+    case, dtype = CASES[name], torch.float32
+    (query, kv_cache, batch, out), options = case.make(name, "cpu", dtype)
+    want = out.clone()
+    ops.paged_attention(query, kv_cache, batch, want, **options)
+    tolerance = TOLERANCES[dtype]
+    for _ in range(2):  # the second layer of a step finds what the first one left
+        out.fill_(UNTOUCHED)
+        kernels_of("paged_attention")["triton"].run(query, kv_cache, batch, out, **options)
+        torch.testing.assert_close(out, want, rtol=tolerance.rtol, atol=tolerance.atol * case.output_scale())
+
+
+BLOCK_N = 16
+REQUESTS = {
+    "few": ((1, 5), (3, 40), (0, 0), (1, 100), (2, 0), (1, 16)),
+    "long": ((1, 4000), (1, 7)),
+    "more than are planned together": tuple((index % 7 != 3, 3 + index * 37 % 90) for index in range(600)),
+}
+
+
+@pytest.mark.parametrize("left", [None, 30])
+@pytest.mark.parametrize("turn", [0, 2])
+@pytest.mark.parametrize("num_programs", [1, 5, 150])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_plan_cuts_the_row_of_all_blocks_into_equal_shares(name, num_programs, turn, left):
+    requests = tuple((int(query_len), seq_len if query_len else 0) for query_len, seq_len in REQUESTS[name])
+    batch = PagedCase(requests).batch(torch.zeros(len(requests), 1, dtype=torch.int32, device="cpu"))
+    starts = torch.full((len(requests) + 2,), -1, dtype=torch.int32, device="cpu")
+    first_requests = torch.full((num_programs + 1,), -1, dtype=torch.int32, device="cpu")
+    few.plan[(1,)](
+        batch.query_start_loc, batch.seq_lens, len(requests), starts, first_requests, num_programs, turn,
+        LEFT=left, BLOCK_N=BLOCK_N,
+    )  # fmt: skip
+    blocks = [_blocks(query_len, seq_len, turn, left) for query_len, seq_len in requests]
+    *ends, share = starts.tolist()
+    assert ends == [sum(blocks[:count]) for count in range(len(blocks) + 1)]
+    quickest = int(math.sqrt(max(blocks) * few.MERGE_BLOCKS.value) + 0.5)
+    assert share == max(1, math.ceil(sum(blocks) / num_programs), quickest)
+    firsts = [sum(end <= program * share for end in ends[1:]) for program in range(num_programs + 1)]
+    assert first_requests.tolist() == [min(first, len(requests) - 1) for first in firsts]
+
+
+def _blocks(query_len: int, seq_len: int, turn: int, left: int | None) -> int:
+    """Of a request, with the places that are left empty after it."""
+    if query_len == 0:
+        return 0
+    first_seen = 0 if left is None else max(0, seq_len - query_len - left)
+    return turn + max(1, math.ceil(seq_len / BLOCK_N) - first_seen // BLOCK_N)
