@@ -219,6 +219,12 @@ def test_lengths_are_given_from_the_host_only_where_they_are_exact():
     assert builder(specs()[0], impl()).build(0, step).batch.seq_lens_cpu is None
 
 
+def test_layers_that_attend_in_both_directions_are_told_so():
+    for causal in (True, False):
+        step = dataclasses.replace(metadata([1, 6]), causal=causal)
+        assert builder(specs()[0], impl()).build(0, step).batch.causal is causal
+
+
 def test_chunked_local_attention_tells_kernels_lengths_that_they_can_count_with():
     """vLLM derives its builder from ours, and cuts requests into chunks with NumPy."""
     from vllm.model_executor.layers.attention import chunked_local_attention

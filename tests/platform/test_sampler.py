@@ -244,6 +244,19 @@ def test_greedy_requests_take_the_largest_logit_next_to_random_ones():
     assert torch.equal(output.sampled_token_ids.flatten()[greedy], logits().argmax(dim=-1).int()[greedy])
 
 
+@pytest.mark.parametrize("processors", [[], [near_the_top()]], ids=["plain", "a user's processor"])
+def test_the_greedy_bound_is_vllms(processors):
+    """Among logits that are nearly the same, only a greedy request always takes the largest one."""
+    from vllm.v1.sample.sampler import _SAMPLING_EPS
+
+    close = (torch.arange(VOCABULARY) * 1e-8).expand(64, -1)
+    for temperature, greedy in ((0.9 * _SAMPLING_EPS, True), (1.1 * _SAMPLING_EPS, False)):
+        rows = torch.full((64,), temperature)
+        rows[0] = 1.0  # no batch of greedy requests alone
+        output = opset_sampler()(close.clone(), metadata(64, processors, temperature=rows))
+        assert bool((output.sampled_token_ids[1:] == VOCABULARY - 1).all()) is greedy
+
+
 def test_greedy_batches_draw_no_random_numbers():
     torch.manual_seed(3)
     opset_sampler()(logits(), metadata(temperature=torch.zeros(ROWS)))

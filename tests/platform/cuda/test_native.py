@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -108,8 +109,29 @@ def test_the_table_is_well_formed():
         assert family.startswith("sm") and divmod(int(family.removeprefix("sm")), 10) >= device.OLDEST
         assert set(row) == {*parts.PARTS, "measured"}
         assert all(type(row[part]) is bool for part in parts.PARTS)
-        page = (Path(__file__).parents[3] / row["measured"]).read_text()
-        assert all(part in page for part in parts.PARTS if row[part])
+
+
+@pytest.mark.parametrize("row", parts.defaults().values(), ids=parts.defaults().keys())
+def test_what_is_on_by_default_was_measured_to_be_faster(row):
+    """The page says which parts are on by default, and its engines with these are nowhere slower than stock vLLM's."""
+    page = (Path(__file__).parents[3] / row["measured"]).read_text()
+    (named,) = re.findall(r"The default parts are ([a-z, ]+)\.", page)
+    assert set(re.split(", | and ", named)) == {part for part in parts.PARTS if row[part]}
+    quantities = _to_stock(page)
+    assert len(quantities["tokens/s"]) >= 5 and min(quantities["tokens/s"]) >= 1
+    assert len(quantities["TPOT, ms"]) >= 5 and max(quantities["TPOT, ms"]) <= 1
+
+
+def _to_stock(page: str) -> dict[str, list[float]]:
+    """Engines with the default parts as shares of stock vLLM's, by quantity, in the page's first such table."""
+    _, _, table = page.partition("opset's default parts |")
+    header = page[: page.index(table)].splitlines()[-1].count("|")  # the column of what follows: the share
+    found: dict[str, list[float]] = {}
+    for line in table.partition("\n\n")[0].splitlines()[1:]:
+        cells = [cell.strip() for cell in line.split("|")]
+        if cells[header] and not cells[header].startswith("-"):
+            found.setdefault(cells[2], []).append(float(cells[header]))
+    return found
 
 
 def test_by_default_the_table_says(config, everything_is_faster):
@@ -338,4 +360,4 @@ def test_keys_of_draws_differ():
 
     seeds, positions = torch.arange(512), torch.arange(4096)
     keys = draw_keys(seeds[:, None], positions[None, :])
-    assert keys.dtype == torch.int64 and len(keys.unique()) == keys.numel()
+    assert keys.dtype == torch.int64 and keys.shape == (512, 4096) and len(keys.unique()) == keys.numel()

@@ -1,0 +1,147 @@
+"""Every rule of a native part, with a configuration that it is there for.
+
+A rule that is taken away, or one that is new and has no example here, turns this red.
+"""
+
+import functools
+
+import pytest
+import torch
+from small_models import QWEN3
+
+from vllm_opset.platform.native import parts
+from vllm_opset.platform.refusals import Refusal
+
+pytestmark = pytest.mark.window
+
+HOPPER = 90
+# By the feature that a rule names: what turns it on, as paths in a configuration and their values, or a variable.
+EXAMPLES: dict[str, dict] = {
+    "another worker class": {"parallel_config__worker_cls": "another.Worker"},
+    "another attention backend": {"attention_config__flash_attn_version": 3},
+    "multi-head latent attention (MLA)": {"model_config__use_mla": True},
+    "a KV cache in that dtype": {"cache_config__cache_dtype": "fp8_e5m2"},
+    "KV connectors": {"kv_transfer_config": object()},
+    "KV cache offloading": {"cache_config__kv_offloading_size": 1.0},
+    "decode context parallelism": {"parallel_config__decode_context_parallel_size": 2},
+    "prefill context parallelism": {"parallel_config__prefill_context_parallel_size": 2},
+    "batch invariance": {"VLLM_BATCH_INVARIANT": "1"},
+    "speculative decoding": {"speculative_config": object()},
+    "Mamba, state-space and linear attention": {"model_config__has_inner_state": True},
+    "encoder-decoder models": {"model_config__is_encoder_decoder": True},
+    "pooling models": {"model_config__runner_type": "pooling"},
+    "multimodal models": {"model_config__is_multimodal_model": True},
+    "an fp8 KV cache": {"cache_config__cache_dtype": "fp8"},
+    "soft-capped attention": {"model_config__hf_text_config__attn_logit_softcapping": 50.0},
+    "ALiBi": {"model_config__uses_alibi": True},
+    "fp32": {"model_config__dtype": torch.float32},
+    "fp64 sampling noise": {"model_config__use_fp64_gumbel": True},
+    "sampling masks": {"model_config__return_sampling_mask": True},
+    "watermarks": {"watermark_config": object()},
+    "diffusion models": {"diffusion_config": object()},
+    "weight offloading": {"offload_config__uva__cpu_offload_gb": 4.0},
+    "another linear backend": {"kernel_config__linear_backend": "cutlass"},
+    "torch.compile": {"compilation_config__mode": 3},
+    "quantised weights": {"model_config__quantization": "fp8"},
+    "mixture-of-experts (MoE) models": {"model_config__is_moe": True},
+    "adapters (LoRA)": {"lora_config": object()},
+    "tensor parallelism": {"parallel_config__tensor_parallel_size": 2},
+    "pipeline parallelism": {"parallel_config__pipeline_parallel_size": 2},
+}
+
+
+class Changed:
+    """An object with other values in place of some of its attributes, by path, whatever kind of attribute they are."""
+
+    def __init__(self, base, changes: dict[str, object]) -> None:
+        self._base, self._changes = base, changes
+
+    def __getattr__(self, name: str):
+        if name in self._changes:
+            return self._changes[name]
+        below = {
+            path.partition("__")[2]: value for path, value in self._changes.items() if path.startswith(f"{name}__")
+        }
+        value = getattr(self._base, name)
+        return Changed(value, below) if below else value
+
+
+@functools.cache
+def rules(name: str, which: str) -> dict[str, parts.Rule]:
+    return {rule.feature: rule for rule in getattr(parts.PARTS[name], which)}
+
+
+@pytest.fixture
+def changed(configure, monkeypatch):
+    """`changed(feature)`: a configuration that every part could serve, but for the feature."""
+    monkeypatch.setattr(parts, "defaults", lambda: {"sm90": dict.fromkeys(parts.PARTS, True) | {"measured": "a page"}})
+    monkeypatch.delenv("OPSET_CONFIG", raising=False)
+    monkeypatch.delenv("OPSET_NATIVE", raising=False)
+    made = configure(QWEN3, load_format="dummy", dtype="bfloat16")
+    made.parallel_config.worker_cls = "auto"
+    made.compilation_config.mode = None
+
+    def changed(feature: str | None):
+        example = EXAMPLES[feature] if feature else {}
+        for name, value in example.items():
+            if name.isupper():
+                monkeypatch.setenv(name, value)
+        return Changed(made, {path: value for path, value in example.items() if not path.isupper()})
+
+    return changed
+
+
+def test_every_rule_has_an_example_and_every_example_a_rule():
+    features = {feature for name in parts.PARTS for which in ("cannot", "unmeasured") for feature in rules(name, which)}
+    assert features == set(EXAMPLES), "add what turns a new rule on to EXAMPLES"
+
+
+def test_without_any_of_these_every_part_serves(changed):
+    assert all(decision.on for decision in parts.decide(changed(None), HOPPER).values())
+
+
+# What each part does not do, and where it was not measured. Written out: a rule that is gone is to be missed.
+CANNOT = {
+    "attention": (
+        "another worker class", "another attention backend", "multi-head latent attention (MLA)",
+        "a KV cache in that dtype", "KV connectors", "KV cache offloading", "decode context parallelism",
+        "prefill context parallelism", "batch invariance",
+    ),
+    "sampler": (
+        "another worker class", "pooling models", "speculative decoding", "fp64 sampling noise", "sampling masks",
+        "watermarks", "diffusion models", "batch invariance",
+    ),
+    "linear": ("another worker class", "weight offloading", "another linear backend", "batch invariance"),
+    "ops": ("another worker class", "torch.compile", "batch invariance"),
+}  # fmt: skip
+REPLACES_LAYERS = (
+    "pooling models", "speculative decoding", "Mamba, state-space and linear attention", "encoder-decoder models",
+    "quantised weights", "mixture-of-experts (MoE) models", "multimodal models", "multi-head latent attention (MLA)",
+    "adapters (LoRA)", "tensor parallelism", "pipeline parallelism",
+)  # fmt: skip
+UNMEASURED = {
+    "attention": (
+        "speculative decoding", "Mamba, state-space and linear attention", "encoder-decoder models", "pooling models",
+        "multimodal models", "an fp8 KV cache", "soft-capped attention", "ALiBi", "fp32",
+    ),
+    "linear": (*REPLACES_LAYERS, "fp32"),
+    "ops": REPLACES_LAYERS,
+}  # fmt: skip
+
+
+def _cases(features: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    return [(name, feature) for name, of_part in features.items() for feature in of_part]
+
+
+@pytest.mark.parametrize(("name", "feature"), _cases(CANNOT))
+def test_what_a_part_does_not_do_is_left_to_vllm_and_refused_where_it_is_asked_for(name, feature, changed, monkeypatch):
+    made = changed(feature)
+    assert not parts.decide(made, HOPPER)[name].on
+    monkeypatch.setenv("OPSET_NATIVE", f"{name}=on")
+    with pytest.raises(Refusal):
+        parts.decide(made, HOPPER)
+
+
+@pytest.mark.parametrize(("name", "feature"), _cases(UNMEASURED))
+def test_what_was_not_measured_is_left_to_vllm(name, feature, changed):
+    assert not parts.decide(changed(feature), HOPPER)[name].on
