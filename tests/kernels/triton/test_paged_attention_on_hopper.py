@@ -29,6 +29,10 @@ CASES = {
     "MQA": mixed(num_kv_heads=1),
     "GQA, 7 heads a group": mixed(num_heads=28),
     "GQA, 128 heads a group": mixed(num_heads=256, num_kv_heads=2),
+    # Their first queries see all keys but the last of a block of 64 or of 128.
+    "chunks that begin one key before the end of a block": PagedCase(
+        ((200, 262), (200, 326), (130, 256)) * 8, num_heads=16, num_kv_heads=4
+    ),
     "shared pages": PagedCase(((90, 100), (3, 60), (80, 90)) * 8, num_heads=16, num_kv_heads=4, shared_pages=3),
     "far apart scores": mixed(query_std=20.0),
     "padded rows and requests, loose bounds": mixed(padded_rows=5, loose_bounds=True),
