@@ -13,7 +13,7 @@ export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help demo test test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware window window-light parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%)
+.PHONY: help demo test test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants mutants window window-light parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -27,10 +27,13 @@ test: env ## the whole suite, on the default vLLM release
 
 # Beside each other, they would wait for each other's threads.
 test-gpu%: export OMP_NUM_THREADS ?= 4
-test-gpu: test-gpu-parity $(GPU_TESTS:%=test-gpu-%) ## all that needs a GPU, in the environment of PYTHON: stock vLLM, torch for CUDA, pytest and this checkout (-j4 -O: at once)
+test-gpu: test-gpu-parity test-gpu-mutants $(GPU_TESTS:%=test-gpu-%) ## all that needs a GPU, in the environment of PYTHON: stock vLLM, torch for CUDA, pytest and this checkout (-j4 -O: at once)
 
 test-gpu-parity:
 	$(PYTHON) -m vllm_opset parity --device cuda --jobs 16
+
+test-gpu-mutants:
+	$(PYTHON) tests/mutants/run.py --gpu
 
 $(GPU_TESTS:%=test-gpu-%): test-gpu-%:
 	OPSET_PLATFORM=cuda $(PYTHON) -m pytest tests/$* $(ARGS)
@@ -46,6 +49,9 @@ test-ascend-engine: env-ascend
 
 test-ascend-hardware: ## never run on hardware: all that only an Ascend NPU can tell, in the environment of PYTHON: see docs/ascend.md
 	$(PYTHON) tests/ascend_hardware/run.py $(or $(REPORT),ascend-report)
+
+mutants: env env-ascend ## mutation testing: list the small changes to a copy that no test sees; ARGS="--only WORDS --jobs N"
+	.venv/bin/python tests/mutants/run.py $(ARGS)
 
 window: $(ENDS:%=window-%) ## engines and servers, on the oldest and the newest vLLM release
 

@@ -1,0 +1,45 @@
+"""Checks a kernel against its contract up to the first failure: OP KERNEL [WORDS], with words of the cases' names.
+
+Exits with 0 if all that was run agrees, 1 if something does not, 3 if nothing was run.
+"""
+
+import sys
+from collections.abc import Iterator
+
+from vllm_opset import ops, parity
+from vllm_opset.kernel import Kernel, kernels_of
+from vllm_opset.ops.contract import Op
+from vllm_opset.parity import Check
+
+DEVICE = "cpu"
+AGREES, DISAGREES, NOT_RUN = 0, 1, 3
+
+
+def main(op_name: str, kernel_name: str, words: str = "") -> int:
+    op = ops.BY_NAME[op_name]
+    kernel = kernels_of(op_name).get(kernel_name)
+    verdict = NOT_RUN
+    for check in _checks(op, kernel, words) if kernel is not None and kernel.runs_on(DEVICE) else ():
+        if check.failure:
+            print(f"{check.dtype}, {check.case}: {check.failure}")
+            return DISAGREES
+        if check.skipped is None:
+            verdict = AGREES
+    return verdict
+
+
+def _checks(op: Op, kernel: Kernel, words: str) -> Iterator[Check]:
+    for dtype in op.dtypes:
+        for sample in op.samples(DEVICE, dtype):
+            if words in sample.name:
+                yield parity.check_sample(op, kernel, sample, dtype)
+        for sample in op.illegal_samples(DEVICE, dtype):
+            if words in sample.name:
+                yield parity.check_refusal(op, kernel, sample, dtype)
+        for name in op.properties:
+            if words in name.replace("_", " "):
+                yield parity.check_property(op, kernel, name, DEVICE, dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""Mutation testing: applies small changes, each to a copy of the tree, and lists those that no test sees.
+
+    make mutants ARGS="--only sampler --jobs 4"
+
+The changes are in the YAML files beside this one; `mutants.py` says what a row means. First every check runs on a copy
+without a change: one that is red there, or runs nothing, is an error. Then each change runs its own check, which must
+be red. Exits with 1 if one is not.
+"""
+
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from mutants import ROOT, Check, Mutant, mutants
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+AGREES, DISAGREES = 0, 1  # what checks exit with: anything else says that they could not be run
+# A change may have a test wait for ever. Much longer than the check takes without it, on a machine with other work.
+PATIENCE, LEAST_SECONDS = 10, 300
+
+console = Console()
+
+
+class Outcome(NamedTuple):
+    """verdict: killed, timed out, SURVIVED or ERROR. output: the end of what the check printed."""
+
+    mutant: Mutant
+    verdict: str
+    seconds: float
+    output: str
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Words of a change's name or file; may be repeated.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Checks to run at a time.")] = 2,
+    gpu: Annotated[bool, typer.Option("--gpu", help="The changes that only a GPU tells, not the others.")] = False,
+) -> None:
+    """List the changes that no test sees; exits with 1 if there are any."""
+    words = only or [""]
+    chosen = [one for one in mutants() if one.gpu == gpu and any(word in f"{one.name} {one.file}" for word in words)]
+    if not chosen:
+        raise typer.BadParameter(f"no change is named {only!r}", param_hint="--only")
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
+        copies = Copies(Path(folder), jobs)
+        seconds = _baseline(pool, copies, {one.check for one in chosen})
+        outcomes = _all(pool, lambda one: copies.use(partial(_tried, one, seconds[one.check])), chosen, "changes")
+    _report(outcomes)
+    raise typer.Exit(int(any(outcome.verdict in ("SURVIVED", "ERROR") for outcome in outcomes)))
+
+
+class Copies:
+    """Copies of the tree, each used by one check at a time, without what git ignores."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True)
+        files = [name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+        self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for index in range(number):
+            root = folder / str(index)
+            for name in files:
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, root / name)
+            self._free.put(root)
+
+    def use(self, call: Callable):
+        """What the call returns, which is given the root of a copy."""
+        root = self._free.get()
+        try:
+            return call(root)
+        finally:
+            self._free.put(root)
+
+
+def _baseline(pool: ThreadPoolExecutor, copies: Copies, checks: Iterable[Check]) -> dict[Check, float]:
+    """How long each check takes without a change. Ends the command if one is not green."""
+    results = _all(pool, lambda check: (check, *copies.use(partial(_run, check, None))), checks, "unchanged")
+    if red := [(check, code, output) for check, code, _, output in results if code != AGREES]:
+        for check, code, output in red:
+            console.print(f"[red]without any change, exit code {code}:[/] {check}\n{output}", highlight=False)
+        raise typer.Exit(1)
+    return {check: seconds for check, _, seconds, _ in results}
+
+
+def _tried(mutant: Mutant, seconds: float, root: Path) -> Outcome:
+    path = root / mutant.file
+    original = path.read_text()
+    path.write_text(mutant.applied(original))
+    try:
+        code, taken, output = _run(mutant.check, max(LEAST_SECONDS, PATIENCE * seconds), root)
+    finally:
+        path.write_text(original)
+    verdict = {AGREES: "SURVIVED", DISAGREES: "killed", None: "timed out"}.get(code, "ERROR")
+    console.print(f"{verdict}, {taken:.0f} s: {mutant.name}", highlight=False)
+    return Outcome(mutant, verdict, taken, output)
+
+
+def _run(check: Check, limit: float | None, root: Path) -> tuple[int | None, float, str]:
+    """The exit code, None after `limit` seconds, the seconds taken, and the end of the output."""
+    shared = root.parent
+    environment = os.environ | {
+        "PYTHONPATH": str(root),
+        # A change of the same length within a second would be taken for the same file.
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPSET_CACHE": str(shared / "cpp"),  # what is built goes by its source
+        "TRITON_CACHE_DIR": str(shared / "triton"),
+        **check.environment,
+    }
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            check.command, cwd=root, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+            code = None
+        output.seek(0)
+        return code, time.monotonic() - began, output.read()[-3000:]
+
+
+def _all(pool: ThreadPoolExecutor, run: Callable, items: Iterable, what: str) -> list:
+    futures = [pool.submit(run, item) for item in items]
+    shown = track(as_completed(futures), what, total=len(futures), console=console, transient=True)
+    for _ in shown:
+        pass
+    return [future.result() for future in futures]
+
+
+def _report(outcomes: list[Outcome]) -> None:
+    verdicts = Counter(outcome.verdict for outcome in outcomes)
+    worst = [outcome for outcome in outcomes if outcome.verdict in ("SURVIVED", "ERROR")]
+    if worst:
+        table = Table("change", "file", "verdict", "what it would do", title="No test sees")
+        for outcome in worst:
+            table.add_row(outcome.mutant.name, str(outcome.mutant.file), outcome.verdict, outcome.mutant.why)
+        console.print(table)
+    for outcome in worst:
+        if outcome.verdict == "ERROR":
+            console.print(f"[red]{outcome.mutant.name}[/]: {outcome.mutant.check}\n{outcome.output}", highlight=False)
+    slowest = max(outcomes, key=lambda outcome: outcome.seconds)
+    console.print(", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())))
+    console.print(f"the slowest took {slowest.seconds:.0f} s: {slowest.mutant.name}", highlight=False)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    typer.run(main)
