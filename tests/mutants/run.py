@@ -35,7 +35,7 @@ console = Console()
 
 
 class Outcome(NamedTuple):
-    """verdict: killed, timed out, SURVIVED or ERROR. output: the end of what the check printed."""
+    """verdict: killed, timed out, crashed, SURVIVED or ERROR. output: the end of what the check printed."""
 
     mutant: Mutant
     verdict: str
@@ -103,6 +103,8 @@ def _tried(mutant: Mutant, seconds: float, root: Path) -> Outcome:
     finally:
         path.write_text(original)
     verdict = {AGREES: "SURVIVED", DISAGREES: "killed", None: "timed out"}.get(code, "ERROR")
+    if code is not None and code < 0:
+        verdict = "crashed"  # by a signal: a change in C++ may corrupt memory
     console.print(f"{verdict}, {taken:.0f} s: {mutant.name}", highlight=False)
     return Outcome(mutant, verdict, taken, output)
 

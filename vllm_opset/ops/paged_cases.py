@@ -5,6 +5,8 @@ import torch
 from vllm_opset.ops.paged_inputs import APART, LAYOUTS, PagedCase
 
 MIXED = ((1, 77), (1, 3), (19, 19), (6, 50), (0, 0), (1, 34))
+# As with drafts: kernels have a way of their own for so few queries, which a longer request in the batch would hide.
+FEW = ((4, 60), (3, 20), (0, 0), (1, 31))
 
 
 def _apart_cases() -> dict[str, dict]:
@@ -49,6 +51,9 @@ CASES: dict[str, PagedCase] = {
     ),
     "a few queries over a long context": PagedCase(((20, 700), (1, 300))),
     "speculative verification": PagedCase(((4, 60), (3, 20), (5, 5), (1, 31), (4, 44))),
+    "few queries": PagedCase(FEW),
+    "few queries, window, sinks": PagedCase(FEW, window=20, sinks=True),
+    "few queries, soft cap, ALiBi": PagedCase(FEW, soft_cap=1.5, alibi=True),
     "mixed": PagedCase(MIXED),
     "padded rows and requests, loose bounds": PagedCase(((1, 20), (3, 9), (0, 0)), padded_rows=5, loose_bounds=True),
     "MHA": PagedCase(MIXED, num_kv_heads=4),

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from vllm_opset import ops
+from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.cpu import _paged_plan
 from vllm_opset.kernels.cpu._paged_plan import Geometry, geometry, make_plan
 from vllm_opset.ops.paged_batch import window_sides
@@ -64,3 +66,16 @@ def test_what_is_gathered_at_a_time_is_bounded():
     sizes = [chunk.num_blocks * chunk.num_keys * 4 * 2 * 2 * 64 for chunk in chunks]
     assert 1 < len(chunks) < 40 and max(sizes) <= _paged_plan.CHUNK_BYTES
     assert sorted(row for chunk in chunks for row in torch.arange(40)[chunk.rows].tolist()) == list(range(40))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"causal": False}, {"soft_cap": 1.5, "sinks": True}], ids=str)
+def test_attention_agrees_however_little_is_gathered_at_a_time(options, monkeypatch):
+    """Requests of one number of queries, so that they are a group, over contexts of several lengths."""
+    case = PagedCase(((7, 40), (7, 7), (7, 90), (7, 20), (1, 9), (1, 30)), **options)
+    (query, kv_cache, batch, out), arguments = case.make("little", "cpu", torch.float32)
+    want = out.clone()
+    ops.paged_attention(query, kv_cache, batch, want, **arguments)
+    monkeypatch.setattr(_paged_plan, "CHUNK_BYTES", 50 * 4 * 2 * 2 * 64)  # keys and values of 50 tokens
+    monkeypatch.setattr(_paged_plan, "QUERY_BLOCK", 14)
+    kernels_of("paged_attention")["cpu"].run(query, kv_cache, batch, out, **arguments)
+    torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
