@@ -263,7 +263,7 @@ def _assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 MIXED = PagedCase(((1, 77), (19, 19), (6, 50), (1, 34)))
-# Where keys are shared out between few programs, two of them meet in the long request.
+# If few programs share the keys out, two of them share the long request.
 DECODE = PagedCase(((1, 34), (1, 300), (1, 130)))
 
 

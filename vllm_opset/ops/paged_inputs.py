@@ -14,7 +14,7 @@ from vllm_opset.ops.paged_batch import PagedBatch, keys_and_values, packed_batch
 NAN = float("nan")
 # What rows hold that must be left as they are.
 UNTOUCHED = 99.0
-# What the keys and the values of an fp8 cache are multiplied by: not the same, so that to exchange them shows.
+# Keys and values of an fp8 cache are multiplied by these. They differ, so that a kernel that exchanges them is caught.
 SCALES = {"k_scale": 0.25, "v_scale": 0.5}
 # No page of any cache: what a block table holds past the pages of a sequence.
 NO_PAGE = 2**30

@@ -302,7 +302,7 @@ def top_k_of_one_is_greedy(run, device: str, dtype: torch.dtype) -> None:
 
 @top_k_top_p_sample.property_
 def rows_are_greedy_below_a_temperature_of_1e_5(run, device: str, dtype: torch.dtype) -> None:
-    """Of logits that are nearly the same, rows below the bound always take the largest. Rows above it do not."""
+    """Of logits that are nearly the same, a row takes the largest below the bound, and any above it."""
     logits = (torch.arange(24, dtype=dtype, device=device) * 1e-6).expand(16, -1)
     keys = _keys(16, device, samples.generator("bound"))
     below, above = (run(logits, keys, torch.full((16,), value, device=device))[0] for value in (9e-6, 1.1e-5))

@@ -1,5 +1,6 @@
-"""What the Hopper kernel of paged_attention decides by arithmetic, on a CPU: which blocks of keys a tile attends, in
-which order and with which masks, and which queries are a tile.
+"""The arithmetic of paged_attention's Hopper kernel, on a CPU.
+
+It decides which blocks of keys a tile attends, in which order and with which masks, and which queries are a tile.
 
 Triton's interpreter does not run Gluon. So the bodies of these functions run as plain Python, on numbers, and with
 PyTorch's tensors where the device has blocks of them. test_triton.py compiles the kernel for sm_90a. Only a GPU tells
