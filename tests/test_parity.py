@@ -3,6 +3,8 @@
 The first test is generated: a new kernel file is tested at once. The others see each kind of fault caught.
 """
 
+import re
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ KERNELS = [(op, kernel) for op in ops.ALL for kernel in kernels_of(op.name).valu
 def test_kernel_keeps_its_contract(op, kernel):
     checks = list(parity.check_kernel(op, kernel, DEVICE))
     assert any(check.skipped is None for check in checks), "not one sample was run"
-    failures = [f"{check.dtype} {check.case}: {check.failure}" for check in checks if not check.passed]
+    failures = [f"{check.dtype} {check.case}: {check.failure}" for check in checks if check.failure]
     assert not failures, "\n".join(failures)
 
 
@@ -260,8 +262,82 @@ def test_what_a_kernel_does_not_support_is_skipped_with_its_reason():
 
     checks = list(parity.check_kernel(ops.rms_norm, Kernel("rms_norm", "mine", "tests", (), supports, run), DEVICE))
     assert {check.skipped for check in checks} == {None, "only 64 columns"}
-    assert all(check.passed for check in checks)
+    assert {check.outcome for check in checks} == {"passed", "skipped"}
+    assert all((check.outcome == "skipped") == (check.skipped is not None) for check in checks)
     assert all(check.error is None for check in checks if check.skipped)
+
+
+@pytest.mark.parametrize("op", [ops.linear, ops.paged_attention, ops.rope_cache], ids=lambda op: op.name)
+def test_a_kernel_is_not_called_in_a_dtype_that_it_does_not_support(op):
+    """Neither is what prepares its weights, for illegal inputs as little as for others: a processor may lack both."""
+
+    def supports(problem):
+        return None if problem.dtype is torch.float32 else "only fp32"
+
+    def in_fp32_alone(*args, **kwargs):
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        assert tensors[0].dtype is torch.float32, "was called with what it does not support"
+
+    def run(*args, **kwargs):
+        in_fp32_alone(*args, **kwargs)
+        return op(*args, **kwargs)
+
+    def prepare(weight):
+        in_fp32_alone(weight)
+        return weight
+
+    prepared = dict.fromkeys(op.prepared, prepare)
+    checks = list(parity.check_kernel(op, Kernel(op.name, "mine", "tests", (), supports, run, prepared), DEVICE))
+    assert not [check for check in checks if check.failure]
+    refusals = {check.outcome for check in checks if check.case.startswith("refuses ") and check.dtype != torch.float32}
+    assert refusals == {"skipped"}
+
+
+def test_a_wrong_result_is_shown_with_its_index_both_values_and_what_was_allowed():
+    """In the words of torch.testing.assert_close. Two elements of the result are wrong; the second is more so."""
+    sample = next(sample for sample in ops.silu_and_mul.samples(DEVICE, torch.float32) if sample.make()[0][0].numel())
+
+    def run(x):
+        y = ops.silu_and_mul(x)
+        y.view(-1)[-2:] = torch.tensor([2.0, 4.0])
+        return y
+
+    kernel = Kernel("silu_and_mul", "broken", "tests", (), lambda problem: None, run)
+    check = parity.check_sample(ops.silu_and_mul, kernel, sample, torch.float32)
+    want = ops.silu_and_mul(sample.make()[0][0].double())
+    last, tolerance = tuple(size - 1 for size in want.shape), ops.silu_and_mul.tolerances[torch.float32]
+    allowed = sample.scale * tolerance.atol + tolerance.rtol * want[last].abs().item()
+    assert f"2 of {want.numel()} elements" in check.failure
+    assert f"at index {last}, is 4 where the reference gives {want[last]:g}" in check.failure
+    assert f"absolute difference {4 - want[last]:.3g}, allowed {allowed:.3g}" in check.failure
+    assert check.error == pytest.approx((4 - want[last].item()) / allowed)
+
+
+def test_a_wrong_slot_is_shown_with_its_index_and_both_values():
+    """Integers have no tolerance."""
+    op = ops.compute_slot_mapping
+
+    def run(*args, **kwargs):
+        op(*args, **kwargs)
+        slots = op.signature.bind(*args, **kwargs).arguments["slot_mapping"]
+        slots[:1] = 12345
+
+    checks = parity.check_kernel(op, Kernel(op.name, "broken", "tests", (), lambda problem: None, run), DEVICE)
+    failure = next(check.failure for check in checks if check.failure)
+    assert re.fullmatch(
+        r"slot_mapping must equal the reference's: 1 of \d+ elements \(\S+%\) mismatch; "
+        r"the first, at index \(0,\), is 12345 where the reference gives -?\d+",
+        failure,
+    )
+
+
+def test_a_missing_refusal_is_shown_with_what_the_contract_demands():
+    kernel = Kernel("rms_norm", "broken", "tests", (), lambda problem: None, broadcasts_a_short_weight)
+    failures = {check.case: check.failure for check in parity.check_kernel(ops.rms_norm, kernel, DEVICE)}
+    assert failures["refuses a weight a token"] == (
+        "did not raise ValueError; the contract demands one: "
+        "weight and bias must be [64], as x's rows are, and contiguous, not [3, 64] with strides [64, 1]"
+    )
 
 
 def test_the_reference_uses_little_of_its_own_tolerance():

@@ -8,12 +8,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from vllm_opset.deviation import Deviation, deviation, worst
 from vllm_opset.kernel import REFERENCE, Kernel
-from vllm_opset.ops.contract import Op, Sample, Tolerance
+from vllm_opset.ops.contract import Op, Problem, Sample
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -26,7 +27,7 @@ class Check:
     """One verdict.
 
     error: the largest share of the tolerance that was used up; over 1 fails. failure: what is wrong, None if nothing.
-    skipped: why the kernel does not support the case, None if it was run.
+    skipped: why the kernel does not support the case, None if it was run. A check that was skipped has not passed.
     """
 
     op: str
@@ -38,8 +39,10 @@ class Check:
     skipped: str | None = None
 
     @property
-    def passed(self) -> bool:
-        return self.failure is None
+    def outcome(self) -> Literal["passed", "failed", "skipped"]:
+        if self.failure is not None:
+            return "failed"
+        return "passed" if self.skipped is None else "skipped"
 
 
 def check_kernel(op: Op, kernel: Kernel, device: str, dtypes: Iterable[torch.dtype] | None = None) -> Iterator[Check]:
@@ -50,7 +53,7 @@ def check_kernel(op: Op, kernel: Kernel, device: str, dtypes: Iterable[torch.dty
             if device == "cuda" and kernel.provider != REFERENCE:  # references may read lengths back
                 yield check_replay(op, kernel, sample, dtype)
         for sample in op.illegal_samples(device, dtype):
-            yield check_refusal(op, kernel, sample, dtype)
+            yield check_refusal(op, kernel, sample, device, dtype)
         for name in op.properties:
             yield check_property(op, kernel, name, device, dtype)
 
@@ -66,8 +69,8 @@ def check_sample(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> 
             call = Call.of(op, args, kwargs, returned)
             failure = _malformed(call, Call.to_reference(op, sample)) or _trespassed(op, call, sample)
             if failure is None:
-                error = _error(op, call, Call.to_reference(op, sample, _wide), sample.scale)
-                failure = None if error <= 1 else f"off by {error:.2f} times the tolerance"
+                found = _deviation(op, call, Call.to_reference(op, sample, _wide), sample.scale)
+                error, failure = found.share, None if found.share <= 1 else found.describe()
     return Check(op.name, kernel.name, dtype, sample.name, error, failure, unsupported)
 
 
@@ -97,17 +100,28 @@ def _replayed(run: Callable) -> Callable:
     return capture_and_replay
 
 
-def check_refusal(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> Check:
-    """Runs the kernel on inputs that its contract forbids."""
+def check_refusal(op: Op, kernel: Kernel, sample: Sample, device: str, dtype: torch.dtype) -> Check:
+    """Runs the kernel on inputs that its contract forbids. It is skipped if the kernel does not support the problem."""
     args, kwargs = sample.make()
-    failure = "did not raise ValueError"
-    try:
-        kernel.call(*args, **kwargs)
-    except ValueError:
-        failure = None
-    except Exception as error:
-        failure = f"raised {_summary(error)} instead of ValueError"
-    return Check(op.name, kernel.name, dtype, f"refuses {sample.name}", failure=failure)
+    failure = None
+    unsupported = kernel.supports(_problem_of_refusal(op, sample, device, dtype))
+    if unsupported is None:
+        _, error = _raised(kernel.call, args, kwargs)
+        if not isinstance(error, ValueError):
+            _, demanded = _raised(op.reference, *sample.make())
+            did = "did not raise ValueError" if error is None else f"raised {_summary(error)} instead of ValueError"
+            failure = f"{did}; the contract demands one: {demanded}"
+    return Check(op.name, kernel.name, dtype, f"refuses {sample.name}", failure=failure, skipped=unsupported)
+
+
+def _problem_of_refusal(op: Op, sample: Sample, device: str, dtype: torch.dtype) -> Problem:
+    """The problem that illegal inputs name; for inputs too wrong to name one, that of the op's first sample."""
+    args, kwargs = sample.make()
+    problem, error = _raised(op.describe, args, kwargs)
+    if error is None:
+        return problem
+    args, kwargs = next(iter(op.samples(device, dtype))).make()
+    return op.describe(*args, **kwargs)
 
 
 def check_property(op: Op, kernel: Kernel, name: str, device: str, dtype: torch.dtype) -> Check:
@@ -128,13 +142,21 @@ def check_property(op: Op, kernel: Kernel, name: str, device: str, dtype: torch.
 
 
 def _attempt(run: Callable, args: tuple, kwargs: dict) -> tuple[Any, str | None]:
-    """What `run` returns, and what it raised, so that one broken case does not hide all others."""
+    """What `run` returns, and what is wrong, so that one broken case does not hide all others."""
+    returned, error = _raised(run, args, kwargs)
+    if error is None:
+        return returned, None
+    if isinstance(error, AssertionError):
+        return None, str(error) or f"does not hold: {_summary(error)}"
+    return None, f"raised {_summary(error)}"
+
+
+def _raised(run: Callable, args: tuple, kwargs: dict) -> tuple[Any, Exception | None]:
+    """What `run` returns, or what it raised."""
     try:
         return run(*args, **kwargs), None
-    except AssertionError as broken:
-        return None, str(broken) or f"does not hold: {_summary(broken)}"
     except Exception as error:
-        return None, f"raised {_summary(error)}"
+        return None, error
 
 
 def _summary(error: Exception) -> str:
@@ -239,24 +261,9 @@ def _untouchable(op: Op, tensors: Tensors, name: str) -> torch.Tensor:
     return raw
 
 
-def _error(op: Op, got: Call, expected: Call, scale: float) -> float:
-    """The largest deviation as a share of the tolerance; of what is not floating point, none is tolerated."""
-    worst = 0.0
-    for name, want in expected.outcome.items():
-        have = _where_checked(got.outcome[name])
-        if have.is_floating_point():
-            worst = max(worst, _share(want, have, op.tolerances[have.dtype], scale))
-        elif not torch.equal(want, have):
-            worst = float("inf")
-    return worst
-
-
-def _share(want: torch.Tensor, have: torch.Tensor, tolerance: Tolerance, scale: float) -> float:
-    """NaN and infinities must be where the reference has them.
-
-    What overflows the kernel's dtype is infinite by contract, so values that round to the same are the same.
-    """
-    same = (want.to(have.dtype) == have) | (want.isnan() & have.isnan())
-    share = (want - have.to(want.dtype)).abs() / (scale * tolerance.atol + tolerance.rtol * want.abs())
-    share = torch.where(same, 0.0, share).nan_to_num(nan=float("inf"))
-    return share.max().item() if share.numel() else 0.0
+def _deviation(op: Op, got: Call, expected: Call, scale: float) -> Deviation:
+    """That of the result that is furthest off."""
+    return worst(
+        deviation(name, _where_checked(got.outcome[name]), want, op.tolerances, scale)
+        for name, want in expected.outcome.items()
+    )

@@ -25,7 +25,7 @@ def verdict(op_name: str, device: str) -> dict:
             samples = [(case.sample(name, device, dtype), dtype) for name, case in LONG.items() for dtype in op.dtypes]
             checks += [parity.check_sample(op, kernel, sample, dtype) for sample, dtype in samples]
     ran = [check for check in checks if check.skipped is None]
-    wrong = [f"{check.kernel} {check.dtype} {check.case}: {check.failure}" for check in ran if not check.passed]
+    wrong = [f"{check.kernel} {check.dtype} {check.case}: {check.failure}" for check in ran if check.failure]
     nothing = None if ran else "no sample is supported on this product"
     worst = max((check.error for check in ran if check.error is not None), default=None)
     return {"why_not": "; ".join(wrong[:3]) or nothing, "ran": len(ran), "wrong": wrong, "worst": worst}

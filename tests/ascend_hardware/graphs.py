@@ -49,7 +49,7 @@ def replayed(op_name: str, kernel_name: str) -> str | None:
         for check in [parity.check_sample(op, kernel, sample, dtype), parity.check_sample(op, captured, sample, dtype)]
         if check.skipped is None
     ]
-    failures = [f"{check.case}: {check.failure}" for check in checks if not check.passed]
+    failures = [f"{check.case}: {check.failure}" for check in checks if check.failure]
     return None if checks and not failures else "; ".join(failures[:3]) or "no sample was run"
 
 

@@ -1,6 +1,7 @@
 """`vllm-opset ops`, `doctor`, `parity` and `demo`, as a user runs them."""
 
 import json
+import re
 import shlex
 import tomllib
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from vllm_opset import devices, kernel, ops, selection
 from vllm_opset.cli import app, demo, doctor
+from vllm_opset.cli.parity import OUTCOMES
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.ascend import CANN_LIBRARIES
 
@@ -238,17 +240,29 @@ def test_doctor_says_that_torch_npu_cannot_be_imported(torch_npu, tmp_path):
 def test_parity_agrees_with_a_right_kernel():
     finished = command("parity", "silu_and_mul", "rms_norm", "--json")
     assert finished.code == 0, finished
-    checks = json.loads(finished.out)["checks"]
-    assert {(check["op"], check["kernel"]) for check in checks} >= {("silu_and_mul", "cpu"), ("rms_norm", "reference")}
-    assert all(check["passed"] for check in checks)
+    found = json.loads(finished.out)
+    kernels = {(check["op"], check["kernel"]) for check in found["checks"]}
+    assert kernels >= {("silu_and_mul", "cpu"), ("rms_norm", "reference")}
+    assert found["failed"] == 0 < found["passed"]
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
-def test_parity_finds_a_wrong_kernel_out(jobs, users_kernels):
-    finished = command("parity", "silu_and_mul", "--kernel", "wrong", "--jobs", jobs, **users_kernels)
+def test_parity_finds_a_wrong_kernel_out(users_kernels):
+    finished = command("parity", "silu_and_mul", "--kernel", "wrong", "--jobs", "2", **users_kernels)
     assert finished.code == 1, finished
     assert "FAILED silu_and_mul=wrong" in finished.output
     assert "times the tolerance" in finished.output
+    assert re.fullmatch(r"\d+ passed, \d+ failed, \d+ skipped", finished.out.splitlines()[-1]), finished
+
+
+def test_parity_counts_what_a_kernel_does_not_support_apart(users_kernels):
+    """The user's kernel supports one dtype of three, so two thirds of the checks have neither passed nor failed."""
+    finished = command("parity", "silu_and_mul", "--kernel", "wrong", "--json", **users_kernels)
+    assert finished.code == 1, finished
+    found = json.loads(finished.out)
+    outcomes = [check["outcome"] for check in found["checks"]]
+    assert [found[outcome] for outcome in OUTCOMES] == [outcomes.count(outcome) for outcome in OUTCOMES]
+    assert found["failed"] and found["passed"]
+    assert found["skipped"] == 2 * len(outcomes) / 3
 
 
 @pytest.mark.parametrize(

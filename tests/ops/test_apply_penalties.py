@@ -83,5 +83,5 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_parity_finds(fault):
     kernel = Kernel(OP.name, "broken", "test", ("cpu",), lambda problem: None, broken(**FAULTS[fault]))
-    failed = [check.case for check in parity.check_kernel(OP, kernel, "cpu") if not check.passed]
+    failed = [check.case for check in parity.check_kernel(OP, kernel, "cpu") if check.failure]
     assert bool(failed) == bool(FAULTS[fault]), failed

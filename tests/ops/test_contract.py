@@ -81,3 +81,13 @@ def test_the_accumulator_is_fp32_or_wider():
     assert accumulator(half) is torch.float32
     assert accumulator(half, single) is torch.float32
     assert accumulator(half, double) is torch.float64
+
+
+@ALL_OPS
+def test_the_reference_refuses_illegal_inputs_with_a_reason(contract):
+    """Parity shows it to the author of a kernel that takes them."""
+    for dtype in contract.dtypes:
+        for sample in contract.illegal_samples("cpu", dtype):
+            args, kwargs = sample.make()
+            with pytest.raises(ValueError, match=r"\w \w"):
+                contract.reference(*args, **kwargs)

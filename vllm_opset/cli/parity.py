@@ -19,6 +19,7 @@ from vllm_opset.parity import Check, check_kernel
 from vllm_opset.selection import nearest
 
 DEVICES = ("cpu", "cuda", "npu")
+OUTCOMES = ("passed", "failed", "skipped")
 
 
 def check(
@@ -38,15 +39,16 @@ def check(
     require_device(device, DEVICES)  # once kernels are loaded, and with them what PyTorch needs for an NPU
     results = _in_processes(chosen, device, jobs) if jobs > 1 else (_check(*one, device) for one in chosen)
     checks = list(itertools.chain(*track(results, "checking", total=len(chosen), disable=as_json, transient=True)))
-    failures = [check for check in checks if not check.passed]
+    counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in OUTCOMES}
     if as_json:
-        print_json({"device": device, "checks": [_plain(check) for check in checks]})
+        print_json({"device": device, **counts, "checks": [_plain(check) for check in checks]})
     else:
         print_table(f"Parity on {device}", ("op", "kernel", "dtype", "passed", "skipped", "worst"), _summary(checks))
-        for failure in failures:
-            print(f"FAILED {failure.op}={failure.kernel} {failure.dtype}, {failure.case}: {failure.failure}")
-        print(f"{len(checks) - len(failures)} passed, {len(failures)} failed")
-    raise typer.Exit(1 if failures else 0)
+        for check in checks:
+            if check.failure:
+                print(f"FAILED {check.op}={check.kernel} {check.dtype}, {check.case}: {check.failure}")
+        print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    raise typer.Exit(1 if counts["failed"] else 0)
 
 
 def _check(op: str, kernel: str, dtype: torch.dtype, device: str) -> list[Check]:
@@ -75,17 +77,17 @@ def _summary(checks: list[Check]) -> Iterator[dict]:
     for check in checks:
         groups.setdefault((check.op, check.kernel, str(check.dtype).removeprefix("torch.")), []).append(check)
     for (op, kernel, dtype), group in groups.items():
-        ran = [check for check in group if check.skipped is None]
+        ran = [check for check in group if check.outcome != "skipped"]
         errors = [check.error for check in ran if check.error is not None]
         yield {
             "op": op,
             "kernel": kernel,
             "dtype": dtype,
-            "passed": f"{sum(check.passed for check in ran)} of {len(ran)}",
+            "passed": f"{sum(check.outcome == 'passed' for check in ran)} of {len(ran)}",
             "skipped": len(group) - len(ran) or None,
             "worst": f"{max(errors):.2f} of the tolerance" if errors else None,
         }
 
 
 def _plain(check: Check) -> dict:
-    return {**vars(check), "dtype": str(check.dtype).removeprefix("torch."), "passed": check.passed}
+    return {**vars(check), "dtype": str(check.dtype).removeprefix("torch."), "outcome": check.outcome}

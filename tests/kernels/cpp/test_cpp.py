@@ -79,7 +79,7 @@ def test_several_threads_give_the_same_bits(name, two_threads):
 def test_large_inputs_agree_with_the_reference(name, two_threads):
     sample = Sample("large", lambda: large_inputs(name))
     check = parity.check_sample(ops.BY_NAME[name], kernel.kernels_of(name)["cpp"], sample, torch.bfloat16)
-    assert check.passed and check.skipped is None, check
+    assert check.outcome == "passed", check
 
 
 def test_all_attention_samples_in_cpp(monkeypatch):
@@ -87,7 +87,7 @@ def test_all_attention_samples_in_cpp(monkeypatch):
     monkeypatch.setattr(paged_attention, "FEW_TOKENS", 10_000)
     op = ops.paged_attention
     checks = list(parity.check_kernel(op, kernel.kernels_of(op.name)["cpp"], "cpu"))
-    assert not [check for check in checks if not check.passed]
+    assert not [check for check in checks if check.failure]
     assert sum(check.skipped is None for check in checks) > len(checks) / 2
 
 

@@ -1,0 +1,85 @@
+"""How far a kernel's results are from the reference's, and where they are furthest off.
+
+A deviation is described as by `torch.testing.assert_close`: how many elements mismatch, the index of the worst one,
+both values, their absolute difference and what was allowed there.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vllm_opset.ops.contract import Tolerance
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The worst element of one result.
+
+    share: its deviation, as a share of the tolerance there; 0 if all elements are equal. describe: what an author needs
+    to find it, in one line.
+    """
+
+    share: float
+    describe: Callable[[], str]
+
+
+def worst(deviations: Iterable[Deviation]) -> Deviation:
+    """The one with the largest share; none of no results."""
+    return max(deviations, key=lambda deviation: deviation.share, default=Deviation(0.0, lambda: "there is no result"))
+
+
+def deviation(
+    name: str, have: torch.Tensor, want: torch.Tensor, tolerances: Mapping[torch.dtype, Tolerance], scale: float
+) -> Deviation:
+    """That of the kernel's tensor `have` from the reference's `want`, of one shape and on one device.
+
+    tolerances: by the dtype of `have`; none is needed where that is not floating point, since it must be equal. scale:
+    what the absolute tolerance is multiplied by.
+    """
+    if not have.is_floating_point():
+        return _of_integers(name, have, want)
+    tolerance = tolerances[have.dtype]
+    atol = scale * tolerance.atol
+    allowed = atol + tolerance.rtol * want.abs()
+    difference = (want - have.to(want.dtype)).abs()
+    share = torch.where(_same(have, want), 0.0, difference / allowed).nan_to_num(nan=float("inf"))
+
+    def describe() -> str:
+        index = _index_of_largest(share)
+        return (
+            f"{name} is off by {share[index].item():.2f} times the tolerance: {_count(share > 1)} mismatch; the worst, "
+            f"at index {index}, is {have[index].item():g} where the reference gives {want[index].item():g}: "
+            f"absolute difference {difference[index].item():.3g}, allowed {allowed[index].item():.3g} "
+            f"(atol {atol:.3g} + rtol {tolerance.rtol:.3g} * |reference|)"
+        )
+
+    return Deviation(share.max().item() if share.numel() else 0.0, describe)
+
+
+def _of_integers(name: str, have: torch.Tensor, want: torch.Tensor) -> Deviation:
+    different = have != want
+
+    def describe() -> str:
+        index = _index_of_largest(different.int())
+        return (
+            f"{name} must equal the reference's: {_count(different)} mismatch; the first, at index {index}, is "
+            f"{have[index].item()} where the reference gives {want[index].item()}"
+        )
+
+    return Deviation(float("inf") if different.any() else 0.0, describe)
+
+
+def _same(have: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Where both are NaN, or round to the same: what overflows the kernel's dtype is infinite by contract."""
+    return (want.to(have.dtype) == have) | (want.isnan() & have.isnan())
+
+
+def _index_of_largest(values: torch.Tensor) -> tuple[int, ...]:
+    """Of the first of the largest elements."""
+    return tuple(int(i) for i in torch.unravel_index(values.argmax(), values.shape))
+
+
+def _count(mismatched: torch.Tensor) -> str:
+    count, total = int(mismatched.sum()), mismatched.numel()
+    return f"{count} of {total} elements ({count / total:.1%})"
