@@ -4,6 +4,9 @@ WINDOW := 0.26.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0
 ENDS := $(firstword $(WINDOW)) $(lastword $(WINDOW))
 # In rules for a release: its environment.
 VENV = .venv$(addprefix -,$(filter-out $(RELEASE),$*))
+# A process for each core, and one thread in each, since more would fight for that core. tests/conftest.py says what stays
+# together, and in which order.
+SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
 # Folders of tests with some that need a GPU.
 GPU_TESTS := kernels/triton engine platform/cuda
 
@@ -22,8 +25,10 @@ help: ## this list
 demo: env ## answer prompts with the tiny model and show which kernel served which op
 	@.venv/bin/vllm-opset demo $(ARGS)
 
+test test-ascend% window-%: export OMP_NUM_THREADS ?= 1
+
 test: env ## the whole suite, on the default vLLM release
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 # Beside each other, they would wait for each other's threads.
 test-gpu%: export OMP_NUM_THREADS ?= 4
@@ -42,10 +47,10 @@ test-ascend: test-ascend-kernels test-ascend-engine ## all for Ascend, over torc
 
 # Each in a process of its own: torch_npu without a device, and with an emulated one. Neither loads it with PyTorch.
 test-ascend-kernels: env-ascend
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-ascend/bin/python -m pytest --confcutdir tests/ascend tests/ascend $(ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-ascend/bin/python -m pytest $(SIDE_BY_SIDE) --confcutdir tests/ascend tests/ascend $(ARGS)
 
 test-ascend-engine: env-ascend
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-ascend/bin/python -m pytest --confcutdir tests/ascend/engine tests/ascend/engine $(ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-ascend/bin/python -m pytest $(SIDE_BY_SIDE) --confcutdir tests/ascend/engine tests/ascend/engine $(ARGS)
 
 test-ascend-hardware: ## never run on hardware: all that only an Ascend NPU can tell, in the environment of PYTHON: see docs/ascend.md
 	$(PYTHON) tests/ascend_hardware/run.py $(or $(REPORT),ascend-report)
@@ -56,12 +61,12 @@ mutants: env env-ascend ## mutation testing: list the small changes to a copy th
 window: $(ENDS:%=window-%) ## engines and servers, on the oldest and the newest vLLM release
 
 $(ENDS:%=window-%): window-%: env-%
-	$(VENV)/bin/python -m pytest -m "window and (engine or serve)" $(ARGS)
+	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m "window and (engine or serve)" $(ARGS)
 
 window-light: $(WINDOW:%=window-light-%) ## what needs no engine, on every vLLM release that is served
 
 $(WINDOW:%=window-light-%): window-light-%: env-%
-	$(VENV)/bin/python -m pytest -m "window and not engine and not serve" $(ARGS)
+	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m "window and not engine and not serve" $(ARGS)
 
 parity: env ## every kernel against its op's reference
 	@.venv/bin/vllm-opset parity $(ARGS)

@@ -3,6 +3,30 @@
 import pytest
 from processes import OUR_FRAME, Server
 
+from vllm_opset.platform.cpu import machine
+
+# Tests that take long begin first, so that those that are left at the end are short, and no core waits for another.
+LONG = ("serve", "engine", "long")
+# Fixtures that start an engine for several tests. These tests stay together where there are several processes.
+SHARED = ("server", "llm")
+# What a process needs at most: an engine in it, and what it starts, which is another engine at times.
+MEMORY_OF_A_PROCESS = 4 << 30
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """A process for each core, while there is memory for them."""
+    return max(1, min(machine.physical_cores(), machine.memory().available // MEMORY_OF_A_PROCESS))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for name in SHARED:
+            if name in item.fixturenames:
+                item.add_marker(pytest.mark.xdist_group(name if name == "server" else f"{name} of {item.path.stem}"))
+    items.sort(key=lambda item: not any(map(item.get_closest_marker, LONG)))
+
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -96,13 +97,20 @@ def serve_command() -> list[str]:
     return shlex.split(block("", "vllm serve examples/tiny-qwen3 ").splitlines()[0])
 
 
+def free_port() -> int:
+    """One that nobody listens on, and that no connection gets while a server starts: Linux gives these 32768 and up."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
 class Server:
     """A `vllm serve` that it starts with the README's command and further arguments. `log` is a file for its output."""
 
     def __init__(self, log: Path, *arguments: str, **variables: object) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.log = log
         address = ["--host", "127.0.0.1", "--port", str(port)]
         # More threads than a tiny model can use would only take the cores from the other processes of the test.

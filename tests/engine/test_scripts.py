@@ -1,12 +1,11 @@
 """Users' scripts that build an `LLM`, in whatever process vLLM puts the engine."""
 
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from engines import ON_GPU
-from processes import Finished, run
+from processes import run
 from readme import block
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
@@ -38,22 +37,10 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """All of them, two at a time where there is no GPU to fill: most of what they do is importing vLLM."""
-    folder = tmp_path_factory.mktemp("scripts")
-
-    def start(name: str, script: str, variables: dict[str, str]) -> Finished:
-        path = folder / f"{name}.py"
-        path.write_text(USES_THREADS + script)
-        return run("python", path, OMP_NUM_THREADS=4, **variables)
-
-    with ThreadPoolExecutor(1 if torch.cuda.is_available() else 2) as pool:
-        yield {name: pool.submit(start, name, *case) for name, case in CASES.items()}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_script_that_has_used_threads(runs, case):
-    finished = runs[case].result()
+@pytest.mark.parametrize(("script", "variables"), CASES.values(), ids=CASES)
+def test_a_script_that_has_used_threads(script, variables, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(USES_THREADS + script)
+    finished = run("python", path, OMP_NUM_THREADS=4, **variables)
     assert finished.code == 0, finished
     assert any(line.strip() == "46" for line in finished.output.splitlines()), finished

@@ -13,19 +13,16 @@ pytestmark = pytest.mark.serve
 # Long enough to be there when the signal comes.
 ENDLESS = {"max_tokens": 400, "ignore_eos": True, "prompt": "zq"}
 CLIENTS = 8
-# Servers that the tests below end, started together: most of the time of a start one core is idle.
-ARGUMENTS = {"at once": [], "graceful": ["--shutdown-timeout", "120"], "interrupted": []}
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("servers")
-    servers = {name: Server(folder / name, *arguments) for name, arguments in ARGUMENTS.items()}
+@pytest.fixture
+def own(request, tmp_path):
+    """A server that the test may end, with the arguments that it is parametrized by."""
+    server = Server(tmp_path / "log", *getattr(request, "param", ()))
     try:
-        yield servers
+        yield server.wait_until_ready()
     finally:
-        for server in servers.values():
-            server.kill()
+        server.kill()
 
 
 def assert_ended_well(server: Server, code: int) -> None:
@@ -35,33 +32,32 @@ def assert_ended_well(server: Server, code: int) -> None:
     wait_until(lambda: not group_is_alive(server.process), "no process is left behind")
 
 
-def test_a_sigterm_during_load(servers):
+def test_a_sigterm_during_load(own):
     """Open streams are dropped by vLLM, some without a word: their clients hang up when the engine is gone."""
-    server = servers["at once"].wait_until_ready()
 
     async def load() -> None:
-        async with client(server) as http:
+        async with client(own) as http:
             streams = [Stream() for _ in range(CLIENTS)]
             readers = [asyncio.create_task(stream.read(http, **ENDLESS)) for stream in streams]
             await asyncio.gather(*(stream.begun.wait() for stream in streams))
             assert not any(stream.done for stream in streams)
-            server.process.terminate()
-            await asyncio.to_thread(wait_until, lambda: "HTTP server" in server.text(), "the engine is stopped")
+            own.process.terminate()
+            await asyncio.to_thread(wait_until, lambda: "HTTP server" in own.text(), "the engine is stopped")
             for reader in readers:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
 
     asyncio.run(load())
-    assert_ended_well(server, server.wait())
+    assert_ended_well(own, own.wait())
 
 
-def test_a_sigterm_with_time_to_finish(servers):
+@pytest.mark.parametrize("own", [("--shutdown-timeout", "120")], indirect=True, ids=["120 seconds"])
+def test_a_sigterm_with_time_to_finish(own):
     """With --shutdown-timeout, running requests are served to their end."""
-    server = servers["graceful"].wait_until_ready()
     tasks = long_ones(CLIENTS)
 
     async def load() -> list[Stream]:
-        async with client(server) as http:
+        async with client(own) as http:
             streams = [Stream() for _ in tasks]
             readers = [
                 asyncio.create_task(stream.read(http, **ENDLESS | {"prompt": task["completion"]}))
@@ -69,17 +65,16 @@ def test_a_sigterm_with_time_to_finish(servers):
             ]
             await asyncio.gather(*(stream.begun.wait() for stream in streams))
             assert not any(stream.done for stream in streams)
-            server.process.terminate()
+            own.process.terminate()
             return await asyncio.gather(*readers)
 
     for task, stream in zip(tasks, asyncio.run(load()), strict=True):
         assert stream.done
         assert stream.text.startswith(f" {task['answer']}")
-    assert_ended_well(server, server.wait())
+    assert_ended_well(own, own.wait())
 
 
-def test_ctrl_c(servers):
+def test_ctrl_c(own):
     """The terminal interrupts every process of the group."""
-    server = servers["interrupted"].wait_until_ready()
-    assert server.complete("reverse: plugin =", max_tokens=64)["choices"][0]["text"] == " nigulp"
-    assert_ended_well(server, server.stop(signal.SIGINT, everyone=True))
+    assert own.complete("reverse: plugin =", max_tokens=64)["choices"][0]["text"] == " nigulp"
+    assert_ended_well(own, own.stop(signal.SIGINT, everyone=True))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,19 +32,6 @@ def with_users_kernels(folder: Path, text: str) -> Finished:
     return run(*serve_command(), PYTHONPATH=folder, OPSET_IMPORT="users_kernels")
 
 
-@pytest.fixture(scope="module")
-def starts(tmp_path_factory):
-    """All of them, two at a time: each takes as long as importing vLLM does."""
-    folder = tmp_path_factory.mktemp("starts")
-    with ThreadPoolExecutor(2) as pool:
-        starts = {module: pool.submit(without_module, folder, module) for module in BROKEN_MODULES}
-        starts["import"] = pool.submit(with_users_kernels, folder, "import a_module_that_is_missing")
-        starts["op"] = pool.submit(run, *serve_command(), "--additional-config", json.dumps(MISSPELT))
-        starts["choice"] = pool.submit(run, *serve_command(), OPSET_PLATFORM="of")
-        starts["off"] = pool.submit(run, *serve_command(), OPSET_PLATFORM="off")
-        yield starts
-
-
 def assert_failed(start: Finished, *words: str) -> None:
     assert start.code == 1, start
     for word in words:
@@ -54,29 +40,32 @@ def assert_failed(start: Finished, *words: str) -> None:
 
 
 @pytest.mark.parametrize("module", BROKEN_MODULES)
-def test_a_module_that_cannot_be_imported(starts, module):
-    assert_failed(starts[module].result(), f"vllm_opset.{module} cannot be imported: {MISSING}", CURE)
+def test_a_module_that_cannot_be_imported(module, tmp_path):
+    start = without_module(tmp_path, module)
+    assert_failed(start, f"vllm_opset.{module} cannot be imported: {MISSING}", CURE)
 
 
-def test_a_users_module_that_cannot_be_imported(starts):
+def test_a_users_module_that_cannot_be_imported(tmp_path):
     assert_failed(
-        starts["import"].result(),
+        with_users_kernels(tmp_path, "import a_module_that_is_missing"),
         f"OPSET_IMPORT: importing 'users_kernels' raised {MISSING}",
         "Mend it, put its folder on PYTHONPATH, or take it out of OPSET_IMPORT",
     )
 
 
-def test_a_wrong_name_in_an_override(starts):
-    assert_failed(starts["op"].result(), "--additional-config: unknown op 'rms_nrom'; did you mean 'rms_norm'?")
+def test_a_wrong_name_in_an_override():
+    start = run(*serve_command(), "--additional-config", json.dumps(MISSPELT))
+    assert_failed(start, "--additional-config: unknown op 'rms_nrom'; did you mean 'rms_norm'?")
 
 
-def test_a_wrong_choice_of_platform(starts):
-    assert_failed(starts["choice"].result(), "OPSET_PLATFORM='of' is not a choice; known: auto, cpu, cuda, native")
+def test_a_wrong_choice_of_platform():
+    start = run(*serve_command(), OPSET_PLATFORM="of")
+    assert_failed(start, "OPSET_PLATFORM='of' is not a choice; known: auto, cpu, cuda, native")
 
 
-def test_switched_off_the_plugin_has_no_part_in_it(starts):
+def test_switched_off_the_plugin_has_no_part_in_it():
     """Stock vLLM, which has no device here and says so."""
-    start = starts["off"].result()
+    start = run(*serve_command(), OPSET_PLATFORM="off")
     assert start.code == 1, start
     assert "Failed to infer device type" in start.output
     assert OUR_FRAME not in start.output
