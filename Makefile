@@ -16,7 +16,7 @@ export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help demo test test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants mutants window window-light parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%)
+.PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants mutants window window-light parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -29,6 +29,11 @@ test test-ascend% window-%: export OMP_NUM_THREADS ?= 1
 
 test: env ## the whole suite, on the default vLLM release
 	.venv/bin/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
+
+# Two threads in each process, so that what threads share is tried here.
+test-processors: export OMP_NUM_THREADS ?= 2
+test-processors: env ## what depends on the processor, as on this machine's and on lesser ones
+	.venv/bin/python tests/processors.py $(SIDE_BY_SIDE) $(ARGS)
 
 # Beside each other, they would wait for each other's threads.
 test-gpu%: export OMP_NUM_THREADS ?= 4

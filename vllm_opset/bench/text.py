@@ -1,15 +1,13 @@
 """What the reports of benchmarks have in common: tables in Markdown, numbers with their spread, the machine's name."""
 
-import platform
 import shlex
 import statistics
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 
 import psutil
 
-MACHINE_FLAGS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 with bf16", "avx512f": "AVX-512", "avx2": "AVX2"}
+from vllm_opset.platform.cpu import machine
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -41,11 +39,6 @@ def asked_for(outputs: Collection[str]) -> str:
 
 def describe_cpu() -> str:
     """Cores, processor, what it has for matrices, and memory."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
-    vectors = next((name for flag, name in MACHINE_FLAGS.items() if flag in flags), "no AVX2")
     cores, memory = psutil.cpu_count(), round(psutil.virtual_memory().total / 2**30)
-    return f"{cores} cores of an {model.replace('(R)', '')} with {vectors}, {memory} GiB"
+    found = machine.processor()
+    return f"{cores} cores of an {found.name} with {found.vectors}, {memory} GiB"

@@ -1,11 +1,13 @@
-"""Cores and memory, as control groups of both kinds give them; and what the KV cache takes of it."""
+"""Processors, cores and memory, as control groups of both kinds give them; and what the KV cache takes of it."""
 
 import os
+import platform
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
+from vllm_opset.bench.text import describe_cpu
 from vllm_opset.platform.cpu import kv_memory, machine
 from vllm_opset.platform.cpu.machine import Memory
 
@@ -69,6 +71,74 @@ def test_threads_of_one_core_count_once(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     assert machine.physical_cores() == 2
+
+
+# What Linux says in /proc/cpuinfo, without lines that nobody reads; of the flags, the vectors' and some others.
+XEON_WITH_AMX = """
+processor	: 0
+vendor_id	: GenuineIntel
+cpu family	: 6
+model		: 143
+model name	: Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz
+stepping	: 8
+cpu cores	: 2
+flags		: fpu vme sse4_2 fma avx f16c avx2 avx512f avx512dq avx512cd avx512bw avx512vl avx_vnni avx512_bf16 \
+avx512_vnni amx_bf16 avx512_fp16 amx_tile amx_int8
+bogomips	: 5400.00
+"""
+EPYC_WITH_BF16 = """
+processor	: 0
+vendor_id	: AuthenticAMD
+cpu family	: 25
+model		: 17
+model name	: AMD EPYC 9B14
+stepping	: 1
+flags		: fpu vme sse4_2 sse4a fma avx f16c avx2 avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16 \
+avx512vbmi avx512_vbmi2 avx512_vnni avx512_bitalg avx512_vpopcntdq
+TLB size	: 3584 4K pages
+
+processor	: 1
+vendor_id	: AuthenticAMD
+model name	: AMD EPYC of the second socket
+flags		: fpu vme
+"""
+XEON_WITH_AVX2 = """
+processor	: 0
+vendor_id	: GenuineIntel
+model name	: Intel(R) Xeon(R) CPU E5-2686 v4 @ 2.30GHz
+flags		: fpu vme sse4_2 fma avx f16c avx2
+"""
+CORE = """
+processor	: 0
+vendor_id	: GenuineIntel
+model name	: Intel(R) Core(TM) i7-3770 CPU @ 3.40GHz
+flags		: fpu vme sse4_2 avx f16c
+"""
+ARM = """
+processor	: 0
+BogoMIPS	: 2100.00
+Features	: fp asimd evtstrm aes bf16
+CPU implementer	: 0x41
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "vectors"),
+    [
+        (XEON_WITH_AMX, "Intel Xeon Platinum 8481C", "AMX"),
+        (EPYC_WITH_BF16, "AMD EPYC 9B14", "AVX-512 with bf16"),
+        (XEON_WITH_AVX2, "Intel Xeon CPU E5-2686 v4", "AVX2"),
+        (CORE, "Intel Core i7-3770", "no AVX2"),
+        (ARM, platform.machine(), "no AVX2"),
+    ],
+    ids=["Xeon with AMX", "EPYC with bf16", "Xeon with AVX2", "Core without AVX2", "ARM"],
+)
+def test_processors_are_named_with_what_they_have(text, name, vectors, monkeypatch, tmp_path):
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    found = machine.processor()
+    assert (found.name, found.vectors) == (name, vectors)
+    assert f"an {name} with {vectors}, " in describe_cpu()
 
 
 @dataclass

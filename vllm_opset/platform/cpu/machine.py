@@ -1,6 +1,10 @@
-"""What this process may use of the machine: cores and memory, within its CPU affinity and control group."""
+"""What this process may use of the machine: cores and memory, within its CPU affinity and control group. And what the
+processor is called, and can do.
+"""
 
 import os
+import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +12,17 @@ import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
 CPUS = Path("/sys/devices/system/cpu")
+CPUINFO = Path("/proc/cpuinfo")
+# What a processor has for vectors and matrices, by the flag that Linux gives it: the best first.
+VECTORS = {
+    "amx_bf16": "AMX",
+    "avx512_fp16": "AVX-512 with bf16 and fp16",
+    "avx512_bf16": "AVX-512 with bf16",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+}
+# What vendors add to a name: trademarks, and the clock, which is another one in use.
+NOT_THE_NAME = re.compile(r"\((R|TM|r|tm)\)|( CPU)? @ .*")
 
 
 @dataclass(frozen=True)
@@ -16,6 +31,27 @@ class Memory:
 
     total: int
     available: int
+
+
+@dataclass(frozen=True)
+class Processor:
+    """name: without trademarks and clock. flags: as in /proc/cpuinfo; none where Linux lists no flags of x86."""
+
+    name: str
+    flags: frozenset[str]
+
+    @property
+    def vectors(self) -> str:
+        """The best of VECTORS that it has."""
+        return next((name for flag, name in VECTORS.items() if flag in self.flags), "no AVX2")
+
+
+def processor() -> Processor:
+    """The first one of the machine."""
+    pairs = (line.partition(":") for line in reversed(CPUINFO.read_text().splitlines()))
+    first = {name.strip(): value.strip() for name, _, value in pairs}
+    name = NOT_THE_NAME.sub("", first.get("model name", platform.machine()))
+    return Processor(" ".join(name.split()), frozenset(first.get("flags", "").split()))
 
 
 def memory() -> Memory:
