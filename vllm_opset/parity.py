@@ -147,7 +147,7 @@ def _attempt(run: Callable, args: tuple, kwargs: dict) -> tuple[Any, str | None]
     if error is None:
         return returned, None
     if isinstance(error, AssertionError):
-        return None, str(error) or f"does not hold: {_summary(error)}"
+        return None, " ".join(str(error).split()) or f"does not hold: {_summary(error)}"
     return None, f"raised {_summary(error)}"
 
 

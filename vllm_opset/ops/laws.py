@@ -9,6 +9,14 @@ from vllm_opset.ops import samples
 from vllm_opset.ops.contract import Op
 
 
+def equal(law: str, got: torch.Tensor, want: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Raises AssertionError with the words of the law, and where and by how much the tensors differ, if they do.
+
+    NaN equals nothing.
+    """
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol, msg=lambda difference: f"{law}: {difference}")
+
+
 def rows_are_independent(op: Op, call: Callable[[Callable, torch.Tensor], torch.Tensor]) -> None:
     """Gives an op the property that a row's result does not depend on the other rows, bit for bit.
 
@@ -20,6 +28,6 @@ def rows_are_independent(op: Op, call: Callable[[Callable, torch.Tensor], torch.
         poisoned = x.clone()
         poisoned[1::2] = math.nan
         alone, among_nan = call(run, x)[::2], call(run, poisoned)[::2]
-        assert torch.equal(alone, among_nan), "NaN in one row changes another"
+        equal("NaN in one row changes another", among_nan, alone)
 
     op.property_(rows_are_independent)

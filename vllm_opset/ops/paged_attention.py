@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_opset.ops import samples
+from vllm_opset.ops import laws, samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
 from vllm_opset.ops.paged_batch import PagedBatch, keys_and_values, window_sides
 from vllm_opset.ops.paged_cases import CASES
@@ -285,13 +285,14 @@ def any_permutation_of_pages_gives_the_same_bits(run, device: str, dtype: torch.
     first, second = (MIXED.cache(tokens, samples.generator(seed)) for seed in ("one order", "another"))
     assert not torch.equal(first[1], second[1]), "the pages are where they were"
     results = [_run(run, query, kv_cache, MIXED.batch(block_table)) for kv_cache, block_table in (first, second)]
-    assert torch.equal(*results)
+    laws.equal("another order of the pages changes the result", *results)
 
 
 @paged_attention.property_
 def a_window_is_a_pair_to_the_bit(run, device: str, dtype: torch.dtype) -> None:
     (query, kv_cache, batch, _), _ = MIXED.make("pair", device, dtype)
-    assert torch.equal(_run(run, query, kv_cache, batch, window=21), _run(run, query, kv_cache, batch, window=(20, 0)))
+    number, pair = (_run(run, query, kv_cache, batch, window=window) for window in (21, (20, 0)))
+    laws.equal("a window of 21 is not one of (20, 0)", number, pair)
 
 
 @paged_attention.property_
@@ -310,7 +311,8 @@ def what_no_query_sees_changes_no_bit(run, device: str, dtype: torch.dtype) -> N
     case = PagedCase(MIXED.requests, window=20)
     (query, kv_cache, batch, _), _ = case.make("unseen", device, dtype)
     clean = kv_cache.nan_to_num(nan=1000.0)
-    assert torch.equal(_run(run, query, kv_cache, batch, window=20), _run(run, query, clean, batch, window=20))
+    results = (_run(run, query, cache, batch, window=20) for cache in (kv_cache, clean))
+    laws.equal("what no query sees changes the result", *results)
 
 
 @paged_attention.property_
@@ -334,7 +336,8 @@ def _assert_layers_share(run, device: str, dtype: torch.dtype, case: PagedCase, 
         shared = shared or batch
         assert torch.equal(shared.block_table, batch.block_table), "the layers do not have the same pages"
         expected = _run(run, query, kv_cache, batch, **options)
-        assert torch.equal(_run(run, query, kv_cache, shared, **options), expected), f"{case.layout} {options}"
+        got = _run(run, query, kv_cache, shared, **options)
+        laws.equal(f"another layer changes this one, {case.layout} {options}", got, expected)
 
 
 @paged_attention.property_
@@ -342,7 +345,8 @@ def lengths_on_the_host_change_no_bit(run, device: str, dtype: torch.dtype) -> N
     (query, kv_cache, batch, _), _ = MIXED.make("host", device, dtype)
     on_host = {f"{name}_cpu": getattr(batch, name).cpu() for name in ("query_start_loc", "seq_lens")}
     known = dataclasses.replace(batch, **on_host)
-    assert torch.equal(_run(run, query, kv_cache, batch), _run(run, query, kv_cache, known))
+    results = (_run(run, query, kv_cache, lengths) for lengths in (batch, known))
+    laws.equal("lengths on the host change the result", *results)
 
 
 @paged_attention.property_
@@ -351,4 +355,5 @@ def the_batch_stays_as_it_is(run, device: str, dtype: torch.dtype) -> None:
     tensors = (batch.query_start_loc, batch.seq_lens, batch.block_table)
     before = [tensor.clone() for tensor in tensors]
     _run(run, query, kv_cache, batch)
-    assert all(torch.equal(old, new) for old, new in zip(before, tensors, strict=True))
+    for now, then in zip(tensors, before, strict=True):
+        laws.equal("the batch is not as it was", now, then)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_opset.ops import fused_rope, samples
+from vllm_opset.ops import fused_rope, laws, samples
 from vllm_opset.ops.contract import Cost, Sample, accumulator, op
 from vllm_opset.ops.fused_rope import FusedRopeProblem, RopeCase
 from vllm_opset.ops.reshape_and_cache import reshape_and_cache
@@ -109,6 +109,6 @@ def the_same_as_one_after_the_other(run, device: str, dtype: torch.dtype) -> Non
         new_query, new_key = rotary_embedding(positions, query, key, 64, rows, neox, inplace=False)
         reshape_and_cache(new_key, value, expected, slots)
         run(query, key, value, *rest)
-        assert torch.equal(kv_cache[..., 64:], expected[..., 64:]), "values differ"
-        assert torch.allclose(query, new_query, rtol=slack, atol=slack), "queries differ"
-        assert torch.allclose(kv_cache, expected, rtol=slack, atol=slack), "keys differ"
+        laws.equal("values differ", kv_cache[..., 64:], expected[..., 64:])
+        laws.equal("queries differ", query, new_query, rtol=slack, atol=slack)
+        laws.equal("keys differ", kv_cache, expected, rtol=slack, atol=slack)

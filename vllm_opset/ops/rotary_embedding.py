@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_opset.ops import samples
+from vllm_opset.ops import laws, samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, accumulator, op
 
 
@@ -225,9 +225,11 @@ def in_place_equals_out_of_place(run, device: str, dtype: torch.dtype) -> None:
         positions, q, k, rows = _inputs(device, dtype, neox)
         before = q.clone(), k.clone()
         new = run(positions, q, k, 64, rows, neox, inplace=False)
-        assert torch.equal(q, before[0]) and torch.equal(k, before[1]), "out of place wrote to its inputs"
+        for now, then in zip((q, k), before, strict=True):
+            laws.equal("out of place wrote to its inputs", now, then)
         run(positions, q, k, 64, rows, neox)
-        assert torch.equal(q, new[0]) and torch.equal(k, new[1]), "in place differs from out of place"
+        for in_place, out_of_place in zip((q, k), new, strict=True):
+            laws.equal("in place differs from out of place", in_place, out_of_place)
 
 
 @rotary_embedding.property_
@@ -237,7 +239,8 @@ def position_zero_is_the_identity(run, device: str, dtype: torch.dtype) -> None:
         positions, q, k, rows = _inputs(device, dtype, neox)
         before = q.clone(), k.clone()
         run(torch.zeros_like(positions), q, k, 64, rows, neox)
-        assert torch.equal(q, before[0]) and torch.equal(k, before[1]), "position 0 rotates"
+        for after, given in zip((q, k), before, strict=True):
+            laws.equal("position 0 rotates", after, given)
 
 
 @rotary_embedding.property_
@@ -249,7 +252,7 @@ def rotation_preserves_norms(run, device: str, dtype: torch.dtype) -> None:
         before = q.float().view(6, 4, 64).norm(dim=-1)
         run(positions, q, k, 64, rows, neox)
         after = q.float().view(6, 4, 64).norm(dim=-1)
-        assert torch.allclose(after, before, rtol=slack, atol=0), "a rotation changes the length of a head"
+        laws.equal("a rotation changes the length of a head", after, before, rtol=slack)
 
 
 @rotary_embedding.property_
@@ -264,7 +267,7 @@ def only_the_distance_matters(run, device: str, dtype: torch.dtype) -> None:
             run(torch.tensor([7 + shift], device=device), query, None, 64, rows, neox)
             run(torch.tensor([3 + shift], device=device), key, None, 64, rows, neox)
             products.append((query.float() * key.float()).view(4, 64).sum(dim=-1))
-        assert torch.allclose(*products, rtol=slack, atol=slack), "a shift of all positions changes the products"
+        laws.equal("a shift of all positions changes the products", *products, rtol=slack, atol=slack)
 
 
 @rotary_embedding.property_
@@ -276,4 +279,4 @@ def tokens_are_independent(run, device: str, dtype: torch.dtype) -> None:
         among_nan[1::2] = math.nan
         run(positions, alone, k.clone(), 64, rows, neox)
         run(positions, among_nan, k, 64, rows, neox)
-        assert torch.equal(alone[::2], among_nan[::2]), "NaN in one token changes another"
+        laws.equal("NaN in one token changes another", among_nan[::2], alone[::2])
