@@ -55,7 +55,7 @@ test-ascend-kernels: env-ascend
 	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-ascend/bin/python -m pytest $(SIDE_BY_SIDE) --confcutdir tests/ascend tests/ascend $(ARGS)
 
 test-ascend-engine: env-ascend
-	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-ascend/bin/python -m pytest $(SIDE_BY_SIDE) --confcutdir tests/ascend/engine tests/ascend/engine $(ARGS)
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-ascend/bin/python -m pytest $(SIDE_BY_SIDE) --dist loadfile --confcutdir tests/ascend/engine tests/ascend/engine $(ARGS)
 
 test-ascend-hardware: ## never run on hardware: all that only an Ascend NPU can tell, in the environment of PYTHON: see docs/ascend.md
 	$(PYTHON) tests/ascend_hardware/run.py $(or $(REPORT),ascend-report)

@@ -6,7 +6,7 @@ from processes import OUR_FRAME, Server
 from vllm_opset.platform.cpu import machine
 
 # Tests that take long begin first, so that those that are left at the end are short, and no core waits for another.
-LONG = ("serve", "engine", "long")
+LONG = ("long", "serve", "engine")
 # Fixtures that start an engine for several tests. These tests stay together where there are several processes.
 SHARED = ("server", "llm")
 # What a process needs at most: an engine in it, and what it starts, which is another engine at times.
@@ -25,7 +25,12 @@ def pytest_collection_modifyitems(items):
         for name in SHARED:
             if name in item.fixturenames:
                 item.add_marker(pytest.mark.xdist_group(name if name == "server" else f"{name} of {item.path.stem}"))
-    items.sort(key=lambda item: not any(map(item.get_closest_marker, LONG)))
+    items.sort(key=_turn)
+
+
+def _turn(item) -> int:
+    """Of the first mark of LONG that the test has; after all of these without one."""
+    return next((turn for turn, mark in enumerate(LONG) if item.get_closest_marker(mark)), len(LONG))
 
 
 @pytest.fixture(scope="session")
