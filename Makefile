@@ -25,13 +25,11 @@ help: ## this list
 demo: env ## answer prompts with the tiny model and show which kernel served which op
 	@.venv/bin/vllm-opset demo $(ARGS)
 
-test test-ascend% window-%: export OMP_NUM_THREADS ?= 1
+test test-processors test-ascend% window-%: export OMP_NUM_THREADS ?= 1
 
 test: env ## the whole suite, on the default vLLM release
 	.venv/bin/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
-# Two threads in each process, so that what threads share is tried here.
-test-processors: export OMP_NUM_THREADS ?= 2
 test-processors: env ## what depends on the processor, as on this machine's and on lesser ones
 	.venv/bin/python tests/processors.py $(SIDE_BY_SIDE) $(ARGS)
 

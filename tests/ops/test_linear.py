@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_opset import ops
-from vllm_opset.kernel import kernels_of
+from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.kernels.cpu.linear import SMALL
 from vllm_opset.ops import samples
 from vllm_opset.ops.contract import Problem
@@ -25,20 +25,25 @@ def test_every_way_of_the_cpu_kernel_is_in_the_samples():
     assert len({(weight.nbytes > SMALL, bias is None) for _, weight, bias in calls}) == 4
 
 
+def kernel_for(dtype: torch.dtype) -> Kernel:
+    """The CPU's kernel, on a processor where oneDNN multiplies in that dtype: in fp32 that is any."""
+    kernel = kernels_of("linear")["cpu"]
+    if reason := kernel.supports(Problem("cpu", dtype)):
+        pytest.skip(f"{reason}: runs on a processor with AVX-512 or AMX instructions for this dtype")
+    return kernel
+
+
 @pytest.mark.parametrize("num_tokens", [1, 16, 80])
 def test_a_bias_is_added_before_the_rounding(num_tokens):
     """In bf16 the product 257 has no place; with a bias of −2 the result has one."""
     x, weight = torch.ones(num_tokens, 257, dtype=torch.bfloat16), torch.ones(8, 257, dtype=torch.bfloat16)
-    y = kernels_of("linear")["cpu"].call(x, weight, torch.full((8,), -2.0, dtype=torch.bfloat16))
+    y = kernel_for(torch.bfloat16).call(x, weight, torch.full((8,), -2.0, dtype=torch.bfloat16))
     assert (y == 255).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_weight_is_packed_where_onednn_multiplies(dtype):
-    kernel = kernels_of("linear")["cpu"]
-    # What oneDNN multiplies depends on the processor: fp32 on any, so one case always runs.
-    if reason := kernel.supports(Problem("cpu", dtype)):
-        pytest.skip(f"{reason}: runs on a processor with AVX-512 or AMX instructions for this dtype")
+    kernel = kernel_for(dtype)
     large, small = (torch.ones(rows, 1024, dtype=dtype) for rows in (1024, 8))
     assert kernel.prepared("weight", large).is_mkldnn
     assert kernel.prepared("weight", small).is_mkldnn is (dtype is not torch.float32)
