@@ -18,6 +18,7 @@ TESTS = (
     "tests/ops/test_linear.py",
     "tests/platform/test_linear_layers.py",
     "tests/platform/cpu/test_machine.py",
+    "tests/engine/test_weights.py::test_weights_that_are_gone_are_not_saved",
 )
 # The other tests of these files do not depend on the processor.
 CHOSEN = "(not test_parity) or (keeps_its_contract and (cpu or cpp))"
