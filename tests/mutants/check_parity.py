@@ -1,4 +1,4 @@
-"""Checks a kernel against its contract up to the first failure: OP KERNEL [WORDS], with words of the cases' names.
+"""Checks a kernel by its contract's samples and laws up to the first failure: OP KERNEL [WORDS], words of their names.
 
 Exits with 0 if all that was run agrees, 1 if something does not, 3 if nothing was run.
 """
@@ -33,9 +33,6 @@ def _checks(op: Op, kernel: Kernel, words: str) -> Iterator[Check]:
         for sample in op.samples(DEVICE, dtype):
             if words in sample.name:
                 yield parity.check_sample(op, kernel, sample, dtype)
-        for sample in op.illegal_samples(DEVICE, dtype):
-            if words in sample.name:
-                yield parity.check_refusal(op, kernel, sample, dtype)
         for name in op.properties:
             if words in name.replace("_", " "):
                 yield parity.check_property(op, kernel, name, DEVICE, dtype)

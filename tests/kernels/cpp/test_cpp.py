@@ -124,3 +124,10 @@ def test_silu_far_out():
     x = torch.tensor([[-1e38, -1e5, -89.0, 89.0, 1e38, -torch.inf, torch.inf, torch.nan]])
     got = kernel.kernels_of("silu_and_mul")["cpp"].run(torch.cat((x, torch.ones_like(x)), dim=1))
     torch.testing.assert_close(got, torch.nn.functional.silu(x), equal_nan=True)
+
+
+def test_the_first_slot_beyond_the_cache_is_refused_before_anything_is_written():
+    key, value, cache = torch.ones(2, 2, 16), torch.ones(2, 2, 16), torch.zeros(4, 2, 16, 32)
+    with pytest.raises(IndexError):
+        kernel.kernels_of("reshape_and_cache")["cpp"].run(key, value, cache, torch.tensor([3, 4 * 16]))
+    assert not cache.any()
