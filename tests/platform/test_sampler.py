@@ -301,7 +301,8 @@ def test_a_seeded_request_draws_the_same_whatever_its_batch():
 def test_every_draw_of_every_seed_has_a_key_of_its_own():
     from vllm_opset.platform.sampler import SeededGenerator, draw_keys
 
-    generators = {row: SeededGenerator(row) for row in range(ROWS)}
+    seeds = (0, 1, 2, 1 << 32, 2 << 32, 1 << 32 | 1, -1)  # some with the same low bits
+    generators = {row: SeededGenerator(seed) for row, seed in enumerate(seeds)}
     keys = torch.cat([draw_keys(ROWS, generators, CPU) for _ in range(5)])
     assert len(set(keys.tolist())) == 5 * ROWS
 
