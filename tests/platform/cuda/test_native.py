@@ -96,6 +96,7 @@ def config(configure, monkeypatch):
 
 @pytest.fixture
 def everything_is_faster(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
     row = {**dict.fromkeys(parts.PARTS, True), "measured": "a page"}
     monkeypatch.setattr(parts, "defaults", lambda: {"sm90": row})
 
@@ -198,8 +199,8 @@ def test_attention_that_users_name_in_other_words_stays(changes, config, everyth
 def test_layers_with_sinks_are_left_to_vllm_unless_the_part_is_asked_for(
     has_sink, asked, ours, config, everything_is_faster, monkeypatch
 ):
-    if not platform._has_compiled_kernels():  # vLLM's platform imports them, for others to call
-        monkeypatch.setitem(sys.modules, platform._COMPILED_KERNELS, ModuleType("nothing"))
+    if not stock.has_kernels_for_cuda():  # vLLM's platform imports them, for others to call
+        monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("nothing"))
     from vllm.platforms.cuda import CudaPlatform
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.selector import AttentionSelectorConfig

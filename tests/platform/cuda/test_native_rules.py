@@ -4,6 +4,7 @@ A rule that is taken away, or one that is new and has no example here, turns thi
 """
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ HOPPER = 90
 # By the feature that a rule names: what turns it on, as paths in a configuration and their values, or a variable.
 EXAMPLES: dict[str, dict] = {
     "another worker class": {"parallel_config__worker_cls": "another.Worker"},
-    "another attention backend": {"attention_config__flash_attn_version": 3},
+    "another attention backend": {"attention_config__backend": SimpleNamespace(name="TRITON_ATTN")},
     "multi-head latent attention (MLA)": {"model_config__use_mla": True},
     "a KV cache in that dtype": {"cache_config__cache_dtype": "fp8_e5m2"},
     "KV connectors": {"kv_transfer_config": object()},
@@ -47,7 +48,14 @@ EXAMPLES: dict[str, dict] = {
     "adapters (LoRA)": {"lora_config": object()},
     "tensor parallelism": {"parallel_config__tensor_parallel_size": 2},
     "pipeline parallelism": {"parallel_config__pipeline_parallel_size": 2},
+    "data parallelism": {"parallel_config__data_parallel_size": 2},
+    "two batches at a time (DBO)": {"parallel_config__enable_dbo": True},
+    "another layout of the KV cache in this vLLM": {"VLLM_KV_CACHE_LAYOUT": "NHD"},
+    "tensor descriptors in vLLM's own Triton kernels": {"VLLM_TRITON_USE_TD": "1"},
+    "FlashInfer's sampler": {"VLLM_USE_FLASHINFER_SAMPLER": "1"},
+    "sampling where FlashInfer is installed": {"installed": "flashinfer"},
 }
+KINDS = ("cannot", "unmeasured", "slower")
 
 
 class Changed:
@@ -72,11 +80,12 @@ def rules(name: str, which: str) -> dict[str, parts.Rule]:
 
 
 @pytest.fixture
-def changed(configure, monkeypatch):
+def changed(configure, monkeypatch, tmp_path):
     """`changed(feature)`: a configuration that every part could serve, but for the feature."""
     monkeypatch.setattr(parts, "defaults", lambda: {"sm90": dict.fromkeys(parts.PARTS, True) | {"measured": "a page"}})
     monkeypatch.delenv("OPSET_CONFIG", raising=False)
     monkeypatch.delenv("OPSET_NATIVE", raising=False)
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
     made = configure(QWEN3, load_format="dummy", dtype="bfloat16")
     made.parallel_config.worker_cls = "auto"
     made.compilation_config.mode = None
@@ -86,13 +95,19 @@ def changed(configure, monkeypatch):
         for name, value in example.items():
             if name.isupper():
                 monkeypatch.setenv(name, value)
-        return Changed(made, {path: value for path, value in example.items() if not path.isupper()})
+        if package := example.get("installed"):
+            (tmp_path / package).mkdir()
+            monkeypatch.syspath_prepend(tmp_path)
+            monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER")
+        return Changed(
+            made, {path: value for path, value in example.items() if "__" in path or path.endswith("config")}
+        )
 
     return changed
 
 
 def test_every_rule_has_an_example_and_every_example_a_rule():
-    features = {feature for name in parts.PARTS for which in ("cannot", "unmeasured") for feature in rules(name, which)}
+    features = {feature for name in parts.PARTS for which in KINDS for feature in rules(name, which)}
     assert features == set(EXAMPLES), "add what turns a new rule on to EXAMPLES"
 
 
@@ -105,28 +120,27 @@ CANNOT = {
     "attention": (
         "another worker class", "another attention backend", "multi-head latent attention (MLA)",
         "a KV cache in that dtype", "KV connectors", "KV cache offloading", "decode context parallelism",
-        "prefill context parallelism", "batch invariance",
+        "prefill context parallelism", "batch invariance", "tensor descriptors in vLLM's own Triton kernels",
     ),
     "sampler": (
         "another worker class", "pooling models", "speculative decoding", "fp64 sampling noise", "sampling masks",
-        "watermarks", "diffusion models", "batch invariance",
+        "watermarks", "diffusion models", "batch invariance", "FlashInfer's sampler",
     ),
     "linear": ("another worker class", "weight offloading", "another linear backend", "batch invariance"),
     "ops": ("another worker class", "torch.compile", "batch invariance"),
 }  # fmt: skip
-REPLACES_LAYERS = (
-    "pooling models", "speculative decoding", "Mamba, state-space and linear attention", "encoder-decoder models",
-    "quantised weights", "mixture-of-experts (MoE) models", "multimodal models", "multi-head latent attention (MLA)",
-    "adapters (LoRA)", "tensor parallelism", "pipeline parallelism",
+ENGINES = (
+    "speculative decoding", "Mamba, state-space and linear attention", "encoder-decoder models", "multimodal models",
+    "quantised weights", "mixture-of-experts (MoE) models", "adapters (LoRA)", "tensor parallelism",
+    "pipeline parallelism", "data parallelism", "two batches at a time (DBO)",
 )  # fmt: skip
-UNMEASURED = {
-    "attention": (
-        "speculative decoding", "Mamba, state-space and linear attention", "encoder-decoder models", "pooling models",
-        "multimodal models", "an fp8 KV cache", "soft-capped attention", "ALiBi", "fp32",
-    ),
+REPLACES_LAYERS = (*ENGINES, "pooling models", "multi-head latent attention (MLA)")
+NOT_BY_DEFAULT = {
+    "attention": (*ENGINES, "pooling models", "an fp8 KV cache", "soft-capped attention", "ALiBi", "fp32"),
+    "sampler": (*ENGINES, "sampling where FlashInfer is installed"),
     "linear": (*REPLACES_LAYERS, "fp32"),
     "ops": REPLACES_LAYERS,
-}  # fmt: skip
+}
 
 
 def _cases(features: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
@@ -142,6 +156,6 @@ def test_what_a_part_does_not_do_is_left_to_vllm_and_refused_where_it_is_asked_f
         parts.decide(made, HOPPER)
 
 
-@pytest.mark.parametrize(("name", "feature"), _cases(UNMEASURED))
-def test_what_was_not_measured_is_left_to_vllm(name, feature, changed):
+@pytest.mark.parametrize(("name", "feature"), _cases(NOT_BY_DEFAULT))
+def test_what_was_not_measured_to_be_faster_is_left_to_vllm(name, feature, changed):
     assert not parts.decide(changed(feature), HOPPER)[name].on

@@ -6,13 +6,15 @@
   steps of up to 2,048 tokens are captured in pieces (`platform/cuda/graphs.py`): they do not wait for its operator.
 - ops: norms, activations and rotary embeddings, fused by hand; torch.compile is off then.
 
-defaults.yaml says what is on by default on a GPU family. Users say otherwise by `--additional-config
+defaults.yaml says what is on by default on a GPU family; a part is off all the same where it was not measured, or where
+vLLM's own is faster in some cases. Users say otherwise by `--additional-config
 '{"opset": {"native": {"attention": "on"}}}'`, by the key `native` of the file that OPSET_CONFIG names, or by
 OPSET_NATIVE="attention=on,sampler=off". Where a part that is on by default does not cover the configuration, vLLM's own
 serves; where a user asked for it, that is an error.
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,10 +71,14 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """cannot: what the part does not do. unmeasured: where it is not on by default, though it can be asked for."""
+    """cannot: what the part does not do. unmeasured: where it is not on by default, though it can be asked for.
+
+    slower: the same, where vLLM's own was measured to be faster in some cases, whatever the configuration.
+    """
 
     cannot: tuple[Rule, ...]
     unmeasured: tuple[Rule, ...] = ()
+    slower: tuple[Rule, ...] = ()
 
 
 def _another_worker(config: "VllmConfig") -> bool:
@@ -89,6 +95,11 @@ def _another_backend(config: "VllmConfig") -> bool:
     named = attention.backend is not None and not _our_backend(config)
     # What is set for a backend is meant for it.
     return named or bool(OF_ANOTHER_BACKEND & set(settings.changed(config, "attention_config")))
+
+
+def _flashinfer_samples(config: "VllmConfig | None") -> bool:
+    """Whether vLLM's own sampler would be FlashInfer's, as it is by default where FlashInfer is installed."""
+    return environment("VLLM_USE_FLASHINFER_SAMPLER") and importlib.util.find_spec("flashinfer") is not None
 
 
 def _another_linear_backend(config: "VllmConfig") -> bool:
@@ -192,6 +203,10 @@ PARTS: Mapping[str, Part] = {
             _BATCH_INVARIANT,
         ),
         unmeasured=_NOT_COMPARED,
+        # It is faster where top-p alone keeps many tokens (docs/log/wide-top-p.md).
+        slower=(
+            Rule("sampling where FlashInfer is installed", "set VLLM_USE_FLASHINFER_SAMPLER=0", _flashinfer_samples),
+        ),
     ),
     "linear": Part(
         cannot=(
@@ -232,7 +247,7 @@ def is_asked_for(name: str, config: "VllmConfig") -> bool:
 def decide_without_model(family: int) -> dict[str, Decision]:
     """What `decide` answers for a model and configuration that every part can do, by variables and files alone."""
     said = words({})
-    return {name: said[name] if name in said else _by_default(name, family) for name in PARTS}
+    return {name: said[name] if name in said else _by_default(name, family, PARTS[name].slower) for name in PARTS}
 
 
 @functools.cache
@@ -263,26 +278,24 @@ def words(additional_config: Mapping) -> dict[str, Decision]:
 def _decide(name: str, part: Part, said: Decision | None, config: "VllmConfig", family: int) -> Decision:
     if said is not None and not said.on:
         return Decision(False, f"switched off by {said.why}")
-    cannot = _first(part.cannot, config)
     if said is not None:
         if divmod(family, 10) < device.OLDEST:
             raise Refusal(f"vllm-opset's {name} needs {device.NEEDED}: switch it off.")
-        if cannot is not None:
+        if cannot := _first(part.cannot, config):
             raise cannot.refusal(f"({name}) {WHERE}")
         return Decision(True, f"asked for by {said.why}")
-    by_default = _by_default(name, family)
-    why_not = cannot or _first(part.unmeasured, config)
-    if by_default.on and why_not is not None:
-        return Decision(False, f"vLLM's own serves {why_not.feature}")
-    return by_default
+    return _by_default(name, family, (*part.cannot, *part.unmeasured, *part.slower), config)
 
 
-def _by_default(name: str, family: int) -> Decision:
+def _by_default(name: str, family: int, rules: tuple[Rule, ...], config: "VllmConfig | None" = None) -> Decision:
+    """Whether a part serves if nobody says so: where it was measured to be faster, unless one of the rules applies."""
     row = defaults().get(f"sm{family}", {})
     if not row.get(name):
         return Decision(False, f"not measured to be faster on GPUs of compute capability {family // 10}.{family % 10}")
+    if why_not := _first(rules, config):
+        return Decision(False, f"vLLM's own serves {why_not.feature}")
     return Decision(True, f"faster by {row['measured']}")
 
 
-def _first(rules: tuple[Rule, ...], config: "VllmConfig") -> Rule | None:
+def _first(rules: tuple[Rule, ...], config: "VllmConfig | None") -> Rule | None:
     return next((rule for rule in rules if rule.applies(config)), None)
