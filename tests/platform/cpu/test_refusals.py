@@ -212,19 +212,6 @@ def test_other_attention_backends_are_refused(configure):
         get_attn_backend(32, torch.float32, "auto")
 
 
-def test_a_level_of_optimisation_that_means_nothing_is_said(configure, monkeypatch):
-    from vllm_opset.platform.cpu import platform
-
-    said = []
-    monkeypatch.setattr(platform.logger, "warning_once", lambda message, *args: said.append(message % args))
-    configure(LLAMA)
-    configure(LLAMA, optimization_level=0)
-    assert not said
-    configure(LLAMA, optimization_level=3)
-    (line,) = said
-    assert line.startswith("-O3 means nothing here") and "Leave it out" in line
-
-
 def test_what_would_end_a_worker_ends_the_configuration(configure, monkeypatch):
     kernels = {"opset": {"kernels": {"rms_norm": "triton"}}}
     with pytest.raises(ValueError, match=r"asks for rms_norm=triton, which runs on cuda, not on cpu\. Remove"):

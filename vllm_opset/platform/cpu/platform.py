@@ -43,7 +43,6 @@ class OpsetCpuPlatform(OpsetPlatform):
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         super().apply_config_platform_defaults(vllm_config)
-        cls._say_that_nothing_is_optimised(vllm_config)
         cls.compile_and_capture_nothing(vllm_config)
 
     @classmethod
@@ -57,18 +56,6 @@ class OpsetCpuPlatform(OpsetPlatform):
         # In workers, which count threads and memory, an error would be hard to find.
         threads.users_choice()
         kv_memory.users_choice()
-
-    @classmethod
-    def _say_that_nothing_is_optimised(cls, vllm_config: "VllmConfig") -> None:
-        """Said, not refused: a level is a wish for speed, and nobody can tell whether vLLM's default was asked for."""
-        from vllm.config.vllm import OptimizationLevel
-
-        level = vllm_config.optimization_level
-        if level not in (type(vllm_config).optimization_level, OptimizationLevel.O0):
-            logger.warning_once(
-                "-%s means nothing here: vllm-opset runs models on a CPU without torch.compile. Leave it out",
-                level.name,
-            )
 
     @classmethod
     def _schedule_in_step(cls, scheduler_config) -> None:
