@@ -6,7 +6,7 @@ ENDS := $(firstword $(WINDOW)) $(lastword $(WINDOW))
 VENV = .venv$(addprefix -,$(filter-out $(RELEASE),$*))
 # A process for each core, and one thread in each, since more would fight for that core. tests/conftest.py says what stays
 # together, and in which order.
-SIDE_BY_SIDE := -n auto --dist loadgroup --no-loadscope-reorder
+SIDE_BY_SIDE := -n auto --no-loadscope-reorder
 # Folders of tests with some that need a GPU.
 GPU_TESTS := kernels/triton engine platform/cuda
 

@@ -7,8 +7,9 @@ from vllm_opset.platform.cpu import machine
 
 # Tests that take long begin first, so that those that are left at the end are short, and no core waits for another.
 LONG = ("long", "serve", "engine")
-# Fixtures that start an engine for several tests. These tests stay together where there are several processes.
-SHARED = ("server", "llm")
+# Tests that share a server or an engine stay in one process where there are several: by the start of their names.
+TOGETHER = {f"tests/serve/test_{name}.py": "server" for name in ("accuracy", "api", "bad_input", "load")}
+TOGETHER |= {"tests/examples/": "server", "tests/engine/test_features.py": "engine of test_features.py"}
 # What a process needs at most: an engine in it, and what it starts, which is another engine at times.
 MEMORY_OF_A_PROCESS = 4 << 30
 
@@ -19,12 +20,22 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(machine.physical_cores(), machine.memory().available // MEMORY_OF_A_PROCESS))
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Gives a process one test at a time, or those of TOGETHER at once.
+
+    Instead of pytest-xdist's own --dist=loadgroup, which keeps nothing together with pytest 9.2: its issue 1386.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((shared for start, shared in TOGETHER.items() if nodeid.startswith(start)), nodeid)
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(items):
-    for item in items:
-        for name in SHARED:
-            if name in item.fixturenames:
-                item.add_marker(pytest.mark.xdist_group(name if name == "server" else f"{name} of {item.path.stem}"))
     items.sort(key=_turn)
 
 

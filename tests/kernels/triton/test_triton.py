@@ -3,7 +3,6 @@
 Triton decides at import whether it interprets, so both happen in processes of their own.
 """
 
-import functools
 import json
 import os
 import pkgutil
@@ -16,23 +15,15 @@ import torch
 
 from vllm_opset.kernels import triton
 
-OPS = tuple(module.name for module in pkgutil.iter_modules(triton.__path__) if not module.name.startswith("_"))
-# Ops that take minutes or nearly so. All others share a process, since each process takes seconds to start.
+OPS = [module.name for module in pkgutil.iter_modules(triton.__path__) if not module.name.startswith("_")]
+# Ops that take minutes or nearly so, each in a process of its own. All others share one, which takes seconds to start.
 ALONE = ("paged_attention", "top_k_top_p_sample", "qk_norm_rope_cache", "rope_cache")
 PARITY = "from vllm_opset.cli import main; main()"
 COMPILE = str(Path(__file__).with_name("compile_only.py"))
+PROCESSES = {op: [op] for op in ALONE} | {"others": [op for op in OPS if op not in ALONE]}
+IN_PROCESSES = pytest.mark.parametrize("ops", PROCESSES.values(), ids=PROCESSES)
 
-
-def in_processes(what: str) -> list:
-    """The ops as parameters. Those that share a process stay together where tests run side by side."""
-    return [
-        pytest.param(op, marks=[pytest.mark.long, pytest.mark.xdist_group(f"{what} {_shared(op)[0]}")]) for op in OPS
-    ]
-
-
-def _shared(op: str) -> tuple[str, ...]:
-    """The ops that share a process with this one."""
-    return (op,) if op in ALONE else tuple(other for other in OPS if other not in ALONE)
+pytestmark = pytest.mark.long
 
 
 def _json_of(*arguments: str, **environment: str) -> dict:
@@ -42,30 +33,13 @@ def _json_of(*arguments: str, **environment: str) -> dict:
     return json.loads(process.stdout)
 
 
-@functools.cache
-def interpreted(ops: tuple[str, ...]) -> list[dict]:
-    """All checks of parity, in the interpreter."""
-    arguments = ("-c", PARITY, "parity", *ops, "--kernel", "triton", "--device", "cpu", "--json")
-    return _json_of(*arguments, TRITON_INTERPRET="1")["checks"]
-
-
-@functools.cache
-def compiled(ops: tuple[str, ...], cache: Path) -> dict[str, list[dict]]:
-    """The variants of each op's kernels that its samples ask for. cache: for Triton, empty at first."""
-    return _json_of(COMPILE, *ops, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(cache))
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("triton")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="parity --device cuda does this here: runs where there is no GPU")
-@pytest.mark.parametrize("op", in_processes("interpreted"))
-def test_kernel_keeps_its_contract_in_the_interpreter(op):
-    checks = [check for check in interpreted(_shared(op)) if check["op"] == op]
-    assert any(check["skipped"] is None for check in checks), "not one sample was run"
-    failures = [f"{check['dtype']} {check['case']}: {check['failure']}" for check in checks if check["failure"]]
+@IN_PROCESSES
+def test_kernels_keep_their_contracts_in_the_interpreter(ops):
+    arguments = ("-c", PARITY, "parity", *ops, "--kernel", "triton", "--device", "cpu", "--json")
+    checks = _json_of(*arguments, TRITON_INTERPRET="1")["checks"]
+    assert {check["op"] for check in checks if check["skipped"] is None} == set(ops), "not one sample of an op was run"
+    failures = [" ".join(map(check.get, ("op", "dtype", "case", "failure"))) for check in checks if check["failure"]]
     assert not failures, "\n".join(failures)
 
 
@@ -79,10 +53,12 @@ def test_attention_shares_keys_out_in_the_interpreter():
     assert process.returncode == 0 and " passed" in process.stdout and "skipped" not in process.stdout, process.stdout
 
 
-@pytest.mark.parametrize("op", in_processes("compiled"))
-def test_kernel_compiles_for_hopper_without_spilling(op, cache):
-    variants = compiled(_shared(op), cache)[op]
-    kernels = {variant["kernel"] for variant in variants}
-    assert "attend_many_on_hopper" in kernels or op != "paged_attention", "no sample is for the kernel in Gluon"
-    for variant in variants:
-        assert variant["local"] == variant["spills"] == 0, f"registers are spilled to memory: {variant}"
+@IN_PROCESSES
+def test_kernels_compile_for_hopper_without_spilling(ops, tmp_path):
+    """The variants that the ops' samples ask for. Triton's cache is empty, so each is compiled."""
+    compiled = _json_of(COMPILE, *ops, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert compiled.keys() == set(ops)
+    kernels = {variant["kernel"] for variant in compiled.get("paged_attention", ())}
+    assert "attend_many_on_hopper" in kernels or "paged_attention" not in ops, "no sample is for the kernel in Gluon"
+    spilling = [variant for op in ops for variant in compiled[op] if variant["local"] or variant["spills"]]
+    assert not spilling, "registers are spilled to memory"
