@@ -18,10 +18,11 @@ REPLACED = Path(__file__).with_name("replaced.py")
 # Functions that an engine replaces on a CPU, and who does it.
 ALLOWED = {
     "torch.accelerator.empty_cache": "vLLM's own model runner for CPUs, which opset's extends",
-    "torch.accelerator.synchronize": "the same",
+    "torch.accelerator.synchronize": "vLLM's own model runner too",
     "vllm.envs.__getattr__": "vLLM itself turns the caching of its environment on",
     "vllm.v1.utils._PROFILER_FUNC": "vLLM itself chooses what marks a step for profilers when it first does",
     "vllm.model_executor.models.registry._run_in_subprocess": "opset, when arguments are read: docs/changes-to-vllm.md",
+    "vllm.model_executor.models.registry._ModelRegistry.inspect_model_cls": "the same",
 }
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]

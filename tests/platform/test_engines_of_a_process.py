@@ -43,7 +43,7 @@ def without_overrides_afterwards():
 
 
 def kernels(model: Model) -> set[str]:
-    return {layer._rotate.__module__.rpartition("kernels.")[2].partition(".")[0] for layer in model.layers}
+    return {layer._rotate[torch.float32].__module__ for layer in model.layers}
 
 
 def test_each_engine_keeps_the_kernels_of_its_rotary_embeddings():

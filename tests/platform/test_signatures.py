@@ -115,7 +115,7 @@ def in_place_of_vllms():
     yield "_run_in_subprocess", registry, compat._here
     yield "compute_slot_mapping", block_table, slots.compute_slot_mapping.__get__(object())
     yield "kernel_warmup", gpu_worker, warm_up.kernels
-    yield "kernel_warmup", gpu_worker, npu_worker._nothing_to_compile
+    yield "kernel_warmup", gpu_worker, npu_worker._one_step
     if hasattr(vllm_config.VllmConfig, "_maybe_enable_breakable_cudagraph"):
         yield "_maybe_enable_breakable_cudagraph", vllm_config, lambda: None
 
