@@ -72,6 +72,8 @@ def _copied(array: np.ndarray) -> torch.Tensor:
 
 def sample(sampler, places: list[int], positions: list[int], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A step of the requests in these places, as this release of vLLM calls it: tokens, and processed logits."""
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
     rows = torch.tensor(places)
     known = {
         "logits": logits.clone(),
@@ -83,7 +85,7 @@ def sample(sampler, places: list[int], positions: list[int], logits: torch.Tenso
         "expanded_local_pos": torch.zeros(len(places), dtype=torch.int64),
         "return_logprobs": True,
     }
-    asked = inspect.signature(sampler.sample).parameters
+    asked = inspect.signature(Sampler.sample).parameters  # as vLLM calls it
     return sampler.sample(**{name: known[name] for name in asked if name in known})[:2]
 
 
