@@ -21,6 +21,8 @@ release does not know is never called:
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -118,6 +120,13 @@ def break_graphs_at_attention() -> None:
     run = attention.unified_attention_with_output
     if run.__code__.co_filename != breakable_cudagraph.__file__:
         attention.unified_attention_with_output = breakable_cudagraph.eager_break_during_capture(run)
+
+
+def kv_cache_groups(config: "VllmConfig", spec: dict) -> list:
+    """vLLM's groups of layers that share a block table. The function has moved to another module in 0.33."""
+    planning = "vllm.v1.core.kv_cache_planning"
+    module = planning if importlib.util.find_spec(planning) else "vllm.v1.core.kv_cache_utils"
+    return importlib.import_module(module).get_kv_cache_groups(config, spec)
 
 
 def define_weak_ref_tensor(dispatch_key: str = "CUDA", weak: Callable | None = None) -> None:

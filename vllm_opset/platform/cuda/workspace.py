@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.kernels.triton.paged_attention import most_workspace
+from vllm_opset.platform import compat
 
 
 @contextmanager
@@ -42,5 +42,5 @@ def most_bytes(worker: Worker) -> int:
     kinds = {(impl.num_heads, impl.num_kv_heads, impl.head_size, impl.dtype) for impl in impls}
     if not kinds:
         return 0
-    groups = get_kv_cache_groups(worker.vllm_config, runner.get_kv_cache_spec())
+    groups = compat.kv_cache_groups(worker.vllm_config, runner.get_kv_cache_spec())
     return max(1, len(groups)) * max(most_workspace(*kind, num_reqs, runner.device) for kind in kinds)
