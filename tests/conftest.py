@@ -10,7 +10,7 @@ LONG = ("long", "serve", "engine")
 # Tests that share a server or an engine stay in one process where there are several: by the start of their names.
 TOGETHER = {f"tests/serve/test_{name}.py": "server" for name in ("accuracy", "api", "bad_input", "load")}
 TOGETHER |= {"tests/examples/": "server", "tests/engine/test_features.py": "engine of test_features.py"}
-# What a process needs at most: an engine in it, and what it starts, which is another engine at times.
+# A process of tests needs at most this much: it holds one engine, and may start another one.
 MEMORY_OF_A_PROCESS = 4 << 30
 
 
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _turn(item) -> int:
-    """Of the first mark of LONG that the test has; after all of these without one."""
+    """A test with an earlier mark of LONG runs earlier; one without any runs last."""
     return next((turn for turn, mark in enumerate(LONG) if item.get_closest_marker(mark)), len(LONG))
 
 

@@ -32,7 +32,7 @@ def worst(deviations: Iterable[Deviation]) -> Deviation:
 def deviation(
     name: str, have: torch.Tensor, want: torch.Tensor, tolerances: Mapping[torch.dtype, Tolerance], scale: float
 ) -> Deviation:
-    """That of the kernel's tensor `have` from the reference's `want`, of one shape and on one device.
+    """How far the kernel's tensor `have` is from the reference's `want`. Both have one shape and device.
 
     tolerances: by the dtype of `have`; none is needed where that is not floating point, since it must be equal. scale:
     what the absolute tolerance is multiplied by.
