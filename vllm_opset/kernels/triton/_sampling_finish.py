@@ -1,4 +1,4 @@
-"""The kernel `finish` of top_k_top_p_sample: cuts and races a row, after closer bounds or a second reading if need be.
+"""The kernel `finish` of top_k_top_p_sample: cuts and races a row.
 
 `_sampling.py` says how it works, and has the other kernels; what they share is in `_sampling_rows.py`, and the search
 among candidates in `_sampling_search.py`.
@@ -9,23 +9,34 @@ import triton.language as tl
 
 from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.kernels.triton._sampling_rows import (
+    CHUNK_CERTAIN,
+    CHUNK_LISTED,
     CHUNK_SCORE,
+    CHUNK_SECOND,
     CHUNK_TOP,
     CHUNK_TOTAL,
+    CLOSER_HIGH,
+    CLOSER_LOW,
     CUT,
-    DEVIATION,
+    CUT_CLOSER_LIST,
+    CUT_LIST,
     LAST,
     LISTED,
     LOW,
-    MEAN,
     NUM_FLOATS,
     NUM_INTS,
     NUM_PARTS,
+    NUM_WINNERS,
+    RACE,
+    RACE_LATE,
     RACERS,
+    RELISTED,
+    SUM_ERROR,
     TOP,
     TOTAL,
+    WAY,
     first_of_best,
-    list_candidates,
+    is_ahead,
     nobody,
     race,
     settings_of,
@@ -50,11 +61,6 @@ from vllm_opset.kernels.triton._sampling_search import (
     x_of,
 )
 
-# Where the weights of a row of which top-p keeps many are added up, in standard deviations from the mean.
-PIVOTS = tl.constexpr(16)
-FIRST_PIVOT, BETWEEN_PIVOTS = tl.constexpr(1.5), tl.constexpr(0.2)
-AT_PIVOTS = tl.constexpr(512)  # compared with the pivots together
-
 
 @triton.jit(do_not_specialize=["vocab_size", "num_chunks", "given", "processed", "capacity"])
 def finish(
@@ -72,7 +78,8 @@ def finish(
     chunk = tl.arange(0, CHUNKS)
     tops = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOP, chunk < num_chunks, -INFINITY)
     scores = tl.load(parts + chunk * NUM_PARTS + CHUNK_SCORE, chunk < num_chunks, -INFINITY)
-    winners = tl.load(part_ids + row * num_chunks + chunk, chunk < num_chunks, vocab_size)
+    part_ids += row * num_chunks * NUM_WINNERS
+    winners = tl.load(part_ids + chunk * NUM_WINNERS, chunk < num_chunks, vocab_size)
     top_logit = tl.max(tops, 0)
     share = weight_of(tops, top_logit, scale)
     if not greedy:
@@ -85,26 +92,39 @@ def finish(
     top = divided(top_logit, scale)
 
     cut, last, kept = LOWEST_KEY, vocab_size, total
-    if FILTERED and ((k > 0 or p < 1 or least > 0) and (processed != 0 or not greedy)):
+    way = CUT_LIST
+    if FILTERED:
+        way = tl.load(ints + row * NUM_INTS + WAY)
+    if (way == RACE) | (way == RACE_LATE):
+        wanted, ahead, second = p * total, INFINITY, winner
+        if way == RACE:
+            listed = tl.load(parts + chunk * NUM_PARTS + CHUNK_LISTED, chunk < num_chunks, 0.0)
+            second = vocab_size
+            if tl.sum(listed * share, 0) >= wanted * (1 + SUM_ERROR):
+                weights = tl.load(parts + chunk * NUM_PARTS + CHUNK_CERTAIN, chunk < num_chunks, 0.0)
+                scores = tl.load(parts + chunk * NUM_PARTS + CHUNK_SECOND, chunk < num_chunks, -INFINITY)
+                seconds = tl.load(part_ids + chunk * NUM_WINNERS + 1, chunk < num_chunks, vocab_size)
+                ahead = tl.sum(weights * share, 0)
+                _, second = first_of_best(scores * share, seconds, vocab_size)
+        winner = _first_kept(
+            winner, ahead, second, wanted, line, column_stride, top_logit, scale, seed, vocab_size, num_chunks, CHUNK
+        )
+    elif FILTERED and ((k > 0 or p < 1 or least > 0) and (processed != 0 or not greedy)):
         low, high = tl.load(floats + row * NUM_FLOATS + LOW), INFINITY
         number, run = tl.load(ints + row * NUM_INTS + LISTED), RUN
+        if way == CUT_CLOSER_LIST:
+            low, high = (
+                tl.load(floats + row * NUM_FLOATS + CLOSER_LOW),
+                tl.load(floats + row * NUM_FLOATS + CLOSER_HIGH),
+            )
+            number = tl.load(ints + row * NUM_INTS + RELISTED)
+            certains = tl.load(parts + chunk * NUM_PARTS + CHUNK_CERTAIN, chunk < num_chunks, 0.0)
+            certain = tl.sum(certains * share, 0)
         row_logits, row_ids = listed_logits + row.to(tl.int64) * capacity, listed_ids + row.to(tl.int64) * capacity
         lowest, highest, goal, listed = _check(
             k, p, least, low, high, top, total, certain,
             line, row_logits, row_ids, column_stride, number, capacity, scale,
         )  # fmt: skip
-        if not listed and (k == 0 and (p == 1 or least == 0)):
-            low, high = _narrow(
-                floats + row * NUM_FLOATS, p * total, low, least, top, scale, line, column_stride, vocab_size
-            )
-            number, certain, score, winner = _read_again(
-                ints + row * NUM_INTS, line, column_stride, vocab_size, num_chunks, seed, scale, greedy, low, high,
-                top_logit, score, winner, listed_logits, listed_ids, row, capacity, CHUNK,
-            )  # fmt: skip
-            lowest, highest, goal, listed = _check(
-                k, p, least, low, high, top, total, certain,
-                line, row_logits, row_ids, column_stride, number, capacity, scale,
-            )  # fmt: skip
         if not listed:
             lowest, highest, number, certain = LOWEST_KEY, key_of(top), vocab_size, 0.0
             goal = tl.ceil(p * total * ONE).to(tl.int64)
@@ -121,30 +141,60 @@ def finish(
 
 
 @triton.jit
-def _read_again(
-    ints, line, column_stride, vocab_size, num_chunks, seed, scale, greedy, low, high, top, score, winner,
-    listed_logits, listed_ids, row, capacity, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """What `read` does, for a whole row: the number of candidates, and the certain tokens' weight, score and winner."""
-    certain = tl.zeros((CHUNK,), tl.float32)
-    best, racer = nobody(vocab_size, RACERS)
-    listed = ints + LISTED
-    tl.store(listed, 0)
-    tl.debug_barrier()
-    for chunk in range(0, num_chunks):
-        place = chunk * CHUNK + tl.arange(0, CHUNK)
-        logit = tl.load(line + place.to(tl.int64) * column_stride, place < vocab_size, -INFINITY).to(tl.float32)
-        among = (logit >= low) & (logit < high) & (logit > -INFINITY)
-        list_candidates(logit, place, among, listed, listed_logits, listed_ids, row, capacity)
-        certain += tl.where(logit >= high, weight_of(logit, top, scale), 0.0)
-        if not greedy:
+def _first_kept(
+    winner, ahead, second, wanted, line, column_stride, top, scale, seed, vocab_size, num_chunks, CHUNK: tl.constexpr
+):
+    """The first winner that top-p keeps, of races that each take the tokens ahead of the last winner.
+
+    So the winner of the race of the tokens that are kept, wherever the cut is: a token that is not kept loses, and
+    those that are kept are ahead of it. winner: of the first race. ahead: the weights ahead of it, or inf if they are
+    not known yet. second: the winner if that one is not kept; vocab_size for a race of all. wanted: what top-p keeps.
+    """
+    if ahead >= wanted:
+        winner = second
+        ahead = _weight_ahead(winner, line, column_stride, top, scale, vocab_size, num_chunks, CHUNK)
+    while ahead >= wanted and wanted > 0:
+        bound = _x_of_token(winner, line, column_stride, scale, vocab_size)
+        best, racer = nobody(vocab_size, RACERS)
+        for chunk in range(0, num_chunks):
             best, racer = race(
-                best, racer, line, column_stride, chunk * CHUNK, high, top, scale, seed, vocab_size, CHUNK
+                best,
+                racer,
+                line,
+                column_stride,
+                chunk * CHUNK,
+                bound,
+                winner,
+                top,
+                scale,
+                seed,
+                vocab_size,
+                True,
+                CHUNK,
             )
-    if not greedy:
-        score, winner = first_of_best(best, racer, vocab_size)
-    tl.debug_barrier()  # what all threads have listed is there
-    return tl.load(listed, volatile=True), tl.sum(certain, 0), score, winner
+        _, winner = first_of_best(best, racer, vocab_size)
+        ahead = _weight_ahead(winner, line, column_stride, top, scale, vocab_size, num_chunks, CHUNK)
+    return winner
+
+
+@triton.jit
+def _weight_ahead(winner, line, column_stride, top, scale, vocab_size, num_chunks, CHUNK: tl.constexpr):
+    """What the weights of the tokens ahead of `winner` add up to, as multiples of the largest."""
+    bound = _x_of_token(winner, line, column_stride, scale, vocab_size)
+    sums = tl.zeros((CHUNK,), tl.float32)
+    for chunk in range(0, num_chunks):
+        token = chunk * CHUNK + tl.arange(0, CHUNK)
+        logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
+        ahead = is_ahead(divided(logit, scale), token, bound, winner)
+        sums += tl.where(ahead, weight_of(logit, top, scale), 0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _x_of_token(token, line, column_stride, scale, vocab_size):
+    """x of a token; −inf for vocab_size, which all tokens are ahead of."""
+    logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY)
+    return divided(logit.to(tl.float32), scale)
 
 
 @triton.jit
@@ -236,26 +286,3 @@ def _cut_and_race(
         if certain == 0 or highest_score > score or (highest_score == score and first_best < winner):
             score, winner = highest_score, first_best
     return cut, last, certain + kept.to(tl.float32) / ONE, score, winner
-
-
-@triton.jit
-def _narrow(bounds, wanted, low, least, top, scale, line, column_stride, vocab_size):
-    """Closer bounds for a row of which too little was listed, with top-p alone or with min-p alone."""
-    closer, high = -INFINITY, low
-    if least > 0:  # where min-p cuts is known by now
-        low = (top + tl.log(least)) * scale
-        margin = (tl.abs(low) + tl.abs(top * scale)) * 1e-5 + 1e-30
-        closer, high = low - margin, low + margin
-    else:
-        mean, deviation = tl.load(bounds + MEAN), tl.load(bounds + DEVIATION)
-        pivot = tl.arange(0, PIVOTS)
-        value = mean + deviation * (FIRST_PIVOT - pivot * BETWEEN_PIVOTS)
-        above = tl.zeros((AT_PIVOTS, PIVOTS), tl.float32)
-        for first in range(0, vocab_size, AT_PIVOTS):
-            x = x_of(first + tl.arange(0, AT_PIVOTS), line, line, column_stride, vocab_size, RUN, False, 1.0)
-            weight = weight_of(x, top * scale, scale)
-            above += tl.where(x[:, None] >= value[None, :], weight[:, None], 0.0)
-        sums = tl.sum(above, 0)
-        closer = tl.max(tl.where(sums >= wanted, value, -INFINITY), 0)
-        high = min(low, tl.min(tl.where(sums >= wanted, INFINITY, value), 0))
-    return closer, high

@@ -4,7 +4,7 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _sampling, _sampling_finish, _sampling_rows, _supports
+from vllm_opset.kernels.triton import _launch, _sampling, _sampling_finish, _sampling_reread, _sampling_rows, _supports
 from vllm_opset.ops.top_k_top_p_sample import TopKTopPSampleProblem, check_processed
 
 MAX_VOCABULARY = 2**22  # weights of so many tokens fit 64-bit fixed point
@@ -48,7 +48,10 @@ def top_k_top_p_sample(
     ints = empty(num_rows, _sampling_rows.NUM_INTS.value, dtype=torch.int32)
     floats = empty(num_rows, _sampling_rows.NUM_FLOATS.value, dtype=torch.float32)
     parts = empty(num_rows * num_chunks, _sampling_rows.NUM_PARTS.value, dtype=torch.float32)
-    part_ids = empty(num_rows * num_chunks, dtype=torch.int32)
+    part_ids = empty(num_rows * num_chunks, _sampling_rows.NUM_WINNERS.value, dtype=torch.int32)
+    # top-k's cut lies in the list, but for ties; the cuts of the others may not.
+    rereads = top_p is not None or min_p is not None
+    pivot_sums = empty(num_rows * num_chunks * rereads, _sampling_rows.NUM_PIVOTS.value, dtype=torch.float32)
     listed = empty(num_rows * capacity * filtered, dtype=torch.float32)
     listed_ids = empty(num_rows * capacity * filtered, dtype=torch.int32)
 
@@ -67,13 +70,21 @@ def top_k_top_p_sample(
         )  # fmt: skip
     _sampling.read[(num_rows * num_chunks,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, given, settings, strides, asked,
-        ints, floats, parts, part_ids, listed, listed_ids, capacity,
+        ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
         CHUNK=chunk, FILTERED=filtered, num_warps=values["warps"], maxnreg=values["registers"], **overlap,
     )  # fmt: skip
+    chunks = max(FEW_CHUNKS, _launch.next_power_of_2(num_chunks))
+    if rereads:
+        programs = min(max(values["rereaders"] // num_rows, 1), num_chunks)
+        _sampling_reread.reread[(num_rows * programs,)](
+            logits, logits.stride(), vocab_size, num_chunks, programs, keys, given, settings, strides, asked,
+            ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
+            CHUNK=chunk, CHUNKS=chunks, num_warps=values["warps"], maxnreg=values["registers"], **overlap,
+        )  # fmt: skip
     _sampling_finish.finish[(num_rows,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, asked,
         ints, floats, parts, part_ids, listed, listed_ids, capacity,
-        CHUNK=chunk, CHUNKS=max(FEW_CHUNKS, _launch.next_power_of_2(num_chunks)), FILTERED=filtered,
+        CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered,
         num_warps=values["row_warps"], maxnreg=ROW_REGISTERS, **overlap,
     )  # fmt: skip
     if out is not None:

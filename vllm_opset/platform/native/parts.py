@@ -203,7 +203,7 @@ PARTS: Mapping[str, Part] = {
             _BATCH_INVARIANT,
         ),
         unmeasured=_NOT_COMPARED,
-        # It is faster where top-p alone keeps many tokens (docs/log/wide-top-p.md).
+        # It is faster for many rows of which top-p alone keeps many tokens (docs/log/wide-top-p.md).
         slower=(
             Rule("sampling where FlashInfer is installed", "set VLLM_USE_FLASHINFER_SAMPLER=0", _flashinfer_samples),
         ),
