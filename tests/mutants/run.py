@@ -29,7 +29,7 @@ from rich.table import Table
 
 AGREES, DISAGREES = 0, 1  # what checks exit with: anything else says that they could not be run
 # A change may have a test wait for ever. Much longer than the check takes without it, on a machine with other work.
-PATIENCE, LEAST_SECONDS = 10, 300
+PATIENCE, LEAST_SECONDS = 5, 120
 
 console = Console()
 

@@ -43,6 +43,7 @@ def test_no_gpu_is_said_with_what_cuda_says(found, monkeypatch):
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nUpdate it.")
 
     found(gpus=0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "init", init)
     assert device.missing().startswith(
         "PyTorch finds no NVIDIA GPU (The NVIDIA driver on your system is too old (found version 11040)): see"
