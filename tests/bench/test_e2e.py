@@ -17,7 +17,15 @@ from vllm_opset.cli import app
 
 KIB, GIB = 2**10, 2**30
 # Of one token, as the published configurations give it.
-KV_BYTES = {"qwen3-8b": 144, "qwen3-14b": 160, "llama-3.1-8b": 128, "gemma-2-9b": 336, "mistral-7b": 128, "tiny": 2}
+KV_BYTES = {
+    "gemma-2-9b": 336,
+    "llama-3.1-8b": 128,
+    "llama-3.2-1b": 32,
+    "mistral-7b": 128,
+    "qwen3-14b": 160,
+    "qwen3-8b": 144,
+    "tiny": 2,
+}
 
 # Compiles a kernel for a GPU that need not be there; the second time, Triton finds it in its cache.
 COMPILES = """
