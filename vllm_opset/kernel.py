@@ -19,15 +19,17 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import Parameter
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from vllm_opset import kernels, ops
+from vllm_opset import ops
 from vllm_opset.ops.contract import Op, Problem
 
 REFERENCE = "reference"
-PROVIDERS = tuple(module.name for module in pkgutil.iter_modules(kernels.__path__))
+KERNELS = "vllm_opset.kernels"  # its modules import this one
+PROVIDERS = tuple(module.name for module in pkgutil.iter_modules([str(Path(__file__).with_name("kernels"))]))
 
 Supports = Callable[[Problem], str | None]
 
@@ -201,9 +203,9 @@ def modules(provider: str) -> list[str]:
 
 
 def _package(provider: str) -> ModuleType:
-    return importlib.import_module(f"{kernels.__name__}.{provider}")
+    return importlib.import_module(f"{KERNELS}.{provider}")
 
 
 def _provider_of(run: Callable) -> str:
-    ours = run.__module__.startswith(f"{kernels.__name__}.")
-    return run.__module__.removeprefix(f"{kernels.__name__}.").split(".")[0] if ours else run.__module__
+    ours = run.__module__.startswith(f"{KERNELS}.")
+    return run.__module__.removeprefix(f"{KERNELS}.").split(".")[0] if ours else run.__module__

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from unittest.mock import patch
 
-from vllm_opset.ops.paged_inputs import APART, PagedCase
+from vllm_opset.ops.attention._paged_inputs import APART, PagedCase
 
 BLOCK_SIZE = 128
 
@@ -38,8 +38,8 @@ LONG = {
 @contextlib.contextmanager
 def caches_apart() -> Iterator[None]:
     """Within it, all samples and laws that say nothing about their cache have such a one."""
-    attention = importlib.import_module("vllm_opset.ops.paged_attention")
-    cache = importlib.import_module("vllm_opset.ops.reshape_and_cache")
+    attention = importlib.import_module("vllm_opset.ops.attention.paged_attention")
+    cache = importlib.import_module("vllm_opset.ops.cache.reshape_and_cache")
     with (
         patch.object(attention, "PagedCase", case),
         patch.object(attention, "MIXED", MIXED),

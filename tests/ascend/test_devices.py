@@ -13,7 +13,7 @@ from emulation import Limits
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from vllm_opset.ops.paged_batch import PagedBatch
+from vllm_opset.ops.attention.paged_batch import PagedBatch
 
 # The largest k is read back, by design.
 READS_BACK = "top_k_top_p_sample"

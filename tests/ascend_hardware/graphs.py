@@ -15,8 +15,8 @@ from probes import DTYPE, kernels
 
 from vllm_opset import ops, parity
 from vllm_opset.kernel import kernels_of
-from vllm_opset.ops.paged_batch import PagedBatch
-from vllm_opset.ops.paged_inputs import APART, PagedCase
+from vllm_opset.ops.attention._paged_inputs import APART, PagedCase
+from vllm_opset.ops.attention.paged_batch import PagedBatch
 from vllm_opset.platform.refusals import OUTSIDE_GRAPHS
 
 # By case, the kernel, and what an update is called by the operator's parameters.

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_opset import ops, parity
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.kernels.ascend import _constraints
-from vllm_opset.ops.paged_inputs import APART, PagedCase
+from vllm_opset.ops.attention._paged_inputs import APART, PagedCase
 
 DTYPE = torch.float16  # which every product has
 SLOTS = [31, 3, 0, 511, 130]

@@ -13,8 +13,8 @@ import torch
 from probes import kernels
 
 from vllm_opset import ops
+from vllm_opset.ops.attention._paged_inputs import APART, PagedCase
 from vllm_opset.ops.contract import Op, Sample
-from vllm_opset.ops.paged_inputs import APART, PagedCase
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SECONDS = 0.2  # to spend on one case

@@ -9,7 +9,7 @@ import torch
 
 from vllm_opset import ops, selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.ops.paged_batch import packed_cache
+from vllm_opset.ops.attention.paged_batch import packed_cache
 
 pytestmark = pytest.mark.window
 

@@ -1,6 +1,6 @@
 """A worker on a CPU that fuses as the one on GPUs does, so that this is tried on whole models."""
 
-from vllm_opset.platform import fusion
+from vllm_opset.model import fusion
 from vllm_opset.platform.cpu.worker import OpsetCpuWorker
 
 

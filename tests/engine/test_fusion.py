@@ -92,7 +92,7 @@ def test_attention_that_writes_no_cache_does_not_wait(engine, tmp_path):
 def test_nothing_waits_where_parts_do_not_run_together(changes):
     from vllm.config import CompilationMode, VllmConfig
 
-    from vllm_opset.platform import fusion
+    from vllm_opset.model import fusion
 
     config = VllmConfig()
     config.compilation_config.mode = CompilationMode.NONE
@@ -108,7 +108,7 @@ def test_replayed_pieces_have_the_positions_they_were_captured_with():
     from vllm.config import CUDAGraphMode, VllmConfig
     from vllm.forward_context import BatchDescriptor, set_forward_context
 
-    from vllm_opset.platform.fusion import WaitingRope
+    from vllm_opset.model.fusion import WaitingRope
 
     rope = WaitingRope(rotary=None, norms=None)
     query = key = torch.zeros(0)
@@ -148,7 +148,7 @@ OTHERWISE = {
 
 
 def test_layers_whose_parts_cannot_be_one_launch(engine, tmp_path):
-    from vllm_opset.platform import fusion
+    from vllm_opset.model import fusion
 
     models.build("qwen3", tmp_path)
     with engine(tmp_path) as llm:

@@ -6,7 +6,7 @@ import models
 import pytest
 from engines import counter, served
 
-from vllm_opset.platform import sampler
+from vllm_opset.model import sampler
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
 

@@ -12,7 +12,7 @@ import torch
 from vllm.v1.attention.ops.triton_unified_attention import unified_attention
 
 from vllm_opset import ops
-from vllm_opset.ops.paged_inputs import PagedCase
+from vllm_opset.ops.attention._paged_inputs import PagedCase
 
 REQUESTS = ((1, 77), (1, 3), (6, 19), (3, 50), (1, 34))
 # Not a window without causality: with several query rows in a tile, vLLM 0.26 to 0.33 drop values that later rows see.

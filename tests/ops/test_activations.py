@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from vllm_opset import ops
-from vllm_opset.ops import samples
+from vllm_opset.ops import _samples
 
-RNG = samples.generator("test_activations")
+RNG = _samples.generator("test_activations")
 GATED = {
     "silu_and_mul": ("SiluAndMul", {}),
     "mul_and_silu": ("MulAndSilu", {}),
@@ -34,13 +34,13 @@ def layer(name: str, arguments: dict) -> torch.nn.Module:
 @pytest.mark.parametrize("case", GATED)
 def test_gated_agrees_with_vllm(case, dtype, agree, vllm_layers):
     name, arguments = GATED[case]
-    x = samples.normal((5, 154), dtype, "cpu", RNG, std=2.0)
+    x = _samples.normal((5, 154), dtype, "cpu", RNG, std=2.0)
     agree(ops.BY_NAME[case.split(",")[0]](x, **arguments), layer(name, arguments).forward_native(x), scale=4)
 
 
 @pytest.mark.parametrize("name", UNARY)
 def test_unary_agrees_with_vllm(name, dtype, agree, vllm_layers):
-    x = samples.normal((5, 77), dtype, "cpu", RNG, std=2.0)
+    x = _samples.normal((5, 77), dtype, "cpu", RNG, std=2.0)
     agree(ops.BY_NAME[name](x), layer(UNARY[name], {}).forward_native(x), scale=4)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from vllm_opset import ops, parity
 from vllm_opset.kernel import Kernel, kernels_of
-from vllm_opset.ops import samples
+from vllm_opset.ops import _samples
 
 OP = ops.apply_penalties
 KERNELS = {kernel.name: kernel.run for kernel in kernels_of(OP.name).values() if kernel.runs_on("cpu")}
@@ -25,9 +25,9 @@ def run(request):
 def test_agrees_with_vllm(run, seed):
     from vllm.v1.sample.ops.penalties import apply_all_penalties
 
-    rng = samples.generator(f"penalties {seed}")
+    rng = _samples.generator(f"penalties {seed}")
     num_rows, vocab_size = 9, 71
-    logits = samples.normal((num_rows, vocab_size), torch.float32, "cpu", rng, 4.0)
+    logits = _samples.normal((num_rows, vocab_size), torch.float32, "cpu", rng, 4.0)
     logits[:, 5] = -math.inf
     prompts = torch.randint(0, vocab_size + 1, (num_rows, 30), generator=rng)
     lengths = torch.randint(0, 90, (num_rows,), generator=rng).tolist()
@@ -35,7 +35,7 @@ def test_agrees_with_vllm(run, seed):
     padded = torch.full((num_rows, 90), vocab_size)
     for row, ids in enumerate(outputs):
         padded[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
-    presence, frequency = (samples.normal((num_rows,), torch.float32, "cpu", rng, 1.0) for _ in range(2))
+    presence, frequency = (_samples.normal((num_rows,), torch.float32, "cpu", rng, 1.0) for _ in range(2))
     repetition = torch.rand(num_rows, generator=rng) * 1.5 + 0.5
     theirs = apply_all_penalties(logits.clone(), prompts, presence, frequency, repetition, outputs)
     assert run(logits, prompts, padded, repetition, presence, frequency) is None

@@ -22,7 +22,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @ALL_OPS
 def test_an_op_lives_in_the_file_of_its_name_and_is_documented(contract):
-    assert contract.reference.__module__ == f"vllm_opset.ops.{contract.name}"
+    room, _, module = contract.reference.__module__.rpartition(".")
+    assert module == contract.name and room.startswith("vllm_opset.ops.")
     assert len(inspect.getdoc(contract).splitlines()) > 2
 
 

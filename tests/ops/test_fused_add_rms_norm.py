@@ -2,13 +2,13 @@ import pytest
 import torch
 
 from vllm_opset import ops
-from vllm_opset.ops import samples
+from vllm_opset.ops import _samples
 
-RNG = samples.generator("test_fused_add_rms_norm")
+RNG = _samples.generator("test_fused_add_rms_norm")
 
 
 def normals(shape, dtype):
-    return (samples.normal(size, dtype, "cpu", RNG) for size in (shape, shape, shape[-1:]))
+    return (_samples.normal(size, dtype, "cpu", RNG) for size in (shape, shape, shape[-1:]))
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (7, 77), (3, 4, 128)])

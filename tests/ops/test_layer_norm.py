@@ -3,17 +3,17 @@ import torch
 import torch.nn.functional as F
 
 from vllm_opset import ops
-from vllm_opset.ops import samples
+from vllm_opset.ops import _samples
 
-RNG = samples.generator("test_layer_norm")
+RNG = _samples.generator("test_layer_norm")
 
 
 @pytest.mark.parametrize("weight", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("mean", [0.0, -30.0])
 def test_agrees_with_torch(dtype, agree, weight, bias, mean):
-    x = samples.normal((5, 77), dtype, "cpu", RNG) + mean
-    w, b = (samples.normal((77,), dtype, "cpu", RNG) if given else None for given in (weight, bias))
+    x = _samples.normal((5, 77), dtype, "cpu", RNG) + mean
+    w, b = (_samples.normal((77,), dtype, "cpu", RNG) if given else None for given in (weight, bias))
     exact = F.layer_norm(x.double(), (77,), *(None if p is None else p.double() for p in (w, b)), 1e-5)
     agree(ops.layer_norm(x, w, b, 1e-5), exact.to(dtype), scale=max(1, abs(mean)))
 
@@ -23,7 +23,7 @@ def test_agrees_with_vllms_layer_with_fp32_parameters(agree, vllm_layers):
 
     layer = LayerNorm(64)
     layer.weight.data, layer.bias.data = torch.randn(64, generator=RNG), torch.randn(64, generator=RNG)
-    x = samples.normal((5, 64), torch.bfloat16, "cpu", RNG)
+    x = _samples.normal((5, 64), torch.bfloat16, "cpu", RNG)
     agree(ops.layer_norm(x, layer.weight.data, layer.bias.data, 1e-6), layer(x).detach())
 
 

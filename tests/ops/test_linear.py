@@ -5,16 +5,16 @@ import torch.nn.functional as F
 from vllm_opset import ops
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.kernels.cpu.linear import SMALL
-from vllm_opset.ops import samples
+from vllm_opset.ops import _samples
 from vllm_opset.ops.contract import Problem
 
-RNG = samples.generator("test_linear")
+RNG = _samples.generator("test_linear")
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_agrees_with_torch(dtype, agree, with_bias):
-    x, weight = (samples.normal((rows, 77), dtype, "cpu", RNG, std=77**-0.25) for rows in (5, 33))
-    bias = samples.normal((33,), dtype, "cpu", RNG) if with_bias else None
+    x, weight = (_samples.normal((rows, 77), dtype, "cpu", RNG, std=77**-0.25) for rows in (5, 33))
+    bias = _samples.normal((33,), dtype, "cpu", RNG) if with_bias else None
     exact = F.linear(x.double(), weight.double(), bias.double() if with_bias else None)
     agree(ops.linear(x, weight, bias), exact.to(dtype))
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.cpu import _paged_plan
-from vllm_opset.ops import samples
-from vllm_opset.ops.paged_batch import PACKED_BLOCK_SIZE, PagedBatch, packed_batch, packed_cache
-from vllm_opset.ops.paged_inputs import LAYOUTS, NAN, UNTOUCHED, PagedCase
+from vllm_opset.ops import _samples
+from vllm_opset.ops.attention._paged_inputs import LAYOUTS, NAN, UNTOUCHED, PagedCase
+from vllm_opset.ops.attention.paged_batch import PACKED_BLOCK_SIZE, PagedBatch, packed_batch, packed_cache
 
 MIXED = PagedCase(((1, 77), (1, 3), (19, 19), (6, 50), (0, 0), (4, 34)), padded_rows=3)
 NON_CAUSAL = PagedCase(((9, 9), (33, 33), (1, 20), (5, 3)), causal=False)
@@ -76,7 +76,7 @@ def sees(case: PagedCase, query_position: int, key_position: int) -> bool:
 
 def dense(case: PagedCase, seed: str) -> torch.Tensor:
     """What `case` should give, in fp64: PyTorch's attention, or what transformers has for Gemma 2 and gpt-oss."""
-    tokens = case.tokens(samples.generator(seed), "cpu", torch.float64)
+    tokens = case.tokens(_samples.generator(seed), "cpu", torch.float64)
     (query, *_), options = case.make(seed, "cpu", torch.float64)
     group = case.num_heads // case.num_kv_heads
     results, start = [], 0
@@ -202,7 +202,7 @@ def test_a_batch_of_no_requests_is_left_alone(name):
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_packed_cache_serves_an_encoder(name, causal):
     dtype, slack = RUNS[name]
-    rng = samples.generator("encoder")
+    rng = _samples.generator("encoder")
     lens = [9, 40, 0, 1]
     qkv = torch.randn(52, 8, 64, dtype=dtype, generator=rng)
     query, key, value = qkv.split((4, 2, 2), dim=1)
@@ -264,7 +264,7 @@ def test_cost_counts_what_is_seen(case):
 
 
 def test_bench_cases_of_both_devices_can_be_described():
-    from vllm_opset.ops.paged_inputs import BENCH_CASES, BENCH_SHAPE
+    from vllm_opset.ops.attention._paged_inputs import BENCH_CASES, BENCH_SHAPE
 
     for device, named in BENCH_CASES.items():
         for requests, options in named.values():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vllm_opset.ops.paged_attention import PagedAttentionProblem
-from vllm_opset.ops.paged_batch import PagedBatch, window_sides
+from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem
+from vllm_opset.ops.attention.paged_batch import PagedBatch, window_sides
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_opset.ops import philox
+from vllm_opset.ops.sampling import philox
 
 # Counter, key and result of Philox4x32-10, from the known answers that Random123 publishes.
 ALL_ONES = philox.MASK

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
-from vllm_opset.ops import samples
-from vllm_opset.ops.paged_inputs import LAYOUTS, NAN, poisoned_cache
-from vllm_opset.ops.reshape_and_cache import to_cache_dtype
+from vllm_opset.ops import _samples
+from vllm_opset.ops.attention._paged_inputs import LAYOUTS, NAN, poisoned_cache
+from vllm_opset.ops.cache.reshape_and_cache import to_cache_dtype
 
 FP8 = torch.float8_e4m3fn
 
@@ -20,8 +20,8 @@ def run(request):
 
 
 def key_and_value(num_tokens: int, num_kv_heads=2, head_size=8, dtype=torch.float32):
-    rng = samples.generator("key and value")
-    qkv = samples.normal((num_tokens, 4 * num_kv_heads, head_size), dtype, "cpu", rng)
+    rng = _samples.generator("key and value")
+    qkv = _samples.normal((num_tokens, 4 * num_kv_heads, head_size), dtype, "cpu", rng)
     return qkv[:, 2 * num_kv_heads : 3 * num_kv_heads], qkv[:, 3 * num_kv_heads :]
 
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
-from vllm_opset.ops import samples
+from vllm_opset.ops import _samples
 
-RNG = samples.generator("test_rms_norm")
+RNG = _samples.generator("test_rms_norm")
 
 
 def native():
@@ -20,14 +20,14 @@ def native():
 
 @pytest.mark.parametrize("shape", [(1, 64), (7, 77), (3, 4, 128)])
 def test_agrees_with_vllm(dtype, agree, shape):
-    x, weight = samples.normal(shape, dtype, "cpu", RNG), samples.normal(shape[-1:], dtype, "cpu", RNG)
+    x, weight = _samples.normal(shape, dtype, "cpu", RNG), _samples.normal(shape[-1:], dtype, "cpu", RNG)
     agree(ops.rms_norm(x, weight, 1e-6), native()(x, weight, 1e-6))
     agree(ops.rms_norm(x, None, 1e-6), native()(x, None, 1e-6))
 
 
 def test_agrees_with_vllms_gemma_norm(dtype, agree):
     """It adds 1 to the weight in fp32 and rounds only the result, so nothing but the order of the sum differs."""
-    x, weight = samples.normal((5, 96), dtype, "cpu", RNG), samples.normal((96,), dtype, "cpu", RNG)
+    x, weight = _samples.normal((5, 96), dtype, "cpu", RNG), _samples.normal((96,), dtype, "cpu", RNG)
     ours = ops.rms_norm(x, weight, 1e-6, weight_offset=1.0)
     theirs = native()(x, weight.float() + 1.0, 1e-6)
     agree(ours, theirs)
@@ -41,7 +41,7 @@ def test_agrees_with_torch():
 
 def test_is_rounded_once():
     """A product of values that were rounded before would differ from the exact one in about a third of the elements."""
-    x, weight = samples.normal((64, 256), torch.bfloat16, "cpu", RNG), torch.full((256,), 1.1, dtype=torch.bfloat16)
+    x, weight = _samples.normal((64, 256), torch.bfloat16, "cpu", RNG), torch.full((256,), 1.1, dtype=torch.bfloat16)
     exact = F.rms_norm(x.double(), (256,), weight.double(), 1e-6).bfloat16()
     assert (ops.rms_norm(x, weight, 1e-6) == exact).float().mean() > 0.99
 
@@ -63,7 +63,7 @@ def test_strides_change_nothing(name, data):
     run = kernels_of("rms_norm")[name].run
     shape = [*data.draw(st.lists(st.integers(0, 4), max_size=3)), data.draw(st.integers(1, 40))]
     order = data.draw(st.permutations(range(len(shape))))
-    wide = torch.randn([shape[i] + 1 for i in order], generator=samples.generator("strides"))
+    wide = torch.randn([shape[i] + 1 for i in order], generator=_samples.generator("strides"))
     x = wide.permute([order.index(i) for i in range(len(shape))])[tuple(slice(size) for size in shape)]
     assert list(x.shape) == shape
     weight = torch.linspace(-1, 1, shape[-1])

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
-from vllm_opset.ops import samples
-from vllm_opset.ops.rotary_embedding import table
+from vllm_opset.ops import _samples
+from vllm_opset.ops.rope.rotary_embedding import table
 
-RNG = samples.generator("test_rotary_embedding")
+RNG = _samples.generator("test_rotary_embedding")
 ROPES = {
     "default": {"rope_type": "default"},
     "partial": {"rope_type": "default", "partial_rotary_factor": 0.25},
@@ -40,7 +40,7 @@ def vllms_rope(parameters: dict, neox: bool, dtype: torch.dtype) -> torch.nn.Mod
 
 
 def query_and_key(tokens: int, dtype: torch.dtype, heads=(4, 2), size=64) -> tuple[torch.Tensor, torch.Tensor]:
-    return samples.side_by_side(*(samples.normal((tokens, n * size), dtype, "cpu", RNG) for n in heads))
+    return _samples.side_by_side(*(_samples.normal((tokens, n * size), dtype, "cpu", RNG) for n in heads))
 
 
 @pytest.mark.parametrize("neox", [True, False], ids=["NeoX", "GPT-J"])
@@ -171,7 +171,7 @@ def test_any_layout_gives_the_same(name, data):
     tokens, heads, pairs = (data.draw(st.integers(low, 4)) for low in (0, 1, 1))
     size = 2 * pairs + data.draw(st.integers(0, 3))
     neox, inplace = data.draw(st.booleans()), data.draw(st.booleans())
-    rng = samples.generator("layouts")
+    rng = _samples.generator("layouts")
     wide = torch.randn(heads + 1, tokens, size + 2, generator=rng)
     by_head = wide[1:, :, 1:-1].transpose(0, 1)
     flat = torch.cat([torch.zeros(tokens, 3), by_head.flatten(1)], dim=1)[:, 3:]

@@ -10,8 +10,9 @@ import torch
 
 from vllm_opset import ops, parity
 from vllm_opset.kernel import Kernel, kernels_of
-from vllm_opset.ops import philox, samples
-from vllm_opset.ops.top_k_top_p_sample import keep_min_p, keep_top_k, keep_top_p, relative_weights
+from vllm_opset.ops import _samples
+from vllm_opset.ops.sampling import philox
+from vllm_opset.ops.sampling.top_k_top_p_sample import keep_min_p, keep_top_k, keep_top_p, relative_weights
 
 OP = ops.top_k_top_p_sample
 KERNELS = {kernel.name: kernel.run for kernel in kernels_of(OP.name).values() if kernel.runs_on("cpu")}
@@ -45,7 +46,7 @@ def settings(num_rows: int, vocab_size: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("vocab_size", [60, 331, 5003])
 @pytest.mark.parametrize("which", [("top_k",), ("top_p",), ("top_k", "top_p")])
 def test_keeps_what_vllm_keeps(run, vocab_size, which):
-    logits = samples.normal((42, vocab_size), torch.float32, "cpu", samples.generator(f"{vocab_size}"), 2.5)
+    logits = _samples.normal((42, vocab_size), torch.float32, "cpu", _samples.generator(f"{vocab_size}"), 2.5)
     chosen = {name: values for name, values in settings(*logits.shape).items() if name in which}
     assert torch.equal(kept(run, logits, **chosen), by_vllm(logits, **chosen) > -INFINITY)
 
@@ -56,7 +57,7 @@ def test_keeps_what_vllms_min_p_keeps(run):
     from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
     from vllm.v1.sample.logits_processor.interface import BatchUpdate
 
-    logits = samples.normal((8, 331), torch.float32, "cpu", samples.generator("min-p"), 2.5)
+    logits = _samples.normal((8, 331), torch.float32, "cpu", _samples.generator("min-p"), 2.5)
     min_p = [0.0, 0.01, 0.2, 1.0, 0.5, 0.1, 0.03, 0.001]
     theirs = MinPLogitsProcessor(VllmConfig(), torch.device("cpu"), False)
     added = [(row, SamplingParams(min_p=value), None, []) for row, value in enumerate(min_p)]
@@ -66,7 +67,7 @@ def test_keeps_what_vllms_min_p_keeps(run):
 
 def test_with_ties_keeps_as_many_as_vllm_and_the_same_values(run):
     """Of equal logits vLLM's unstable sort may keep others, but neither more nor fewer."""
-    logits = torch.randint(-8, 9, (70, 331), generator=samples.generator("ties")).float() / 4
+    logits = torch.randint(-8, 9, (70, 331), generator=_samples.generator("ties")).float() / 4
     chosen = settings(*logits.shape)
     ours, theirs = kept(run, logits, **chosen), by_vllm(logits, **chosen) > -INFINITY
     values = [torch.where(keep, logits, -INFINITY).sort(dim=-1).values for keep in (ours, theirs)]
@@ -99,8 +100,8 @@ def test_ties_by_hand(run, logits, chosen, expected):
 
 def test_the_draw_follows_its_definition(run):
     """Every step computed anew, in Python's own numbers."""
-    rng = samples.generator("definition")
-    logits = samples.normal((30, 53), torch.float32, "cpu", rng, 2.0)
+    rng = _samples.generator("definition")
+    logits = _samples.normal((30, 53), torch.float32, "cpu", rng, 2.0)
     keys = torch.empty(30, dtype=torch.int64).random_(-(2**63), None, generator=rng)
     tokens, nothing = run(logits, keys, torch.full((30,), 0.7))
     assert nothing is None
@@ -120,7 +121,7 @@ def test_greedy_rows_take_the_first_of_the_largest(run):
 
 
 def test_processed_log_probabilities_are_vllms(run):
-    logits = samples.normal((12, 331), torch.float32, "cpu", samples.generator("processed"), 2.5)
+    logits = _samples.normal((12, 331), torch.float32, "cpu", _samples.generator("processed"), 2.5)
     chosen = settings(*logits.shape)
     _, ours = run(logits, torch.arange(12), torch.full((12,), 0.6), **chosen, processed="logprobs")
     torch.testing.assert_close(ours, by_vllm(logits / 0.6, **chosen).log_softmax(-1), rtol=1e-5, atol=1e-5)

@@ -159,7 +159,7 @@ def run(script: str, **environment) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    "module", ["vllm_opset.platform.cpu.platform", "vllm_opset.selection", "vllm_opset.platform.layers"]
+    "module", ["vllm_opset.platform.cpu.platform", "vllm_opset.selection", "vllm_opset.model.layers"]
 )
 @pytest.mark.window
 def test_module_that_cannot_be_imported_is_named_with_the_cure(module):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_opset import selection
-from vllm_opset.platform import layers
+from vllm_opset.model import layers
 from vllm_opset.platform.worker import forget_shared_layers
 
 pytestmark = pytest.mark.window

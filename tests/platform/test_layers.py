@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_opset import selection
-from vllm_opset.platform import layers
+from vllm_opset.model import layers
 
 pytestmark = pytest.mark.window
 
@@ -331,7 +331,7 @@ def test_ir_ops_reach_the_same_kernels():
     from vllm.platforms import current_platform
 
     if not hasattr(ir.ops, "rms_norm"):
-        pytest.skip("vLLM has no IR after 0.33: ends, with platform/ir.py, when 0.33 leaves the window")
+        pytest.skip("vLLM has no IR after 0.33: ends, with model/ir.py, when 0.33 leaves the window")
     current_platform.import_ir_kernels()
     x, residual, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
     for op, arguments in (

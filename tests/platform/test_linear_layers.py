@@ -16,7 +16,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_opset import kernel as registry
 from vllm_opset import selection
-from vllm_opset.platform import compile_cache, linear
+from vllm_opset.model import linear
+from vllm_opset.platform import compile_cache
 from vllm_opset.platform.cpu import linear as packed
 from vllm_opset.platform.refusals import Refusal
 

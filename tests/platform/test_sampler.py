@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_opset import selection
-from vllm_opset.ops import samples
+from vllm_opset.ops import _samples
 
 VOCABULARY = 331
 ROWS = 7
@@ -22,13 +22,13 @@ def fresh_choices():
 
 
 def opset_sampler(mode: str = "raw_logprobs"):
-    from vllm_opset.platform.sampler import OpsetSampler
+    from vllm_opset.model.sampler import OpsetSampler
 
     return OpsetSampler(mode, VOCABULARY, CPU)
 
 
 def logits(name: str = "logits", num_rows: int = ROWS) -> torch.Tensor:
-    return samples.normal((num_rows, VOCABULARY), torch.float32, "cpu", samples.generator(name), 2.5)
+    return _samples.normal((num_rows, VOCABULARY), torch.float32, "cpu", _samples.generator(name), 2.5)
 
 
 def metadata(num_rows: int = ROWS, processors=(), **changes):
@@ -73,7 +73,7 @@ def filters() -> dict:
 
 
 def penalties() -> dict:
-    rng = samples.generator("penalties")
+    rng = _samples.generator("penalties")
     prompts = torch.randint(0, VOCABULARY + 1, (ROWS, 12), generator=rng)
     # Few different tokens, so that some come up several times.
     outputs = [torch.randint(0, 6, (length,), generator=rng).tolist() for length in range(3, 3 + ROWS)]
@@ -278,7 +278,7 @@ def test_random_requests_follow_the_default_generator():
 
 def draw(rows: list[int], seeds: list[int], steps: int, temperature: float = 3.0) -> list[list[int]]:
     """The tokens that the rows of one table of logits draw in a batch, by rows."""
-    from vllm_opset.platform.sampler import SeededGenerator
+    from vllm_opset.model.sampler import SeededGenerator
 
     generators = {place: SeededGenerator(seeds[row]) for place, row in enumerate(rows)}
     sampler = opset_sampler()
@@ -299,7 +299,7 @@ def test_a_seeded_request_draws_the_same_whatever_its_batch():
 
 
 def test_every_draw_of_every_seed_has_a_key_of_its_own():
-    from vllm_opset.platform.sampler import SeededGenerator, draw_keys
+    from vllm_opset.model.sampler import SeededGenerator, draw_keys
 
     seeds = (0, 1, 2, 1 << 32, 2 << 32, 1 << 32 | 1, -1)  # some with the same low bits
     generators = {row: SeededGenerator(seed) for row, seed in enumerate(seeds)}
@@ -308,7 +308,7 @@ def test_every_draw_of_every_seed_has_a_key_of_its_own():
 
 
 def test_an_unseeded_neighbour_changes_nothing():
-    from vllm_opset.platform.sampler import SeededGenerator
+    from vllm_opset.model.sampler import SeededGenerator
 
     def seeded_token(neighbours: torch.Tensor) -> int:
         torch.manual_seed(int(neighbours.sum()))
@@ -321,7 +321,7 @@ def test_an_unseeded_neighbour_changes_nothing():
 
 def test_a_draw_that_vllm_takes_back_is_drawn_again():
     """As its runner does for a request whose prompt is only partly computed."""
-    from vllm_opset.platform.sampler import SeededGenerator, draw_keys
+    from vllm_opset.model.sampler import SeededGenerator, draw_keys
 
     generator = SeededGenerator(11)
     first = draw_keys(1, {0: generator}, CPU)

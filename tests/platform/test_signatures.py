@@ -21,13 +21,13 @@ pytestmark = pytest.mark.window
 BUILT_HERE = {
     "vllm_opset.platform.cpu.linear.PackedEmbeddingMethod",
     "vllm_opset.platform.cpu.linear.PackedLinearMethod",
-    "vllm_opset.platform.linear.CompiledLinearMethod",
-    "vllm_opset.platform.linear.EmbeddingMethod",
-    "vllm_opset.platform.linear.LinearMethod",
+    "vllm_opset.model.linear.CompiledLinearMethod",
+    "vllm_opset.model.linear.EmbeddingMethod",
+    "vllm_opset.model.linear.LinearMethod",
     "vllm_opset.platform.native.sampler.OpsetSampler",
     "vllm_opset.platform.native.sampler.OpsetSamplerInOneStep",
     "vllm_opset.platform.native.sampler._States",
-    "vllm_opset.platform.sampler.OpsetSampler",
+    "vllm_opset.model.sampler.OpsetSampler",
 }
 # `fitting` compares it: vLLM calls it by position, and its names change.
 BY_POSITION = {"_sample_random"}
@@ -78,7 +78,7 @@ def test_what_is_imported_while_serving_is_there(modules):
 
 def test_layers_take_what_vllms_take():
     """Each one's `forward_oot` becomes its `forward`."""
-    from vllm_opset.platform import layers
+    from vllm_opset.model import layers
 
     registered = {id(layer): layer for layer in _registries()}.values()
     assert len(registered) >= len(layers.REPLACEMENTS) - 3
@@ -91,7 +91,7 @@ def test_layers_take_what_vllms_take():
 
 
 def _registries():
-    from vllm_opset.platform import layers
+    from vllm_opset.model import layers
 
     for name in (layers.REGISTRY, layers.HW_AGNOSTIC_REGISTRY):
         registry = getattr(sys.modules.get(name), "op_registry_oot", {})
@@ -108,7 +108,8 @@ def in_place_of_vllms():
     from vllm.model_executor.models import registry
     from vllm.v1.worker import block_table, gpu_worker
 
-    from vllm_opset.platform import compat, slots
+    from vllm_opset.model import slots
+    from vllm_opset.platform import compat
     from vllm_opset.platform.cuda import warm_up
     from vllm_opset.platform.npu import worker as npu_worker
 

@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_opset import ops, selection
 from vllm_opset.attention.metadata import OpsetMetadata
-from vllm_opset.ops.paged_batch import PagedBatch, packed_cache
+from vllm_opset.ops.attention.paged_batch import PagedBatch, packed_cache
 
 FP8 = torch.float8_e4m3fn  # what vLLM calls fp8 for short
 
@@ -57,7 +57,7 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         self.writes_cache = kv_sharing_target_layer_name is None
         self.sinks = sinks
         self.dtype = torch.get_default_dtype()
-        # What is to be done to query and key together with writing the cache (platform/fusion.py).
+        # What is to be done to query and key together with writing the cache (model/fusion.py).
         self.before: Before | None = None
 
     def choose_kernels(self, kv_cache_dtype: torch.dtype, block_size: int) -> None:

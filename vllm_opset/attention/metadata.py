@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
-from vllm_opset.ops.paged_batch import PACKED_BLOCK_SIZE, PagedBatch, packed_batch
+from vllm_opset.ops.attention.paged_batch import PACKED_BLOCK_SIZE, PagedBatch, packed_batch
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ import torch
 from vllm_opset import ops
 from vllm_opset.kernel import Kernel
 from vllm_opset.ops.contract import Op, Sample
-from vllm_opset.ops.top_k_top_p_sample import GREEDY_BELOW
+from vllm_opset.ops.sampling.top_k_top_p_sample import GREEDY_BELOW
 from vllm_opset.parity import Check
 
 DRAWN = (ops.top_k_top_p_sample.name,)

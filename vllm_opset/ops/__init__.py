@@ -1,27 +1,27 @@
 """WHAT: one file per op, its contract. The reference in plain PyTorch is the contract's body; see `contract`."""
 
-from vllm_opset.ops.apply_penalties import apply_penalties
-from vllm_opset.ops.compute_slot_mapping import compute_slot_mapping
+from vllm_opset.ops.activation.gelu_and_mul import gelu_and_mul
+from vllm_opset.ops.activation.gelu_fast import gelu_fast
+from vllm_opset.ops.activation.gelu_new import gelu_new
+from vllm_opset.ops.activation.mul_and_silu import mul_and_silu
+from vllm_opset.ops.activation.quick_gelu import quick_gelu
+from vllm_opset.ops.activation.relu2 import relu2
+from vllm_opset.ops.activation.silu_and_mul import silu_and_mul
+from vllm_opset.ops.activation.silu_and_mul_with_clamp import silu_and_mul_with_clamp
+from vllm_opset.ops.activation.swigluoai_and_mul import swigluoai_and_mul
+from vllm_opset.ops.attention.paged_attention import paged_attention
+from vllm_opset.ops.cache.compute_slot_mapping import compute_slot_mapping
+from vllm_opset.ops.cache.reshape_and_cache import reshape_and_cache
 from vllm_opset.ops.contract import Op
-from vllm_opset.ops.fused_add_rms_norm import fused_add_rms_norm
-from vllm_opset.ops.gelu_and_mul import gelu_and_mul
-from vllm_opset.ops.gelu_fast import gelu_fast
-from vllm_opset.ops.gelu_new import gelu_new
-from vllm_opset.ops.layer_norm import layer_norm
-from vllm_opset.ops.linear import linear
-from vllm_opset.ops.mul_and_silu import mul_and_silu
-from vllm_opset.ops.paged_attention import paged_attention
-from vllm_opset.ops.qk_norm_rope_cache import qk_norm_rope_cache
-from vllm_opset.ops.quick_gelu import quick_gelu
-from vllm_opset.ops.relu2 import relu2
-from vllm_opset.ops.reshape_and_cache import reshape_and_cache
-from vllm_opset.ops.rms_norm import rms_norm
-from vllm_opset.ops.rope_cache import rope_cache
-from vllm_opset.ops.rotary_embedding import rotary_embedding
-from vllm_opset.ops.silu_and_mul import silu_and_mul
-from vllm_opset.ops.silu_and_mul_with_clamp import silu_and_mul_with_clamp
-from vllm_opset.ops.swigluoai_and_mul import swigluoai_and_mul
-from vllm_opset.ops.top_k_top_p_sample import top_k_top_p_sample
+from vllm_opset.ops.gemm.linear import linear
+from vllm_opset.ops.norm.fused_add_rms_norm import fused_add_rms_norm
+from vllm_opset.ops.norm.layer_norm import layer_norm
+from vllm_opset.ops.norm.rms_norm import rms_norm
+from vllm_opset.ops.rope.qk_norm_rope_cache import qk_norm_rope_cache
+from vllm_opset.ops.rope.rope_cache import rope_cache
+from vllm_opset.ops.rope.rotary_embedding import rotary_embedding
+from vllm_opset.ops.sampling.apply_penalties import apply_penalties
+from vllm_opset.ops.sampling.top_k_top_p_sample import top_k_top_p_sample
 
 ALL: tuple[Op, ...] = (
     linear,

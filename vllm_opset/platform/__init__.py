@@ -67,7 +67,7 @@ def register() -> None:
             "or set OPSET_PLATFORM=off to do without vllm-opset."
         )
     if current_platform.is_out_of_tree():
-        _load("vllm_opset.platform.layers").register()
+        _load("vllm_opset.model.layers").register()
     # Nothing needs these two yet; what is broken in them is said here, where it is seen, not by a dying engine.
     _load("vllm_opset.attention.backend")
     _load_kernels(current_platform.device_type)

@@ -8,8 +8,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_opset import selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.platform import compat, compile_cache, forking, refusals
-from vllm_opset.platform.native import parts
+from vllm_opset.platform import compat, compile_cache, forking, refusals, switches
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -81,7 +80,7 @@ class OpsetPlatform(Platform):
     @classmethod
     def check_words(cls, additional_config: Mapping) -> None:
         """Raises ValueError for a user's word that cannot be understood, in variables, files or the configuration."""
-        parts.words(additional_config)
+        switches.read(additional_config)
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
@@ -108,13 +107,13 @@ class OpsetPlatform(Platform):
     @classmethod
     def import_ir_kernels(cls) -> None:
         super().import_ir_kernels()
-        from vllm_opset.platform import ir
+        from vllm_opset.model import ir
 
         ir.register()
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
-        from vllm_opset.platform import ir
+        from vllm_opset.model import ir
 
         ir.register()
         return ir.priority()

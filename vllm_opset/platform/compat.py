@@ -150,20 +150,19 @@ def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return nothing.set_(weak, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def name_npu_as_cuda() -> None:
+def name_npu_as_cuda(graph: type, capture: Callable) -> None:
     """Makes what vLLM's model runner calls by torch.cuda mean the NPU, in a process that has one for its device.
 
     The runner names streams, events and graphs by torch.cuda, also while it serves, in 0.26 to 0.33; where PyTorch was
     built without CUDA these raise. Goes when vLLM uses torch.Stream, torch.Event and torch.accelerator throughout, and
-    has its runner take the platform's wrapper of graphs, which only its compiler does.
+    has its runner take the platform's wrapper of graphs, which only its compiler does. graph, capture: what to use for
+    torch.cuda.CUDAGraph and torch.cuda.graph.
     """
     import torch_npu
 
-    from vllm_opset.platform.npu import graphs
-
     for name in ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize"):
         setattr(torch.cuda, name, getattr(torch.npu, name))
-    torch.cuda.CUDAGraph, torch.cuda.graph = graphs.DecodeGraph, graphs.capture
+    torch.cuda.CUDAGraph, torch.cuda.graph = graph, capture
     define_weak_ref_tensor("PrivateUse1", torch_npu._C._weak_ref_tensor)
 
 

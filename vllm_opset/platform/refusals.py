@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING
 from vllm_opset import selection
 from vllm_opset.kernel import REFERENCE
 from vllm_opset.platform import settings
+from vllm_opset.unsupported import Refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OUTSIDE_GRAPHS = {"compute_slot_mapping", "apply_penalties", "top_k_top_p_sample"}
 CAPTURABLE_REFERENCES = {"linear"}  # PyTorch's own operator
-
-
-class Refusal(NotImplementedError):
-    """A feature that is not supported. The message names the cure."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +124,6 @@ def compiles(config: "VllmConfig") -> bool:
     from vllm.config import CompilationMode
 
     return config.compilation_config.mode != CompilationMode.NONE
-
-
-def offloads(config: "VllmConfig") -> bool:
-    offload = config.offload_config
-    return offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
 
 
 def fusions(config: "VllmConfig") -> list[str]:

@@ -7,7 +7,7 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset import selection
-from vllm_opset.platform import layers
+from vllm_opset.model import layers
 from vllm_opset.platform.report import Reporting
 
 

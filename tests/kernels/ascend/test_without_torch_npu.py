@@ -10,7 +10,7 @@ import torch
 from vllm_opset import ops
 from vllm_opset.kernels import ascend
 from vllm_opset.kernels.ascend import _cache, _constraints
-from vllm_opset.ops.paged_inputs import APART, LAYOUTS, poisoned_cache
+from vllm_opset.ops.attention._paged_inputs import APART, LAYOUTS, poisoned_cache
 
 
 def test_without_torch_npu_the_reason_says_so():

@@ -11,9 +11,9 @@ import torch
 from processes import run
 
 from vllm_opset import kernel, ops, parity
-from vllm_opset.ops import samples
+from vllm_opset.ops import _samples
+from vllm_opset.ops.attention._paged_inputs import PagedCase
 from vllm_opset.ops.contract import Sample
-from vllm_opset.ops.paged_inputs import PagedCase
 
 # A user may have no compiler, and then torch kernels serve instead. .ci/run requires one, so there nothing is skipped.
 if reason := kernel.unavailable().get("cpp"):
@@ -27,14 +27,14 @@ NAMES = [op.name for op in ops.ALL if "cpp" in kernel.kernels_of(op.name)]
 
 
 def normal(*shape: int) -> torch.Tensor:
-    return samples.normal(shape, torch.bfloat16, "cpu", samples.generator(f"large {shape}"))
+    return _samples.normal(shape, torch.bfloat16, "cpu", _samples.generator(f"large {shape}"))
 
 
 def large_inputs(name: str) -> tuple:
     """More than one thread's worth, in bf16 but for linear."""
     if name == "linear":
         x, weight, bias = (
-            samples.normal(shape, torch.float32, "cpu", samples.generator(f"linear {shape}"))
+            _samples.normal(shape, torch.float32, "cpu", _samples.generator(f"linear {shape}"))
             for shape in ((24, 512), (1030, 512), (1030,))
         )
         return (x, weight * 512**-0.5, bias), {}
@@ -49,7 +49,7 @@ def large_inputs(name: str) -> tuple:
         "rotary_embedding": lambda: (torch.arange(TOKENS), query, key, HEAD_SIZE, normal(TOKENS, HEAD_SIZE).tanh()),
         "reshape_and_cache": lambda: (
             key, value, torch.zeros(SLOTS // 16, KV_HEADS, 16, 2 * HEAD_SIZE, dtype=torch.bfloat16),
-            torch.randperm(SLOTS, generator=samples.generator("slots"))[:TOKENS],
+            torch.randperm(SLOTS, generator=_samples.generator("slots"))[:TOKENS],
         ),
     }[name](), {}  # fmt: skip
 

@@ -7,8 +7,8 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.cpu import _paged_plan
 from vllm_opset.kernels.cpu._paged_plan import Geometry, geometry, make_plan
-from vllm_opset.ops.paged_batch import window_sides
-from vllm_opset.ops.paged_inputs import LAYOUTS, PagedCase, poisoned_cache
+from vllm_opset.ops.attention._paged_inputs import LAYOUTS, PagedCase, poisoned_cache
+from vllm_opset.ops.attention.paged_batch import window_sides
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

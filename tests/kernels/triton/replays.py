@@ -3,7 +3,7 @@
 import torch
 
 from vllm_opset.kernel import kernels_of
-from vllm_opset.ops.paged_inputs import PagedCase
+from vllm_opset.ops.attention._paged_inputs import PagedCase
 
 REPLAYS = 10
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton import _paged_attention as shared
-from vllm_opset.kernels.triton import _paged_attention_hopper_load as hopper
-from vllm_opset.kernels.triton import _paged_attention_many as many
+from vllm_opset.kernels.triton.paged_attention import _load_sm90 as hopper
+from vllm_opset.kernels.triton.paged_attention import _tile as shared
+from vllm_opset.kernels.triton.paged_attention import prefill as many
 
 
 class Memory:

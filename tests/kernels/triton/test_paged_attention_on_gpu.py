@@ -8,9 +8,9 @@ from replays import assert_same_bits
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
-from vllm_opset.ops.paged_attention import TOLERANCES
-from vllm_opset.ops.paged_batch import PagedBatch
-from vllm_opset.ops.paged_inputs import PagedCase
+from vllm_opset.ops.attention._paged_inputs import PagedCase
+from vllm_opset.ops.attention.paged_attention import TOLERANCES
+from vllm_opset.ops.attention.paged_batch import PagedBatch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: runs on one")
 BEYOND_32_BITS = 2**31  # elements

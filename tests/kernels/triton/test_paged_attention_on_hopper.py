@@ -13,8 +13,8 @@ from replays import assert_same_bits
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.ops.paged_attention import TOLERANCES
-from vllm_opset.ops.paged_inputs import LAYOUTS, PagedCase
+from vllm_opset.ops.attention._paged_inputs import LAYOUTS, PagedCase
+from vllm_opset.ops.attention.paged_attention import TOLERANCES
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper generation: runs on one")

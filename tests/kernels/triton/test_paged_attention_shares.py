@@ -15,11 +15,11 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import INTERPRETED
-from vllm_opset.kernels.triton import _paged_attention_few as few
-from vllm_opset.kernels.triton import _paged_attention_many as many
-from vllm_opset.kernels.triton import _paged_attention_merge as merge
-from vllm_opset.ops.paged_attention import TOLERANCES
-from vllm_opset.ops.paged_inputs import UNTOUCHED, PagedCase
+from vllm_opset.kernels.triton.paged_attention import combine as merge
+from vllm_opset.kernels.triton.paged_attention import decode as few
+from vllm_opset.kernels.triton.paged_attention import prefill as many
+from vllm_opset.ops.attention._paged_inputs import UNTOUCHED, PagedCase
+from vllm_opset.ops.attention.paged_attention import TOLERANCES
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_triton.py runs it, with TRITON_INTERPRET=1")
 

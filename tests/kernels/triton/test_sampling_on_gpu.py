@@ -5,7 +5,7 @@ import torch
 
 from vllm_opset import ops, parity
 from vllm_opset.kernel import kernels_of
-from vllm_opset.ops.top_k_top_p_sample import _sample
+from vllm_opset.ops.sampling.top_k_top_p_sample import _sample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: runs on one")
 VOCAB_SIZE = 151_936

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm_opset import ops, selection
-from vllm_opset.ops import samples
+from vllm_opset.ops import _samples
 
 VOCABULARY = 331
 # Each in a place of its own among those that vLLM has room for.
@@ -89,7 +89,7 @@ def sample(sampler, places: list[int], positions: list[int], logits: torch.Tenso
 
 
 def logits(num_rows: int) -> torch.Tensor:
-    return samples.normal((num_rows, VOCABULARY), torch.float32, "cpu", samples.generator("native"), 2.5)
+    return _samples.normal((num_rows, VOCABULARY), torch.float32, "cpu", _samples.generator("native"), 2.5)
 
 
 def test_each_request_gets_what_it_asked_for(sampler):

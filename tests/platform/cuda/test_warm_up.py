@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_opset.attention.impl import OpsetAttentionImpl
-from vllm_opset.ops.paged_batch import PagedBatch
+from vllm_opset.ops.attention.paged_batch import PagedBatch
 from vllm_opset.platform.cuda import warm_up
 
 pytestmark = pytest.mark.skipif(

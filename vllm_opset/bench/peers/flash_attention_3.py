@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_opset.ops.paged_batch import PagedBatch, window_sides
+from vllm_opset.ops.attention.paged_batch import PagedBatch, window_sides
 
 HOPPER = 9  # the compute capability, major, that it is for
 

@@ -10,7 +10,7 @@ import shutil
 
 import torch
 
-from vllm_opset.ops.paged_batch import PagedBatch, window_sides
+from vllm_opset.ops.attention.paged_batch import PagedBatch, window_sides
 
 WORKSPACE_BYTES = 512 << 20  # for partial results; FlashInfer asks for 128 MiB or more
 SEEDED = {"seed": 1, "offset": 0}

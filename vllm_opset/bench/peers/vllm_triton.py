@@ -5,7 +5,7 @@ import importlib.util
 
 import torch
 
-from vllm_opset.ops.paged_batch import PagedBatch, window_sides
+from vllm_opset.ops.attention.paged_batch import PagedBatch, window_sides
 
 MODULE = "vllm.v1.attention.ops.triton_unified_attention"
 SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler"

@@ -12,9 +12,9 @@ which is the contract's cache with keys and values apart (`ops.paged_batch`). A 
 
 import torch
 
-from vllm_opset.ops.paged_attention import PagedAttentionProblem
-from vllm_opset.ops.paged_batch import keys_and_values
-from vllm_opset.ops.reshape_and_cache import ReshapeAndCacheProblem
+from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem
+from vllm_opset.ops.attention.paged_batch import keys_and_values
+from vllm_opset.ops.cache.reshape_and_cache import ReshapeAndCacheProblem
 
 LAYOUT = "[2, num_blocks, block_size, num_kv_heads, head_size]"
 

@@ -14,8 +14,8 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.ascend import _constraints
 from vllm_opset.kernels.ascend._operators import npu
 from vllm_opset.kernels.ascend._rows import gamma, rows
-from vllm_opset.ops.fused_add_rms_norm import check_arguments
-from vllm_opset.ops.rms_norm import RMSNormProblem
+from vllm_opset.ops.norm.fused_add_rms_norm import check_arguments
+from vllm_opset.ops.norm.rms_norm import RMSNormProblem
 
 
 def supports(problem: RMSNormProblem) -> str | None:

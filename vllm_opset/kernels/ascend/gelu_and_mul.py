@@ -10,9 +10,9 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.ascend import _constraints
 from vllm_opset.kernels.ascend._operators import npu
+from vllm_opset.ops.activation._gated import check_width
+from vllm_opset.ops.activation.gelu_and_mul import APPROXIMATIONS, check_approximation
 from vllm_opset.ops.contract import Problem
-from vllm_opset.ops.gated import check_width
-from vllm_opset.ops.gelu_and_mul import APPROXIMATIONS, check_approximation
 
 
 def supports(problem: Problem) -> str | None:

@@ -12,8 +12,8 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.ascend import _constraints
 from vllm_opset.kernels.ascend._operators import npu
 from vllm_opset.kernels.ascend._rows import rows
-from vllm_opset.ops.layer_norm import LayerNormProblem
-from vllm_opset.ops.rms_norm import check_parameter
+from vllm_opset.ops.norm.layer_norm import LayerNormProblem
+from vllm_opset.ops.norm.rms_norm import check_parameter
 
 
 def supports(problem: LayerNormProblem) -> str | None:

@@ -32,8 +32,8 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.ascend import _cache, _constraints
 from vllm_opset.kernels.ascend._operators import atb, npu
-from vllm_opset.ops.paged_attention import PagedAttentionProblem, check_shapes
-from vllm_opset.ops.paged_batch import PagedBatch, window_sides
+from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
+from vllm_opset.ops.attention.paged_batch import PagedBatch, window_sides
 
 CAUSAL, BAND = 3, 4  # sparse modes
 

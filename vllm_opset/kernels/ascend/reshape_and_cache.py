@@ -13,7 +13,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.ascend import _cache, _constraints
 from vllm_opset.kernels.ascend._operators import atb, npu
-from vllm_opset.ops.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
+from vllm_opset.ops.cache.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
 
 
 def supports(problem: ReshapeAndCacheProblem) -> str | None:

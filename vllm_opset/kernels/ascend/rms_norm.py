@@ -12,7 +12,7 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.ascend import _constraints
 from vllm_opset.kernels.ascend._operators import npu
 from vllm_opset.kernels.ascend._rows import gamma, rows
-from vllm_opset.ops.rms_norm import RMSNormProblem, check_parameter
+from vllm_opset.ops.norm.rms_norm import RMSNormProblem, check_parameter
 
 
 def supports(problem: RMSNormProblem) -> str | None:

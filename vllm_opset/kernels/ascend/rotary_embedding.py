@@ -16,7 +16,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.ascend import _constraints
 from vllm_opset.kernels.ascend._operators import atb, npu
-from vllm_opset.ops.rotary_embedding import RotaryProblem, check_arguments
+from vllm_opset.ops.rope.rotary_embedding import RotaryProblem, check_arguments
 
 
 def supports(problem: RotaryProblem) -> str | None:

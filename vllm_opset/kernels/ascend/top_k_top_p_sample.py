@@ -17,7 +17,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.ascend import _constraints
 from vllm_opset.kernels.ascend._operators import npu
-from vllm_opset.ops.top_k_top_p_sample import GREEDY_BELOW, TopKTopPSampleProblem, keep_min_p, keep_top_k
+from vllm_opset.ops.sampling.top_k_top_p_sample import GREEDY_BELOW, TopKTopPSampleProblem, keep_min_p, keep_top_k
 
 
 def supports(problem: TopKTopPSampleProblem) -> str | None:

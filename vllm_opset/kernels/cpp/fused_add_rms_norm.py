@@ -7,7 +7,7 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpp._build import TYPES
 from vllm_opset.kernels.cpp.rms_norm import norm, supports, type_and_address
 from vllm_opset.kernels.cpu import fused_add_rms_norm as in_torch
-from vllm_opset.ops.fused_add_rms_norm import check_arguments
+from vllm_opset.ops.norm.fused_add_rms_norm import check_arguments
 
 
 @kernel(ops.fused_add_rms_norm, name="cpp", supports=supports)

@@ -7,7 +7,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpp._build import INT, POINTER, function
 from vllm_opset.ops.contract import Problem
-from vllm_opset.ops.linear import check_arguments
+from vllm_opset.ops.gemm.linear import check_arguments
 
 # The numbers of tokens at which this was faster, by weights that come from memory. MKL reads a weight once for up to 3,
 # and arranges it for itself where that pays.

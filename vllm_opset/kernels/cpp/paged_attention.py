@@ -14,8 +14,8 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, TYPES, function
 from vllm_opset.kernels.cpp.rms_norm import supports_type
 from vllm_opset.kernels.cpu import paged_attention as in_torch
-from vllm_opset.ops.paged_attention import PagedAttentionProblem, check_shapes
-from vllm_opset.ops.paged_batch import PagedBatch, only_packed, window_sides
+from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
+from vllm_opset.ops.attention.paged_batch import PagedBatch, only_packed, window_sides
 
 # As in _vector.h.
 LANES = 16

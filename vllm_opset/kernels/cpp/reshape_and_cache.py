@@ -6,8 +6,8 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpp._build import INT, POINTER, function
 from vllm_opset.kernels.cpu import reshape_and_cache as in_torch
-from vllm_opset.ops.paged_batch import only_packed
-from vllm_opset.ops.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
+from vllm_opset.ops.attention.paged_batch import only_packed
+from vllm_opset.ops.cache.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
 
 run = function("reshape_and_cache", *[POINTER] * 4, *[INT] * 12, returns=INT)
 

@@ -6,7 +6,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, TYPES, function
 from vllm_opset.ops.contract import Problem
-from vllm_opset.ops.rms_norm import RMSNormProblem, check_parameter
+from vllm_opset.ops.norm.rms_norm import RMSNormProblem, check_parameter
 
 norm = function("rms_norm", INT, INT, *[POINTER] * 4, *[INT] * 5, FLOAT, FLOAT)
 

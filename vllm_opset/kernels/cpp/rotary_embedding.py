@@ -7,7 +7,7 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpp._build import INT, POINTER, TYPES, function
 from vllm_opset.kernels.cpp.rms_norm import supports_type
 from vllm_opset.kernels.cpu import rotary_embedding as in_torch
-from vllm_opset.ops.rotary_embedding import check_arguments
+from vllm_opset.ops.rope.rotary_embedding import check_arguments
 
 run = function("rotary_embedding", INT, INT, POINTER, POINTER, POINTER, *[INT] * 7, returns=INT)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_opset.ops.paged_batch import PagedBatch
+from vllm_opset.ops.attention.paged_batch import PagedBatch
 
 # Query rows that are attended at a time. With more, more time goes to keys that only some of them see; with fewer, the
 # same keys are gathered more often.

@@ -5,7 +5,7 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.ops.compute_slot_mapping import PADDING, check_arguments
+from vllm_opset.ops.cache.compute_slot_mapping import PADDING, check_arguments
 
 
 @kernel(ops.compute_slot_mapping, name="cpu")

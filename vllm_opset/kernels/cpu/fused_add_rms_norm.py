@@ -5,7 +5,7 @@ import torch
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpu.rms_norm import inverse_rms
-from vllm_opset.ops.fused_add_rms_norm import check_arguments
+from vllm_opset.ops.norm.fused_add_rms_norm import check_arguments
 
 
 @kernel(ops.fused_add_rms_norm, name="cpu")

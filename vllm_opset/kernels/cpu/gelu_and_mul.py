@@ -5,8 +5,8 @@ import torch.nn.functional as F
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.ops.gated import halves
-from vllm_opset.ops.gelu_and_mul import check_approximation
+from vllm_opset.ops.activation._gated import halves
+from vllm_opset.ops.activation.gelu_and_mul import check_approximation
 
 
 @kernel(ops.gelu_and_mul, name="cpu")

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.ops.rms_norm import check_parameter
+from vllm_opset.ops.norm.rms_norm import check_parameter
 
 
 @kernel(ops.layer_norm, name="cpu")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.ops.contract import Problem
-from vllm_opset.ops.linear import check_arguments
+from vllm_opset.ops.gemm.linear import check_arguments
 
 onednn = torch.ops.mkldnn
 # What tells whether oneDNN multiplies in that dtype on this processor; in fp32 it does on any.

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpu._paged_plan import Chunk, geometry, make_plan
-from vllm_opset.ops.paged_attention import PagedAttentionProblem, check_shapes
-from vllm_opset.ops.paged_batch import PagedBatch, only_packed, window_sides
+from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
+from vllm_opset.ops.attention.paged_batch import PagedBatch, only_packed, window_sides
 
 # Of the scores that a soft cap or sinks need: what the second-level cache of a core holds.
 SCORES_BYTES = 1 << 20

@@ -4,8 +4,8 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.ops.paged_batch import only_packed
-from vllm_opset.ops.reshape_and_cache import ReshapeAndCacheProblem, check_arguments, to_cache_dtype
+from vllm_opset.ops.attention.paged_batch import only_packed
+from vllm_opset.ops.cache.reshape_and_cache import ReshapeAndCacheProblem, check_arguments, to_cache_dtype
 
 
 def supports(problem: ReshapeAndCacheProblem) -> str | None:

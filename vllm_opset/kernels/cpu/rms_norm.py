@@ -6,7 +6,7 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.ops.rms_norm import check_parameter
+from vllm_opset.ops.norm.rms_norm import check_parameter
 
 
 @kernel(ops.rms_norm, name="cpu")

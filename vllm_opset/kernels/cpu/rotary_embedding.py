@@ -4,7 +4,7 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.ops.rotary_embedding import check_arguments, pairs
+from vllm_opset.ops.rope.rotary_embedding import check_arguments, pairs
 
 # The sine's sign in the first and in the second element of a pair.
 SIGNS = torch.tensor([[-1.0], [1.0]], device="cpu")

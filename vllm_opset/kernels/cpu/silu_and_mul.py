@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.ops.gated import halves
+from vllm_opset.ops.activation._gated import halves
 
 
 @kernel(ops.silu_and_mul, name="cpu")

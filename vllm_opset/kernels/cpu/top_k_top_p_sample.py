@@ -16,8 +16,8 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.ops import philox
-from vllm_opset.ops.top_k_top_p_sample import GREEDY_BELOW, check_processed
+from vllm_opset.ops.sampling import philox
+from vllm_opset.ops.sampling.top_k_top_p_sample import GREEDY_BELOW, check_processed
 
 # Survivors are packed if that saves so many random words, one of a scattered token counting as the block it lies in.
 WORTH_PACKING = 4096

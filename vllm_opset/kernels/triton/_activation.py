@@ -12,7 +12,7 @@ from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._formulas import formula
 from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.kernels.triton._rows import enough_warps, num_rows, row_offset, rows
-from vllm_opset.ops.gated import check_width
+from vllm_opset.ops.activation._gated import check_width
 
 
 def unary(name: str, x: torch.Tensor, *parameters: float) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from vllm_opset.ops import samples
+from vllm_opset.ops import _samples
 
 _TORCH = {
     tl.float16: torch.float16,
@@ -27,7 +27,7 @@ def patch() -> None:
     interpreter._convert_float = _convert_float
     interpreter.InterpreterBuilder.create_dot = _create_dot
     interpreter.InterpreterBuilder.create_fma = _create_fma
-    samples.DRAWS = 16  # a launch takes as long as ten thousand on a GPU
+    _samples.DRAWS = 16  # a launch takes as long as ten thousand on a GPU
 
 
 def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode) -> np.ndarray:

@@ -8,7 +8,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import begin
-from vllm_opset.ops.compute_slot_mapping import PADDING, check_arguments
+from vllm_opset.ops.cache.compute_slot_mapping import PADDING, check_arguments
 
 TILE = 1024  # tokens that a program maps at a time
 

@@ -9,7 +9,7 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.kernels.triton._rows import KEPT, load_parameter, num_rows, row_offset, rows, supports, whole_rows
-from vllm_opset.ops.fused_add_rms_norm import check_arguments
+from vllm_opset.ops.norm.fused_add_rms_norm import check_arguments
 
 
 @kernel(ops.fused_add_rms_norm, name="triton", supports=supports)

@@ -5,7 +5,7 @@ import torch
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _activation, _supports
-from vllm_opset.ops.gelu_and_mul import check_approximation
+from vllm_opset.ops.activation.gelu_and_mul import check_approximation
 
 FORMULAS = {"none": "gelu_and_mul", "tanh": "gelu_tanh_and_mul"}
 

@@ -13,7 +13,7 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.kernels.triton._rows import num_rows
-from vllm_opset.ops.linear import check_arguments
+from vllm_opset.ops.gemm.linear import check_arguments
 
 
 @kernel(ops.linear, name="triton", supports=_supports.floats)

@@ -5,8 +5,8 @@ import torch
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _rope_cache, _supports
-from vllm_opset.ops.fused_rope import check_arguments
-from vllm_opset.ops.rms_norm import check_parameter
+from vllm_opset.ops.norm.rms_norm import check_parameter
+from vllm_opset.ops.rope._fused_rope import check_arguments
 
 
 @kernel(ops.qk_norm_rope_cache, name="triton", supports=_supports.kv_cache)

@@ -10,8 +10,8 @@ from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton._cache import cached, slot_start
 from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.kernels.triton._rows import KEPT, enough_warps
-from vllm_opset.ops.paged_batch import only_packed
-from vllm_opset.ops.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
+from vllm_opset.ops.attention.paged_batch import only_packed
+from vllm_opset.ops.cache.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
 
 
 def supports(problem: ReshapeAndCacheProblem) -> str | None:

@@ -18,7 +18,7 @@ from vllm_opset.kernels.triton._heads import (
     store_rest,
 )
 from vllm_opset.kernels.triton._launch import begin
-from vllm_opset.ops.rotary_embedding import check_arguments
+from vllm_opset.ops.rope.rotary_embedding import check_arguments
 
 
 @kernel(ops.rotary_embedding, name="triton", supports=_supports.floats)

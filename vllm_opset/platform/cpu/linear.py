@@ -8,7 +8,7 @@ import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-from vllm_opset.platform.linear import choice, replace
+from vllm_opset.model.linear import choice, replace
 from vllm_opset.platform.refusals import Refusal
 
 

@@ -1,5 +1,6 @@
 """What opset does not do on a CPU."""
 
+from vllm_opset.model.weights import offloads
 from vllm_opset.platform.asked import ASKED as COMMON_ASKED
 from vllm_opset.platform.asked import NVTX, PROFILERS, WITHOUT_COMPILER, unset
 from vllm_opset.platform.refusals import RULES as COMMON
@@ -11,7 +12,6 @@ from vllm_opset.platform.refusals import (
     compiles,
     environment,
     given,
-    offloads,
 )
 
 # These are checked before vLLM resolves the configuration. Later, users' words have been overridden.

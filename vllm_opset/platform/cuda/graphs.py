@@ -7,6 +7,7 @@ them, which is set here and taken back before the next engine is configured: it 
 import os
 from typing import TYPE_CHECKING
 
+from vllm_opset.model import weights
 from vllm_opset.platform import refusals
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def check(config: "VllmConfig") -> None:
 def _can_break(config: "VllmConfig") -> bool:
     """A pooling model's inputs may be new tensors in every step; an offloaded layer's copies would span two pieces."""
     may = os.environ.get(VARIABLE, "1") == "1"
-    return may and config.model_config is not None and not _pools(config) and not refusals.offloads(config)
+    return may and config.model_config is not None and not _pools(config) and not weights.offloads(config)
 
 
 def _pools(config: "VllmConfig") -> bool:

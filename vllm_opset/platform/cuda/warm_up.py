@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.kernels.triton._ahead import compiled_ahead
-from vllm_opset.ops.paged_batch import PagedBatch
-from vllm_opset.platform import linear
+from vllm_opset.model import linear
+from vllm_opset.ops.attention.paged_batch import PagedBatch
 from vllm_opset.platform.warm_up import sampler, slot_mapping
 
 AHEAD_TOKENS = 2048  # of a step: longer ones take long, and launch parameters that change there are one activation's

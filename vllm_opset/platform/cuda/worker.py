@@ -6,7 +6,8 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
 from vllm_opset.kernels.triton._ahead import compiled_ahead
-from vllm_opset.platform import compat, compile_cache, fusion, linear, refusals, sampler, slots
+from vllm_opset.model import fusion, linear, sampler, slots, weights
+from vllm_opset.platform import compat, compile_cache, refusals
 from vllm_opset.platform.cuda import device, graphs, warm_up, workspace
 from vllm_opset.platform.worker import OpsetWorker
 
@@ -28,7 +29,7 @@ class OpsetCudaWorker(OpsetWorker):
             super().load_model(**kwargs)
         model = self.model_runner.get_model()
         fusion.bind(model, self.vllm_config, compiled_ahead)
-        if not refusals.offloads(self.vllm_config):  # weights that move stay in vLLM's hands
+        if not weights.offloads(self.vllm_config):  # weights that move stay in vLLM's hands
             linear.bind(model, compiled=refusals.compiles(self.vllm_config))
         compile_cache.keep_kernels_apart(self.vllm_config)
 

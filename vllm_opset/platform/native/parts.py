@@ -23,21 +23,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import yaml
 
-from vllm_opset import selection
-from vllm_opset.platform import settings
+from vllm_opset.model.weights import offloads
+from vllm_opset.platform import settings, switches
 from vllm_opset.platform.asked import CACHE_LAYOUT, FLASHINFER_SAMPLER, TENSOR_DESCRIPTORS
 from vllm_opset.platform.cuda import device
 from vllm_opset.platform.refusals import (
-    Refusal,
     Rule,
     caches_neither_alike_nor_in_fp8,
     environment,
     given,
     of_model,
-    offloads,
     several,
     two_batches,
 )
+from vllm_opset.platform.switches import Switch
+from vllm_opset.unsupported import Refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,7 +61,6 @@ OF_ANOTHER_BACKEND = frozenset(
         "use_trtllm_attention",
     }
 )
-SWITCH: Mapping[object, bool] = {"on": True, "off": False, True: True, False: False}
 
 
 class Decision(NamedTuple):
@@ -234,20 +233,22 @@ def decide(config: "VllmConfig", family: int) -> dict[str, Decision]:
     family: the GPUs' compute capability, such as 90. Raises Refusal for a part that was asked for and does not cover
     the configuration, and OverrideError for words that cannot be understood.
     """
-    said = _said(config)
+    said = _switches(config)
     return {name: _decide(name, part, said.get(name), config, family) for name, part in PARTS.items()}
 
 
 def is_asked_for(name: str, config: "VllmConfig") -> bool:
     """Whether a user has switched the part on."""
-    said = _said(config).get(name)
-    return said is not None and said.on
+    switch = _switches(config).get(name)
+    return switch is not None and switch.on
 
 
 def decide_without_model(family: int) -> dict[str, Decision]:
     """What `decide` answers for a model and configuration that every part can do, by variables and files alone."""
-    said = words({})
-    return {name: said[name] if name in said else _by_default(name, family, PARTS[name].slower) for name in PARTS}
+    said = switches.read({})
+    return {
+        name: Decision(*said[name]) if name in said else _by_default(name, family, PARTS[name].slower) for name in PARTS
+    }
 
 
 @functools.cache
@@ -255,35 +256,21 @@ def defaults() -> Mapping[str, Mapping[str, object]]:
     return yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text())
 
 
-def _said(config: "VllmConfig") -> dict[str, Decision]:
-    """What users said of each part; what is read later counts."""
-    said = {}
-    if _our_backend(config):
-        said["attention"] = Decision(True, "--attention-backend CUSTOM")
-    return said | words(config.additional_config)
+def _switches(config: "VllmConfig") -> dict[str, Switch]:
+    """The user's switch of each part that has one; what is read later counts."""
+    backend = {"attention": Switch(True, "--attention-backend CUSTOM")} if _our_backend(config) else {}
+    return backend | switches.read(config.additional_config)
 
 
-def words(additional_config: Mapping) -> dict[str, Decision]:
-    """What variables, files and the configuration say of each part. Raises OverrideError for a wrong word."""
-    said = {}
-    for source, name, value in selection.said("native", additional_config):
-        if name not in PARTS:
-            raise selection.OverrideError(f"{source}: unknown part {name!r}; {selection.nearest(str(name), PARTS)}")
-        if not isinstance(value, str | bool) or value not in SWITCH:
-            raise selection.OverrideError(f"{source}: {name} is on or off, not {value!r}")
-        said[name] = Decision(SWITCH[value], source)
-    return said
-
-
-def _decide(name: str, part: Part, said: Decision | None, config: "VllmConfig", family: int) -> Decision:
-    if said is not None and not said.on:
-        return Decision(False, f"switched off by {said.why}")
-    if said is not None:
+def _decide(name: str, part: Part, switch: Switch | None, config: "VllmConfig", family: int) -> Decision:
+    if switch is not None and not switch.on:
+        return Decision(False, f"switched off by {switch.source}")
+    if switch is not None:
         if divmod(family, 10) < device.OLDEST:
             raise Refusal(f"vllm-opset's {name} needs {device.NEEDED}: switch it off.")
         if cannot := _first(part.cannot, config):
             raise cannot.refusal(f"({name}) {WHERE}")
-        return Decision(True, f"asked for by {said.why}")
+        return Decision(True, f"asked for by {switch.source}")
     return _by_default(name, family, (*part.cannot, *part.unmeasured, *part.slower), config)
 
 

@@ -15,8 +15,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
 
 from vllm_opset import ops, selection
-from vllm_opset.ops.top_k_top_p_sample import TopKTopPSampleProblem
-from vllm_opset.platform import sampler as first
+from vllm_opset.model import sampler as first
+from vllm_opset.ops.sampling.top_k_top_p_sample import TopKTopPSampleProblem
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -11,7 +11,8 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
 from vllm_opset.kernels.triton._ahead import compiled_ahead
-from vllm_opset.platform import compile_cache, fusion, layers, linear, refusals
+from vllm_opset.model import fusion, layers, linear
+from vllm_opset.platform import compile_cache, refusals
 from vllm_opset.platform.cuda import device, warm_up, workspace
 from vllm_opset.platform.native import sampler
 from vllm_opset.platform.report import Reporting

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from vllm_opset.kernels.ascend._constraints import ATTENTION_BLOCK_SIZES
+from vllm_opset.model.weights import offloads
 from vllm_opset.platform.asked import ASKED as COMMON_ASKED
 from vllm_opset.platform.asked import GRAPHS, NVTX, PROFILERS, WITHOUT_COMPILER
 from vllm_opset.platform.refusals import RULES as COMMON
@@ -14,7 +15,6 @@ from vllm_opset.platform.refusals import (
     compiles,
     given,
     of_model,
-    offloads,
     several,
 )
 

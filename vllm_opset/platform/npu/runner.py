@@ -6,7 +6,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_opset.platform import sampler, slots
+from vllm_opset.model import sampler, slots
 from vllm_opset.platform.npu.attention import apart, prepare_blocks
 
 

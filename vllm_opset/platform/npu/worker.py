@@ -19,7 +19,9 @@ class OpsetNpuWorker(OpsetWorker):
     """vLLM's worker for GPUs, with an NPU as the device."""
 
     def init_device(self) -> None:
-        compat.name_npu_as_cuda()
+        from vllm_opset.platform.npu import graphs  # torch_npu is imported by now
+
+        compat.name_npu_as_cuda(graphs.DecodeGraph, graphs.capture)
         self.device = torch.device("npu", self.local_rank)
         torch.npu.set_device(self.device)
         # The operators' documents presume it; otherwise some products compile PyTorch's for every shape that they meet.

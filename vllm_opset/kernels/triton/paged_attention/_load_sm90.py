@@ -1,0 +1,169 @@
+"""The loading warps of _paged_attention_hopper: which tiles come next, and their keys and values."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from vllm_opset.kernels.triton.paged_attention._tile import seen_by_all
+from vllm_opset.kernels.triton.paged_attention.prefill import REQUESTS, queries_of
+
+ROWS = gl.constexpr(128)  # of a query tile
+COLUMNS = gl.constexpr(64)  # of a box: 128 bytes, the width that shared memory is swizzled by
+POSTS = gl.constexpr(2)  # tiles on the board
+FIELDS = gl.constexpr(6)  # of a post
+
+
+@gluon.jit
+def load_keys(
+    cache, num_pages, boxes, full, empty, board, batch, num_tiles, ticket,
+    NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Draws tiles, in the order of _paged_attention_many._request_of, posts them and brings their keys."""
+    query_start_loc, seq_lens, block_table, table_strides, num_reqs = batch
+    posted, loaded = 0, 0  # tiles, and blocks of keys
+    drawn = gl.program_id(0)
+    while drawn < num_tiles:
+        head, tile = drawn % NUM_KV_HEADS, drawn // NUM_KV_HEADS
+        request = _request_of(tile, query_start_loc, num_reqs, ROWS // GROUP)
+        first_token, seq_len = gl.load(query_start_loc + request), gl.load(seq_lens + request)
+        query_len = gl.load(query_start_loc + request + 1) - first_token
+        first_query, num_queries = queries_of(tile, first_token, query_len, num_reqs, ROWS // GROUP)
+        if num_queries > 0:
+            first_position = seq_len - query_len + first_query
+            _post(board, posted, (num_queries, first_token + first_query, first_position, seq_len, head, request))
+            posted += 1
+            loaded = _load_tile(
+                cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
+                num_queries, first_position, seq_len, head, request,
+                0, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
+            )  # fmt: skip
+        number = gl.atomic_add(ticket, 1)
+        if number == num_tiles - 1:  # of all draws the last: each program has one that finds no tile
+            gl.store(ticket, 0)
+        drawn = gl.num_programs(0) + number
+    _post(board, posted, (0,))
+
+
+@gluon.jit
+def load_values(
+    cache, num_pages, boxes, full, empty, board, block_table, table_strides,
+    HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Brings the values of each tile that is posted, up to a post of no queries."""
+    _, _, empty_posts = board
+    taken, loaded = 0, 0  # tiles, and blocks of values
+    num_queries = await_post(board, taken)
+    while num_queries > 0:
+        first_position, seq_len = read_post(board, taken, 2), read_post(board, taken, 3)
+        head, request = read_post(board, taken, 4), read_post(board, taken, 5)
+        mbarrier.arrive(empty_posts.index(taken % POSTS))
+        loaded = _load_tile(
+            cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
+            num_queries, first_position, seq_len, head, request,
+            HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
+        )  # fmt: skip
+        taken += 1
+        num_queries = await_post(board, taken)
+
+
+@gluon.jit
+def _request_of(tile, query_start_loc, num_reqs, QUERIES: gl.constexpr):
+    """The request of a tile, as _paged_attention_many._request_of finds it; Gluon has to be told the layout."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [gl.num_warps()], [0])
+    request = tile
+    if tile >= num_reqs:
+        request = -1
+        for first in range(0, num_reqs, REQUESTS):
+            candidate = first + gl.arange(0, REQUESTS, LAYOUT)
+            start = gl.load(query_start_loc + candidate, candidate < num_reqs, 0)
+            started = (start // QUERIES <= tile - num_reqs) & (candidate < num_reqs)
+            request += gl.sum(started.to(gl.int32), 0)
+    return request
+
+
+@gluon.jit
+def _post(board, posted, fields):
+    """Tells all others of their next tile, once they have read the post that was there."""
+    posts, full, empty = board
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(empty.index(posted % POSTS), posted // POSTS & 1 ^ 1)
+    for field in gl.static_range(len(fields)):
+        posts.index(posted % POSTS * FIELDS + field).store(gl.full([1], fields[field], gl.int32, ONE))
+    mbarrier.arrive(full.index(posted % POSTS))
+
+
+@gluon.jit
+def await_post(board, taken):
+    """The number of queries of the next tile, zero after the last one."""
+    _, full_posts, _ = board
+    mbarrier.wait(full_posts.index(taken % POSTS), taken // POSTS & 1)
+    return read_post(board, taken, 0)
+
+
+@gluon.jit
+def read_post(board, taken, FIELD: gl.constexpr):
+    """One of the numbers that were posted."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    posts, _, _ = board
+    return gl.max(posts.index(taken % POSTS * FIELDS + FIELD).load(ONE), 0)
+
+
+@gluon.jit
+def _load_tile(
+    cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
+    num_queries, first_position, seq_len, head, request,
+    FIRST_COLUMN: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Brings a tile's blocks in turn, box by box, and zeros in place of boxes beyond the last key. Returns the count of
+    all blocks so far.
+    """
+    BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
+    pages = block_table + request.to(gl.int64) * table_strides[0]
+    low, high, num_blocks, num_right, _ = blocks(first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
+    for turn in range(num_blocks):
+        start = start_of(turn, low, num_blocks, num_right, BLOCK_N)
+        found = ()
+        for row in gl.static_range(0, BLOCK_N, BOX_ROWS):
+            place = pages + ((start + row) // BLOCK_SIZE).to(gl.int64) * table_strides[1]
+            found += (gl.load(place, start + row < high, num_pages),)  # a page that does not exist: zeros
+        stage, phase = (loaded + turn) % STAGES, (loaded + turn) // STAGES & 1
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        mbarrier.expect(full.index(stage), BLOCK_N * BLOCK_D * cache.dtype.primitive_bitwidth // 8)
+        for column in gl.static_range(0, BLOCK_D, COLUMNS):
+            for row in gl.static_range(0, BLOCK_N, BOX_ROWS):
+                place = [found[row // BOX_ROWS], head, (start + row) % BLOCK_SIZE, FIRST_COLUMN + column]
+                box = (stage * (BLOCK_D // COLUMNS) + column // COLUMNS) * (BLOCK_N // BOX_ROWS) + row // BOX_ROWS
+                tma.async_copy_global_to_shared(cache, place, full.index(stage), boxes.index(box))
+    return loaded + num_blocks
+
+
+@gluon.jit
+def blocks(
+    first_position, num_queries, seq_len,
+    BOX_ROWS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """The keys low … high - 1 that some query of a tile sees, low at the first row of a box; how many blocks they are;
+    how many of the last ones need a mask, at least one; how many of all do.
+    """
+    last_position = first_position + num_queries - 1
+    low, high = 0, seq_len
+    if LEFT is not None:
+        low = max(0, first_position - LEFT) // BOX_ROWS * BOX_ROWS
+    if RIGHT is not None:
+        high = min(high, last_position + RIGHT + 1)
+    num_blocks = max(1, gl.cdiv(high - low, BLOCK_N))
+    full_first, full_last = seen_by_all(low, high, first_position, last_position, LEFT, RIGHT, BLOCK_N)
+    num_right = max(1, num_blocks - (full_last - low) // BLOCK_N)
+    num_masked = num_right + min((full_first - low) // BLOCK_N, num_blocks - num_right)
+    return low, high, num_blocks, num_right, num_masked
+
+
+@gluon.jit
+def start_of(turn, low, num_blocks, num_right, BLOCK_N: gl.constexpr):
+    """The first key of a block. The last ones that need a mask come first, from the end down, then all others from the
+    first one on: so those that need no mask are together, and what lies beyond the last key is in turn 0.
+    """
+    return low + gl.where(turn < num_right, num_blocks - 1 - turn, turn - num_right) * BLOCK_N

@@ -1,0 +1,96 @@
+"""top_k_top_p_sample: guess where the cuts are from a sample, list what is near, cut and race that; no sort."""
+
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.triton import _launch, _supports
+from vllm_opset.kernels.triton.top_k_top_p_sample import _rows, finish, read, reread
+from vllm_opset.ops.sampling.top_k_top_p_sample import TopKTopPSampleProblem, check_processed
+
+MAX_VOCABULARY = 2**22  # weights of so many tokens fit 64-bit fixed point
+ROW_REGISTERS = 128  # of a thread, without which the compiler takes so few that some spill
+FEW_CHUNKS = 128  # up to so many, one compiled variant serves
+
+
+def supports(problem: TopKTopPSampleProblem) -> str | None:
+    """fp32, bf16 and fp16 logits of up to 4,194,304 tokens."""
+    if problem.vocab_size > MAX_VOCABULARY:
+        return f"sums over a row are sized for {MAX_VOCABULARY} tokens"
+    return _supports.floats(problem)
+
+
+@kernel(ops.top_k_top_p_sample, name="triton", supports=supports)
+def top_k_top_p_sample(
+    logits: torch.Tensor,
+    keys: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    processed: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    check_processed(processed)
+    num_rows, vocab_size = logits.shape
+    device, overlap = logits.device, _launch.overlap(logits.device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    out = None if processed is None else torch.empty(logits.shape, dtype=torch.float32, device=device)
+    if num_rows == 0:
+        return tokens, out
+    values = _launch.parameters("top_k_top_p_sample", device, num_rows)
+    chunk, capacity = values["chunk"], min(vocab_size, values["listed"])
+    num_chunks = _launch.cdiv(vocab_size, chunk)
+    asked = int(processed is not None)
+    filtered = not (top_k is None and top_p is None and min_p is None)
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    ints = empty(num_rows, _rows.NUM_INTS.value, dtype=torch.int32)
+    floats = empty(num_rows, _rows.NUM_FLOATS.value, dtype=torch.float32)
+    parts = empty(num_rows * num_chunks, _rows.NUM_PARTS.value, dtype=torch.float32)
+    part_ids = empty(num_rows * num_chunks, _rows.NUM_WINNERS.value, dtype=torch.int32)
+    # top-k's cut lies in the list, but for ties; the cuts of the others may not.
+    rereads = top_p is not None or min_p is not None
+    pivot_sums = empty(num_rows * num_chunks * rereads, _rows.NUM_PIVOTS.value, dtype=torch.float32)
+    listed = empty(num_rows * capacity * filtered, dtype=torch.float32)
+    listed_ids = empty(num_rows * capacity * filtered, dtype=torch.int32)
+
+    # Settings that are off are not read: `given` says so, and one compiled variant serves all that differ in it.
+    given = sum(1 << bit for bit, setting in enumerate((temperature, top_k, top_p, min_p)) if setting is not None)
+    settings = tuple(
+        dummy if setting is None else setting
+        for setting, dummy in ((temperature, floats), (top_k, ints), (top_p, floats), (min_p, floats))
+    )
+    strides = tuple(1 if setting is None else setting.stride(0) for setting in (temperature, top_k, top_p, min_p, keys))
+
+    if filtered:
+        read.start[(num_rows,)](
+            logits, logits.stride(), vocab_size, given, settings, strides, asked, ints, floats,
+            num_warps=values["row_warps"], **overlap,
+        )  # fmt: skip
+    read.read[(num_rows * num_chunks,)](
+        logits, logits.stride(), vocab_size, num_chunks, keys, given, settings, strides, asked,
+        ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
+        CHUNK=chunk, FILTERED=filtered, num_warps=values["warps"], maxnreg=values["registers"], **overlap,
+    )  # fmt: skip
+    chunks = max(FEW_CHUNKS, _launch.next_power_of_2(num_chunks))
+    if rereads:
+        programs = min(max(values["rereaders"] // num_rows, 1), num_chunks)
+        reread.reread[(num_rows * programs,)](
+            logits, logits.stride(), vocab_size, num_chunks, programs, keys, given, settings, strides, asked,
+            ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
+            CHUNK=chunk, CHUNKS=chunks, num_warps=values["warps"], maxnreg=values["registers"], **overlap,
+        )  # fmt: skip
+    finish.finish[(num_rows,)](
+        logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, asked,
+        ints, floats, parts, part_ids, listed, listed_ids, capacity,
+        CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered,
+        num_warps=values["row_warps"], maxnreg=ROW_REGISTERS, **overlap,
+    )  # fmt: skip
+    if out is not None:
+        read.process[(num_rows * num_chunks,)](
+            logits, logits.stride(), vocab_size, num_chunks, given, settings, strides, ints, floats, out,
+            CHUNK=chunk, LOGPROBS=processed == "logprobs", num_warps=values["warps"], **overlap,
+        )  # fmt: skip
+    return tokens, out

@@ -1,0 +1,144 @@
+"""What top_k_top_p_sample does to a value, and its search for a cut: the highest key that enough items reach.
+
+Items are tokens of a row: candidates that were listed, or runs of neighbours in the row itself. Keys are integers in
+the order of the values.
+"""
+
+import triton
+import triton.language as tl
+
+from vllm_opset.ops.sampling import philox
+
+LARGEST_UNIFORM = tl.constexpr(philox.LARGEST_UNIFORM)
+LOG2E = tl.constexpr(1.4426950408889634)
+INFINITY = tl.constexpr(float("inf"))
+LOWEST_KEY = tl.constexpr(-2139095041)  # of −inf
+# In fixed point: 2²² tokens of weight one fit, and what is lost is below 1e-12 of the largest.
+ONE = tl.constexpr(2.0**40)
+RUN = tl.constexpr(8)  # neighbours that are sampled together: 32 bytes of fp32
+ITEMS = tl.constexpr(1024)  # looked at together in a search
+
+
+@triton.jit
+def search(
+    TIES: tl.constexpr, counting, goal, low, high, precision, floor, least, top,
+    line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
+):  # fmt: skip
+    """The highest key up to `high` that items adding up to `goal` reach, or less by up to `precision`; else `low`."""
+    zero = tl.full((), 0, tl.int64)
+    first, last = zero + low, zero + high
+    while last - first > precision:
+        step = (last - first + 3) // 4
+        reached = reached_at(
+            min(first + step, last).to(tl.int32), min(first + 2 * step, last).to(tl.int32),
+            min(first + 3 * step, last).to(tl.int32), TIES, counting, floor, least, top,
+            line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
+        )  # fmt: skip
+        steps = min(tl.sum((reached >= goal).to(tl.int64), 0), 3)
+        if steps < 3:
+            last = min(first + step * (steps + 1), last) - 1
+        first = min(first + step * steps, last)
+    return first.to(tl.int32)
+
+
+@triton.jit
+def reached_at(
+    one, two, three, TIES: tl.constexpr, counting, floor, least, top,
+    line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
+):  # fmt: skip
+    """What the items at or above each of three keys add up to: int64 [4], in no order, that of the third twice.
+
+    counting: how many they are; else their weights, if they pass floor and min-p. TIES: how many items have the key
+    `floor`, where key means −1 − token.
+    """
+    sums = tl.zeros((ITEMS, 4), tl.int64)
+    for first in range(0, number, ITEMS):
+        item = first + tl.arange(0, ITEMS)
+        x = x_of(item, line, listed_logits, column_stride, number, run, listed, scale)
+        own = key_of(x)
+        if TIES:
+            amount = (own == floor).to(tl.int64)
+            own = -1 - token_of(item, listed_ids, number, run, listed)
+        else:
+            weight = tl.exp2((x - top) * LOG2E)
+            weight = tl.where(weight >= least, weight, 0.0)
+            if counting:
+                weight = tl.where(own > LOWEST_KEY, 1 / ONE, 0.0)
+            amount = in_fixed_point(tl.where(own >= floor, weight, 0.0))
+        third = tl.where(own >= three, amount, 0)
+        others = tl.join(tl.where(own >= one, amount, 0), tl.where(own >= two, amount, 0))
+        sums += tl.join(others, tl.join(third, third)).reshape(ITEMS, 4)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def x_of(item, line, listed_logits, column_stride, number, run, listed, scale):
+    """x of items: of the candidates if `listed`, else of runs of tokens. −inf beyond their number."""
+    if listed:
+        logit = tl.load(listed_logits + item, item < number, -INFINITY).to(tl.float32)
+    else:
+        token = item // RUN * run + item % RUN
+        logit = tl.load(line + token.to(tl.int64) * column_stride, item < number, -INFINITY).to(tl.float32)
+    return divided(logit, scale)
+
+
+@triton.jit
+def token_of(item, listed_ids, number, run, listed):
+    token = item // RUN * run + item % RUN
+    if listed:
+        token = tl.load(listed_ids + item, item < number, 0)
+    return token
+
+
+@triton.jit
+def is_kept(x, token, cut, last, least, top):
+    """Whether tokens are kept: above the cut, or at it up to the index `last`, and by min-p."""
+    key = key_of(x)
+    return ((key > cut) | ((key == cut) & (token <= last))) & (tl.exp2((x - top) * LOG2E) >= least)
+
+
+@triton.jit
+def divided(logit, scale):
+    """logit / scale, rounded as by PyTorch, since it matters which x are equal: by Markstein's correction of a product
+    with the rounded reciprocal.
+    """
+    reciprocal = tl.div_rn(1.0, scale)
+    product = logit * reciprocal
+    corrected = tl.fma(tl.fma(-product, scale, logit), reciprocal, product)
+    return tl.where(tl.abs(product) < INFINITY, corrected, product)
+
+
+@triton.jit
+def weight_of(logit, top, scale):
+    """The weights of logits as multiples of that of the largest one."""
+    return tl.exp2((logit - tl.where(top == -INFINITY, 0.0, top)) * (LOG2E / scale))
+
+
+@triton.jit
+def in_fixed_point(weight):
+    return (weight * ONE).to(tl.int64)
+
+
+@triton.jit
+def key_of(x):
+    """Integers in the order of the values; of both zeros the same."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(key):
+    """The inverse of `key_of`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponential(words):
+    """`philox.exponential` of random words.
+
+    log1p(−u) is log(w) · u / (1 − w) of w = 1 − u as it is rounded, which is precise where u is small.
+    """
+    uniform = tl.minimum((words.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * (2.0**-32), LARGEST_UNIFORM)
+    rest = 1.0 - uniform
+    tiny = rest == 1.0
+    return tl.where(tiny, uniform, -tl.log(rest) * uniform / tl.where(tiny, 1.0, 1.0 - rest))

@@ -1,0 +1,210 @@
+"""The kernel `reread` of top_k_top_p_sample: reads the rows again that `read` alone does not settle.
+
+`_sampling.py` says how the kernels work together. This one takes part where top-p alone or min-p alone cuts a row:
+
+- In a row that was raced, it adds up the weights ahead of the winner, which decide whether top-p keeps it, and races
+  the tokens ahead of it, one of which is drawn if top-p does not.
+- In a row whose list of candidates misses the cut, it races all tokens, if only a token is asked for and top-p cuts it.
+- In any other such row it makes a list between closer bounds, which follow from what `read` added up.
+
+A row whose list will do costs it a few loads.
+"""
+
+import triton
+import triton.language as tl
+
+from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton.top_k_top_p_sample._rows import (
+    CHUNK_CERTAIN,
+    CHUNK_LISTED,
+    CHUNK_SCORE,
+    CHUNK_SECOND,
+    CHUNK_TOP,
+    CHUNK_TOTAL,
+    CLOSER_HIGH,
+    CLOSER_LOW,
+    CUT_CLOSER_LIST,
+    DEVIATION,
+    ESTIMATE,
+    LISTED,
+    LOW,
+    NUM_FLOATS,
+    NUM_INTS,
+    NUM_PARTS,
+    NUM_PIVOTS,
+    NUM_WINNERS,
+    RACE,
+    RACE_LATE,
+    RELISTED,
+    SUM_ERROR,
+    WAY,
+    first_of_best,
+    is_ahead,
+    list_candidates,
+    pivots_of,
+    race_alone,
+    settings_of,
+)
+from vllm_opset.kernels.triton.top_k_top_p_sample._search import INFINITY, LOG2E, divided, weight_of
+
+# How far below the first bound the second one lies where `read` had no pivots, in standard deviations of the sample.
+NEXT_BOUND = tl.constexpr(0.6)
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_chunks", "programs", "given", "processed", "capacity"])
+def reread(
+    logits, logits_strides, vocab_size, num_chunks, programs, keys, given, settings, strides, processed,
+    ints, floats, parts, part_ids, pivot_sums, listed_logits, listed_ids, capacity,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """`programs` programs a row, each for every `programs`-th of its chunks."""
+    begin(OVERLAP)
+    num_rows = tl.num_programs(0) // programs
+    row, first = tl.program_id(0) % num_rows, tl.program_id(0) // num_rows
+    scale, greedy, k, p, least = settings_of(row, given, settings, strides, vocab_size)
+    if (k == 0 and ((p < 1) != (least > 0))) and (processed != 0 or not greedy):
+        parts += row * num_chunks * NUM_PARTS
+        part_ids += row * num_chunks * NUM_WINNERS
+        line = logits + row.to(tl.int64) * logits_strides[0]
+        seed = tl.load(keys + row * strides[4])
+        chunk = tl.arange(0, CHUNKS)
+        tops = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOP, chunk < num_chunks, -INFINITY)
+        top_logit = tl.max(tops, 0)
+        share = weight_of(tops, top_logit, scale)
+        number = tl.load(ints + row * NUM_INTS + LISTED)
+        low = tl.load(floats + row * NUM_FLOATS + LOW)
+        wanted, enough = 0.0, low == -INFINITY
+        if p < 1:
+            totals = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOTAL, chunk < num_chunks, 0.0)
+            listed = tl.load(parts + chunk * NUM_PARTS + CHUNK_LISTED, chunk < num_chunks, 0.0)
+            wanted = p * tl.sum(totals * share, 0)
+            enough = enough or tl.sum(listed * share, 0) >= wanted * (1 + SUM_ERROR)
+        else:
+            enough = enough or tl.exp2((divided(low, scale) - divided(top_logit, scale)) * LOG2E) < least
+        if tl.load(ints + row * NUM_INTS + WAY) == RACE:
+            if enough:
+                scores = tl.load(parts + chunk * NUM_PARTS + CHUNK_SCORE, chunk < num_chunks, -INFINITY)
+                winners = tl.load(part_ids + chunk * NUM_WINNERS, chunk < num_chunks, vocab_size)
+                _, winner = first_of_best(scores * share, winners, vocab_size)
+                bound = tl.load(line + winner.to(tl.int64) * logits_strides[1], winner < vocab_size, INFINITY)
+                _race_ahead(
+                    first, programs, line, logits_strides[1], vocab_size, num_chunks,
+                    divided(bound.to(tl.float32), scale), winner, scale, seed, parts, part_ids, CHUNK,
+                )  # fmt: skip
+        elif not enough or number > capacity:
+            if p < 1 and processed == 0:
+                tl.store(ints + row * NUM_INTS + WAY, RACE_LATE)
+                _race_all(
+                    first,
+                    programs,
+                    line,
+                    logits_strides[1],
+                    vocab_size,
+                    num_chunks,
+                    scale,
+                    seed,
+                    parts,
+                    part_ids,
+                    CHUNK,
+                )
+            else:
+                low, high = _closer_bounds(
+                    floats + row * NUM_FLOATS, pivot_sums + row * num_chunks * NUM_PIVOTS, share, wanted, enough, low,
+                    least, top_logit, scale, num_chunks, CHUNKS,
+                )  # fmt: skip
+                tl.store(ints + row * NUM_INTS + WAY, CUT_CLOSER_LIST)
+                tl.store(floats + row * NUM_FLOATS + CLOSER_LOW, low)
+                tl.store(floats + row * NUM_FLOATS + CLOSER_HIGH, high)
+                for current in range(first, num_chunks, programs):
+                    _read_between(
+                        line, logits_strides[1], current, vocab_size, low, high, scale, greedy, seed,
+                        parts + current * NUM_PARTS, part_ids + current * NUM_WINNERS,
+                        ints + row * NUM_INTS + RELISTED, listed_logits, listed_ids, row, capacity, CHUNK,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _race_ahead(
+    first, programs, line, column_stride, vocab_size, num_chunks, bound, winner, scale, seed, parts, part_ids,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The weights ahead of the first race's winner, and a second race among these tokens. bound: the winner's x."""
+    for chunk in range(first, num_chunks, programs):
+        token = chunk * CHUNK + tl.arange(0, CHUNK)
+        logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
+        ahead = is_ahead(divided(logit, scale), token, bound, winner)
+        top = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOP)
+        weight = tl.sum(tl.where(ahead, weight_of(logit, top, scale), 0.0), 0)
+        tl.store(parts + chunk * NUM_PARTS + CHUNK_CERTAIN, weight)
+        score, second = -INFINITY, vocab_size
+        if weight > 0:
+            score, second = race_alone(
+                line, column_stride, chunk * CHUNK, bound, winner, top, scale, seed, vocab_size, True, CHUNK
+            )
+        tl.store(parts + chunk * NUM_PARTS + CHUNK_SECOND, score)
+        tl.store(part_ids + chunk * NUM_WINNERS + 1, second)
+
+
+@triton.jit
+def _race_all(
+    first, programs, line, column_stride, vocab_size, num_chunks, scale, seed, parts, part_ids, CHUNK: tl.constexpr
+):
+    for chunk in range(first, num_chunks, programs):
+        top = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOP)
+        score, winner = -INFINITY, vocab_size
+        if top > -INFINITY:
+            score, winner = race_alone(
+                line, column_stride, chunk * CHUNK, -INFINITY, vocab_size, top, scale, seed, vocab_size, False, CHUNK
+            )
+        tl.store(parts + chunk * NUM_PARTS + CHUNK_SCORE, score)
+        tl.store(part_ids + chunk * NUM_WINNERS, winner)
+
+
+@triton.jit
+def _closer_bounds(
+    bounds, pivot_sums, share, wanted, enough, low, least, top, scale, num_chunks, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """Two logits that the cut lies between: tokens below the first are dropped, those from the second on are kept.
+
+    share: of each chunk, the weight of its largest logit as a multiple of the row's largest. wanted: the weight that
+    top-p keeps. enough: whether the cut is not below `low`. least: min-p, or 0.
+    """
+    closer, high = tl.where(enough, low, -INFINITY), tl.where(enough, INFINITY, low)
+    if least > 0:  # min-p's cut follows from the largest logit
+        cut = top + tl.log(least) * scale
+        margin = (tl.abs(cut) + tl.abs(top)) * 1e-5 + 1e-30
+        closer, high = cut - margin, cut + margin
+    elif tl.load(bounds + ESTIMATE) < INFINITY:
+        chunk, pivot = tl.arange(0, CHUNKS)[:, None], tl.arange(0, NUM_PIVOTS)[None, :]
+        sums = tl.load(pivot_sums + chunk * NUM_PIVOTS + pivot, chunk < num_chunks, 0.0)
+        sums = tl.sum(sums * share[:, None], 0)
+        value = pivots_of(bounds)
+        closer = max(closer, tl.max(tl.where(sums >= wanted, value, -INFINITY), 0))
+        high = min(high, tl.min(tl.where(sums >= wanted, INFINITY, value), 0))
+    elif not enough:
+        closer = low - NEXT_BOUND * tl.load(bounds + DEVIATION)
+    return closer, high
+
+
+@triton.jit
+def _read_between(
+    line, column_stride, chunk, vocab_size, low, high, scale, greedy, seed,
+    part, part_id, relisted, listed_logits, listed_ids, row, capacity, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """What `read` does with a chunk, for bounds that have certain tokens above them."""
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    logit = tl.load(line + place.to(tl.int64) * column_stride, place < vocab_size, -INFINITY).to(tl.float32)
+    among = (logit >= low) & (logit < high) & (logit > -INFINITY)
+    list_candidates(logit, place, among, relisted, listed_logits, listed_ids, row, capacity)
+    top = tl.load(part + CHUNK_TOP)
+    certain, score, winner = 0.0, -INFINITY, vocab_size
+    if top >= high:
+        certain = tl.sum(tl.where(logit >= high, weight_of(logit, top, scale), 0.0), 0)
+        if not greedy:
+            score, winner = race_alone(
+                line, column_stride, chunk * CHUNK, high, vocab_size, top, scale, seed, vocab_size, False, CHUNK
+            )
+    tl.store(part + CHUNK_CERTAIN, certain)
+    if not greedy:
+        tl.store(part + CHUNK_SCORE, score)
+        tl.store(part_id, winner)

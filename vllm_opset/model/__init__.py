@@ -1,0 +1,1 @@
+"""Replacements for parts of vLLM's model and model runner, on every device."""

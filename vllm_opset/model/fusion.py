@@ -1,0 +1,195 @@
+"""Rotary embedding, the norms of query and key before it, and the cache write after it, in one launch.
+
+vLLM's models call these parts one after the other: q_norm and k_norm where a model has them, rotary_emb, attn. Without
+a compiler nothing can be fused in between, unless the parts wait for the last of them. So in a model that was loaded,
+the norms and the rotary embedding before an attention leave query and key as they are, the positions are kept, and the
+attention's cache write does all of it (`ops.qk_norm_rope_cache`, `ops.rope_cache`).
+
+Whether a model's code really goes from its projection through exactly these parts to its attention is not read from
+its source: each layer is tried once, on random input, with the parts at work and with the parts waiting.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.forward_context import BatchDescriptor, get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
+
+from vllm_opset import ops, selection
+from vllm_opset.attention.impl import OpsetAttentionImpl
+from vllm_opset.model.layers import RMSNormLayer, RotaryEmbeddingLayer
+from vllm_opset.model.weights import offloads
+
+TRIED_POSITIONS = (3, 0, 7, 12, 1)
+
+
+class WaitingRope(nn.Module):
+    """In a rotary embedding's place, which layers share: leaves query and key as they are, and keeps the positions.
+
+    For the attention's implementation (`attention.impl.Before`): what is to be done to query and key.
+    positions: by what `_pieces` says, since this is not called where pieces of a graph are replayed.
+    """
+
+    def __init__(self, rotary: RotaryEmbeddingLayer, norms: tuple[RMSNormLayer, RMSNormLayer] | None) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.norms = norms  # in a tuple, so that they do not become this module's children: they are the model's
+        self.positions: dict[BatchDescriptor | None, torch.Tensor] = {}
+
+    def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
+        self.positions[_pieces()] = positions
+        return query, key
+
+    def current_positions(self) -> torch.Tensor:
+        """Of the step that runs, whose positions lie where they lay when its pieces were captured."""
+        return self.positions[_pieces()]
+
+    def write_with(self, *, block_size: int, **problem) -> Callable[..., None]:
+        """See `attention.impl.Before`."""
+        table, neox = self.rotary.cos_sin_cache, self.rotary.is_neox_style
+        problem |= {"rotary_dim": self.rotary.rotary_dim, "is_neox_style": neox}
+        op, norm = ops.rope_cache, ((), {})
+        if self.norms is not None:
+            q_norm, k_norm = self.norms
+            op = ops.qk_norm_rope_cache
+            problem["weight_dtype"] = q_norm.weight.dtype
+            norm = (q_norm.weight, k_norm.weight, q_norm.variance_epsilon), {"weight_offset": q_norm.weight_offset}
+        run, (parameters, offset) = selection.select(op, op.problem(**problem)).run, norm
+
+        def write(query, key, value, kv_cache, slot_mapping, **scales) -> None:
+            positions = self.current_positions()
+            run(query, key, value, *parameters, positions, table, neox, kv_cache, slot_mapping, **scales, **offset)
+
+        return write
+
+
+def _pieces() -> BatchDescriptor | None:
+    """What the pieces of a graph that this step replays were captured for; None if all of its Python runs, or none."""
+    if not is_forward_context_available():
+        return None
+    context = get_forward_context()
+    return context.batch_descriptor if context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE else None
+
+
+def bind(
+    model: nn.Module,
+    vllm_config: VllmConfig,
+    compiled_ahead: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """For a model that was just loaded, if a layer's parts run together.
+
+    compiled_ahead: within it kernels may be compiled instead of launched, before they are.
+    """
+    if not _runs_together(vllm_config):
+        return
+    compiled: set[tuple] = set()
+    for module in model.modules():
+        rope = _rope_of(module)
+        if rope is None:
+            continue
+        impl = module.attn.impl
+        shape = type(module), impl.num_heads, impl.num_kv_heads, impl.head_size, rope.norms is None
+        if shape not in compiled:
+            with compiled_ahead():
+                _can_wait(module, rope, vllm_config)
+            compiled.add(shape)
+        # Every layer: in some models not all of them rotate.
+        if _can_wait(module, rope, vllm_config):
+            _let_wait(module, rope)
+            impl.before = rope
+
+
+def _runs_together(vllm_config: VllmConfig) -> bool:
+    """Whether a layer's parts run together in every step, on weights that are there when the model is loaded."""
+    return vllm_config.compilation_config.mode == CompilationMode.NONE and not offloads(vllm_config)
+
+
+def _rope_of(module: nn.Module) -> WaitingRope | None:
+    """What is before the attention of a module that consists of such parts."""
+    children = dict(module.named_children())
+    attention, rotary = children.get("attn"), children.get("rotary_emb")
+    if not isinstance(attention, Attention) or not isinstance(attention.impl, OpsetAttentionImpl):
+        return None
+    # An encoder's attention writes no cache; and vLLM finds a cache's scales before it is written (gone by 0.30).
+    if attention.impl.attn_type != AttentionType.DECODER or getattr(attention, "calculate_kv_scales", False):
+        return None
+    # Only that class: one that is derived from it is told more than positions.
+    if getattr(type(rotary), "forward_oot", None) is not RotaryEmbeddingLayer.forward_oot:
+        return None
+    norms = children.get("q_norm"), children.get("k_norm")
+    if norms != (None, None) and not _are_of_a_head(norms, attention.impl.head_size):
+        return None
+    return WaitingRope(rotary, norms if norms[0] else None) if attention.impl.writes_cache else None
+
+
+def _are_of_a_head(norms: tuple, head_size: int) -> bool:
+    return (
+        all(isinstance(norm, RMSNormLayer) and norm.opset_is_wanted for norm in norms)
+        and all(norm._parameters.get("weight") is not None and len(norm.weight) == head_size for norm in norms)
+        and norms[0].variance_epsilon == norms[1].variance_epsilon
+    )
+
+
+def _let_wait(module: nn.Module, rope: WaitingRope) -> None:
+    module.rotary_emb = rope
+    for norm in rope.norms or ():
+        norm.forward = _as_it_is
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+class _Seen(nn.Module):
+    """In an attention's place: keeps the query and key that arrive."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs) -> torch.Tensor:
+        self.query, self.key = query.clone(), key.clone()
+        return query.new_zeros(len(query), self.width)
+
+
+@torch.inference_mode()
+def _can_wait(module: nn.Module, rope: WaitingRope, vllm_config: VllmConfig) -> bool:
+    """Whether query and key, as they arrive when the parts wait, become by the parts what arrives when they do not."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    if required != {"positions", "hidden_states"} or not hasattr(module, "qkv_proj"):
+        return False
+    impl, device = module.attn.impl, rope.rotary.cos_sin_cache.device
+    positions = torch.tensor(TRIED_POSITIONS, device=device)
+    shape, generator = (len(positions), module.qkv_proj.input_size), torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(shape, dtype=vllm_config.model_config.dtype, device=device, generator=generator)
+    with set_current_vllm_config(vllm_config), _put_back(module, rope):
+        module.attn = seen = _Seen(impl.num_heads * impl.head_size)
+        module(positions=positions, hidden_states=hidden)
+        expected = seen.query, seen.key
+        _let_wait(module, rope)
+        module(positions=positions, hidden_states=hidden)
+        query, key = seen.query, seen.key
+    if rope.norms is not None:
+        by_head = (x.unflatten(-1, (-1, impl.head_size)) for x in (query, key))
+        query, key = (norm(x).flatten(-2) for norm, x in zip(rope.norms, by_head, strict=True))
+    query, key = rope.rotary(positions, query, key)
+    rope.positions.clear()
+    return torch.equal(query, expected[0]) and torch.equal(key, expected[1])
+
+
+@contextmanager
+def _put_back(module: nn.Module, rope: WaitingRope) -> Iterator[None]:
+    """At the end of it the module is what it was."""
+    attention = module.attn
+    try:
+        yield
+    finally:
+        module.attn, module.rotary_emb = attention, rope.rotary
+        for norm in rope.norms or ():
+            norm.forward = norm._forward_method

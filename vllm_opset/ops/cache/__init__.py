@@ -1,0 +1,1 @@
+"""Writes to the paged KV cache."""

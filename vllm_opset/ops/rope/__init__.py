@@ -1,0 +1,1 @@
+"""Rotary embeddings, alone and fused with what surrounds them."""
