@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 KERNELS = {
-    "_few": ("plan", "attend_few", "merge_few"),
-    "_many": ("attend_many", "merge_many"),
-    "_hopper": ("attend_many_on_hopper",),
+    "_few": ("plan", "attend_decode", "combine_verify"),
+    "_many": ("attend_prefill", "combine_prefill"),
+    "_hopper": ("attend_prefill_sm90",),
 }
 
 

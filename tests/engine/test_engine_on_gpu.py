@@ -123,7 +123,7 @@ def test_nothing_is_compiled_while_serving(qwen, engine):
 
 def kinds(events) -> list[str]:
     """Kernels in the order they ran: ours by name, all launches of one matrix product as one "gemm"."""
-    ours = ("_rope_cache", "attend_few", "_fused_add_rms_norm", "_gated", "_linear")
+    ours = ("_rope_cache", "attend_decode", "_fused_add_rms_norm", "_gated", "_linear")
     gemms = ("nvjet", "gemm", "cutlass", "splitK", "gemv")
     names = []
     for event in sorted(events, key=lambda event: event.time_range.start):
@@ -142,7 +142,7 @@ def test_a_layer_launches_what_it_should_and_nothing_else(qwen, engine):
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
             generate(llm, models.prompts()[1:2], max_tokens=8)
     ran = kinds(event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-    attentions = [i for i, kind in enumerate(ran) if kind == "attend_few"]
+    attentions = [i for i, kind in enumerate(ran) if kind == "attend_decode"]
     parts = ["_fused_add_rms_norm", "_gated", "_fused_add_rms_norm", "_rope_cache"]
     layer = [name for part in parts for name in ("_linear", part)]
     between = [ran[a + 1 : b] for a, b in itertools.pairwise(attentions)]

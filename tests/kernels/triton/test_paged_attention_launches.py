@@ -8,7 +8,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import paged_attention
 
-FORMS = {"plan", "attend_few", "merge_few", "attend_many", "attend_many, split", "merge_many"}
+FORMS = {"plan", "attend_decode", "combine_verify", "attend_prefill", "attend_prefill, split", "combine_prefill"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -58,7 +58,7 @@ def hopper_agrees(case: PagedCase, dtype: torch.dtype, values: dict[str, int]) -
     query, kv_cache, batch, out = inputs
     want = out.clone()
     ops.paged_attention(query, kv_cache, batch, want, **options)
-    with _launch.trial("paged_attention_hopper", values) as asked:
+    with _launch.trial("paged_attention_prefill_sm90", values) as asked:
         for _ in range(2):  # the second one finds what the first one left
             kernels_of("paged_attention")["triton"].run(*inputs, **options)
     assert asked, "the case went to another kernel"

@@ -37,7 +37,7 @@ CASES = {
 def in_small_steps(monkeypatch):
     for module in (few, many):
         monkeypatch.setattr(module, "REQUESTS", tl.constexpr(2))
-    monkeypatch.setattr(merge, "MERGED_ELEMENTS", tl.constexpr(2 * 64))  # two parts of heads of this size
+    monkeypatch.setattr(merge, "COMBINED_ELEMENTS", tl.constexpr(2 * 64))  # two parts of heads of this size
 
 
 @pytest.mark.parametrize("num_multiprocessors", [2, 12])

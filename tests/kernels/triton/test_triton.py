@@ -59,6 +59,6 @@ def test_kernels_compile_for_hopper_without_spilling(ops, tmp_path):
     compiled = _json_of(COMPILE, *ops, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert compiled.keys() == set(ops)
     kernels = {variant["kernel"] for variant in compiled.get("paged_attention", ())}
-    assert "attend_many_on_hopper" in kernels or "paged_attention" not in ops, "no sample is for the kernel in Gluon"
+    assert "attend_prefill_sm90" in kernels or "paged_attention" not in ops, "no sample is for the kernel in Gluon"
     spilling = [variant for op in ops for variant in compiled[op] if variant["local"] or variant["spills"]]
     assert not spilling, "registers are spilled to memory"

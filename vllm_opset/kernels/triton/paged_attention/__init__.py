@@ -10,10 +10,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import INTERPRETED, _launch, _supports
-from vllm_opset.kernels.triton.paged_attention import decode as _few
-from vllm_opset.kernels.triton.paged_attention import prefill as _many
-from vllm_opset.kernels.triton.paged_attention import prefill_sm90 as _hopper
-from vllm_opset.kernels.triton.paged_attention.combine import MERGED_ROWS
+from vllm_opset.kernels.triton.paged_attention import decode, prefill, prefill_sm90
+from vllm_opset.kernels.triton.paged_attention.combine import COMBINED_ROWS
 from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
 from vllm_opset.ops.attention.paged_batch import PagedBatch, only_packed, window_sides
 
@@ -22,13 +20,13 @@ MAX_GROUP = 128  # query heads of a KV head: rows of the largest tile
 MIN_ROWS = 16  # that a matrix instruction takes
 WARPGROUP = 4  # warps
 WARPGROUP_RESULTS = 64 * 128  # that fit its registers, on a Hopper GPU, beside all that few queries need there
-FEW_ROWS = 64  # of a request, at most, for what the launch parameters call few, or several
+VERIFY_ROWS = 64  # of a request, at most, for what the launch parameters call few, or several
 MAX_ROWS_FP32 = 32  # without tensor cores, a program's products are unrolled: more rows compile for minutes
 ROW_BYTES = 256  # of a query or key, up to which a tile holds as many as the launch parameters say
 COPY_BYTES = 16  # what a Hopper GPU's copy engine wants addresses and strides to be multiples of
 SEVERAL_TURNS = 3  # tiles of a program, from which on its matrix instructions win over attending equal shares …
 SEVERAL_KEYS = 8192  # … unless some request has more keys, since others may end long before its tiles
-HOPPER_BYTES = 2  # of an element, that its matrix instructions take here
+SM90_BYTES = 2  # of an element, that its matrix instructions take here
 
 
 def supports(problem: PagedAttentionProblem) -> str | None:
@@ -64,8 +62,8 @@ def paged_attention(
     num_reqs, group = len(batch.seq_lens), query.shape[1] // kv_cache.shape[1]
     if len(query) == 0 or num_reqs == 0:
         return
-    if _suits_hopper(query, kv_cache, batch, out, soft_cap, alibi_slopes, k_scale, v_scale):
-        _attend_on_hopper(query, kv_cache, batch, out, scale, left, right, sinks)
+    if _suits_prefill_sm90(query, kv_cache, batch, out, soft_cap, alibi_slopes, k_scale, v_scale):
+        _prefill_sm90(query, kv_cache, batch, out, scale, left, right, sinks)
         return
     inputs = (
         query, query.stride(), kv_cache, kv_cache.stride(), out, out.stride(),
@@ -73,11 +71,11 @@ def paged_attention(
         scale, soft_cap or None, alibi_slopes, sinks, k_scale, v_scale,
     )  # fmt: skip
     results = (out, out.stride(), batch.query_start_loc, batch.seq_lens, num_reqs, sinks, v_scale)
-    few = batch.max_query_len * group <= (MAX_ROWS_FP32 if query.dtype == torch.float32 else FEW_ROWS)
-    (_attend_few if few else _attend_many)(query, kv_cache, batch, left, right, inputs, results)
+    few = batch.max_query_len * group <= (MAX_ROWS_FP32 if query.dtype == torch.float32 else VERIFY_ROWS)
+    (_decode_or_verify if few else _prefill)(query, kv_cache, batch, left, right, inputs, results)
 
 
-def _attend_few(
+def _decode_or_verify(
     query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, left: int | None, right: int | None,
     inputs: tuple, results: tuple,
 ) -> None:  # fmt: skip
@@ -88,7 +86,7 @@ def _attend_few(
     most_rows = batch.max_query_len * group
     rows = _rows(most_rows, group, query.dtype)
     several = rows > MIN_ROWS
-    launch = "paged_attention_several" if several else "paged_attention_few"
+    launch = "paged_attention_verify" if several else "paged_attention_decode"
     values = _launch.parameters(launch, query.device, (num_reqs * num_kv_heads) ** 2 * batch.max_seq_len)
     warps = values["warps"] * max(1, rows * block_d // WARPGROUP_RESULTS)
     if values["programs"] == 1 and kv_cache.dtype != query.dtype:
@@ -101,19 +99,19 @@ def _attend_few(
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size, "BLOCK_M": rows, "BLOCK_D": block_d,
         **_launch.overlap(query.device),
     }  # fmt: skip
-    _few.attend_few[(num_programs * num_kv_heads,)](
+    decode.attend_decode[(num_programs * num_kv_heads,)](
         *inputs, *parts, None if several else tickets, *plan, num_programs, turn,
         BLOCK_SIZE=block_size, LEFT=left, RIGHT=right, BLOCK_N=block_n,
         num_warps=warps, num_stages=values["stages"], **shape,
     )  # fmt: skip
     if several and num_programs > 1:
         borders = (num_programs - 1) * num_kv_heads
-        _few.merge_few[(borders, _launch.cdiv(most_rows, MERGED_ROWS.value))](
+        decode.combine_verify[(borders, _launch.cdiv(most_rows, COMBINED_ROWS.value))](
             *results, *parts, *plan, num_programs, turn, num_warps=WARPGROUP, **shape
         )
 
 
-def _attend_many(
+def _prefill(
     query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, left: int | None, right: int | None,
     inputs: tuple, results: tuple,
 ) -> None:  # fmt: skip
@@ -121,7 +119,7 @@ def _attend_many(
     num_kv_heads, block_size = kv_cache.shape[1:3]
     num_tokens, num_heads, head_size = query.shape
     group, block_d = num_heads // num_kv_heads, _launch.next_power_of_2(head_size)
-    values = _launch.parameters("paged_attention_many", query.device, num_tokens * num_heads)
+    values = _launch.parameters("paged_attention_prefill", query.device, num_tokens * num_heads)
     rows = _rows(values["rows"] * ROW_BYTES // max(ROW_BYTES, _row_bytes(query)), group, query.dtype)
     block_n = _block_n(values, query)
     num_items = (num_tokens // (rows // group) + len(batch.seq_lens)) * num_kv_heads
@@ -134,18 +132,18 @@ def _attend_many(
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": head_size, "LEFT": left, "RIGHT": right,
         "BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_D": block_d, **_launch.overlap(query.device),
     }  # fmt: skip
-    _many.attend_many[(num_items * num_splits,)](
+    prefill.attend_prefill[(num_items * num_splits,)](
         *inputs, *parts, num_splits, values["share"],
         BLOCK_SIZE=block_size, SPLIT=num_splits > 1, num_warps=values["warps"], num_stages=values["stages"], **shape,
     )  # fmt: skip
     if num_splits > 1:
         most_rows = min(rows, batch.max_query_len * group)
-        _many.merge_many[(num_items, _launch.cdiv(most_rows, MERGED_ROWS.value))](
+        prefill.combine_prefill[(num_items, _launch.cdiv(most_rows, COMBINED_ROWS.value))](
             *results, *parts, num_splits, values["share"], num_warps=WARPGROUP, **shape
         )
 
 
-def _suits_hopper(
+def _suits_prefill_sm90(
     query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, out: torch.Tensor,
     soft_cap: float, alibi_slopes: torch.Tensor | None, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None,
 ) -> bool:  # fmt: skip
@@ -153,18 +151,18 @@ def _suits_hopper(
     if INTERPRETED or _launch.family(query.device) != "sm90":
         return False
     plain = not soft_cap and alibi_slopes is None and k_scale is None and v_scale is None
-    halves = query.element_size() == HOPPER_BYTES and kv_cache.dtype == query.dtype
-    boxes = query.shape[2] >= _hopper.COLUMNS.value and kv_cache.shape[2] % MIN_ROWS == 0
+    halves = query.element_size() == SM90_BYTES and kv_cache.dtype == query.dtype
+    boxes = query.shape[2] >= prefill_sm90.COLUMNS.value and kv_cache.shape[2] % MIN_ROWS == 0
     aligned = all(map(_is_aligned, (query, kv_cache, out)))
-    return plain and halves and boxes and aligned and _fills_hopper(query, kv_cache, batch)
+    return plain and halves and boxes and aligned and _fills_sm90(query, kv_cache, batch)
 
 
-def _fills_hopper(query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch) -> bool:
+def _fills_sm90(query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch) -> bool:
     """Whether its tiles keep a Hopper GPU busy, where no keys are split."""
     num_kv_heads, programs = kv_cache.shape[1], _multiprocessors(query.device)
     most_rows = batch.max_query_len * (query.shape[1] // num_kv_heads)
-    if most_rows > FEW_ROWS:
-        return 2 * _num_hopper_tiles(query, kv_cache, batch) > programs
+    if most_rows > VERIFY_ROWS:
+        return 2 * _num_sm90_tiles(query, kv_cache, batch) > programs
     many = len(batch.seq_lens) * num_kv_heads >= SEVERAL_TURNS * programs
     return most_rows > MIN_ROWS and many and batch.max_seq_len <= SEVERAL_KEYS
 
@@ -176,20 +174,20 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
     return last == 1 and not any(place % COPY_BYTES for place in places)
 
 
-def _attend_on_hopper(
+def _prefill_sm90(
     query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, out: torch.Tensor,
     scale: float, left: int | None, right: int | None, sinks: torch.Tensor | None,
 ) -> None:  # fmt: skip
     num_kv_heads, block_size = kv_cache.shape[1:3]
     group, head_size = query.shape[1] // num_kv_heads, query.shape[2]
     block_d = _launch.next_power_of_2(head_size)
-    span = _span(batch, left, right, _hopper.ROWS.value // group)
-    values = _launch.parameters("paged_attention_hopper", query.device, span)
+    span = _span(batch, left, right, prefill_sm90.ROWS.value // group)
+    values = _launch.parameters("paged_attention_prefill_sm90", query.device, span)
     block_n = _block_n(values, query)
-    box = [1, 1, math.gcd(block_size, block_n), _hopper.COLUMNS.value]
+    box = [1, 1, math.gcd(block_size, block_n), prefill_sm90.COLUMNS.value]
     cache = TensorDescriptor.from_tensor(kv_cache, box, NVMMASharedLayout(128, 16, rank=len(box)))
-    num_tiles = _num_hopper_tiles(query, kv_cache, batch)
-    _hopper.attend_many_on_hopper[(min(num_tiles, _multiprocessors(query.device)),)](
+    num_tiles = _num_sm90_tiles(query, kv_cache, batch)
+    prefill_sm90.attend_prefill_sm90[(min(num_tiles, _multiprocessors(query.device)),)](
         query, query.stride(), cache, len(kv_cache), out, out.stride(),
         batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(), len(batch.seq_lens),
         scale, sinks, num_tiles, batch.once(_tickets, 1),
@@ -199,9 +197,9 @@ def _attend_on_hopper(
     )  # fmt: skip
 
 
-def _num_hopper_tiles(query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch) -> int:
+def _num_sm90_tiles(query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch) -> int:
     num_kv_heads = kv_cache.shape[1]
-    queries = _hopper.ROWS.value // (query.shape[1] // num_kv_heads)
+    queries = prefill_sm90.ROWS.value // (query.shape[1] // num_kv_heads)
     return (len(query) // queries + len(batch.seq_lens)) * num_kv_heads
 
 
@@ -223,7 +221,7 @@ def _plan(
     num_reqs, device = len(batch.seq_lens), batch.seq_lens.device
     starts = torch.empty(num_reqs + 2, dtype=torch.int32, device=device)
     first_requests = torch.empty(num_programs + 1, dtype=torch.int32, device=device)
-    _few.plan[(1,)](
+    decode.plan[(1,)](
         batch.query_start_loc, batch.seq_lens, num_reqs, starts, first_requests, num_programs, turn,
         LEFT=left, BLOCK_N=block_n,
     )  # fmt: skip
@@ -247,7 +245,7 @@ def _rows(wanted: int, group: int, dtype: torch.dtype) -> int:
 
 
 def _workspace(batch: PagedBatch, num_parts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial results, and their maxima and totals. The layers of a step use it one after the other."""
+    """Partial results, and their stats and totals. The layers of a step use it one after the other."""
     device = batch.seq_lens.device
     partials = torch.empty(num_parts, rows, columns, dtype=torch.float32, device=device)
     return partials, torch.empty(num_parts, rows, 2, dtype=torch.float32, device=device)
@@ -265,10 +263,10 @@ def most_workspace(
     def programs(launch: str) -> int:
         return max(values["programs"] for _, values in _launch.entries(launch, device)) * _multiprocessors(device)
 
-    rows = [values["rows"] for _, values in _launch.entries("paged_attention_many", device)]
-    rows_of_parts = [programs("paged_attention_many") * _rows(max(rows), group, dtype)]
-    if group <= FEW_ROWS:
-        for launch, wanted in (("paged_attention_few", MIN_ROWS), ("paged_attention_several", FEW_ROWS)):
+    rows = [values["rows"] for _, values in _launch.entries("paged_attention_prefill", device)]
+    rows_of_parts = [programs("paged_attention_prefill") * _rows(max(rows), group, dtype)]
+    if group <= VERIFY_ROWS:
+        for launch, wanted in (("paged_attention_decode", MIN_ROWS), ("paged_attention_verify", VERIFY_ROWS)):
             num_parts = (max(1, programs(launch) // num_kv_heads) + num_reqs) * num_kv_heads
             rows_of_parts.append(num_parts * _rows(wanted, group, dtype))
     return max(rows_of_parts) * (columns + len(("maximum", "total"))) * torch.float32.itemsize

@@ -1,4 +1,4 @@
-"""The loading warps of _paged_attention_hopper: which tiles come next, and their keys and values."""
+"""The loading warps of prefill_sm90: the tile scheduler, and the loads of keys and values."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,21 +7,21 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from vllm_opset.kernels.triton.paged_attention._tile import seen_by_all
 from vllm_opset.kernels.triton.paged_attention.prefill import REQUESTS, queries_of
 
-ROWS = gl.constexpr(128)  # of a query tile
-COLUMNS = gl.constexpr(64)  # of a box: 128 bytes, the width that shared memory is swizzled by
-POSTS = gl.constexpr(2)  # tiles on the board
-FIELDS = gl.constexpr(6)  # of a post
+ROWS = gl.constexpr(128)  # in a query tile
+COLUMNS = gl.constexpr(64)  # in a box: 128 bytes, the width of the swizzle of shared memory
+TILE_SLOTS = gl.constexpr(2)  # published tiles that fit shared memory
+TILE_FIELDS = gl.constexpr(6)  # numbers that describe a tile
 
 
 @gluon.jit
 def load_keys(
-    cache, num_pages, boxes, full, empty, board, batch, num_tiles, ticket,
+    cache, num_pages, boxes, full, empty, scheduler, batch, num_tiles, ticket,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Draws tiles, in the order of _paged_attention_many._request_of, posts them and brings their keys."""
+    """Draws tiles in the order of prefill._request_of, publishes them and loads their keys."""
     query_start_loc, seq_lens, block_table, table_strides, num_reqs = batch
-    posted, loaded = 0, 0  # tiles, and blocks of keys
+    published, loaded = 0, 0  # counts of tiles and of key blocks
     drawn = gl.program_id(0)
     while drawn < num_tiles:
         head, tile = drawn % NUM_KV_HEADS, drawn // NUM_KV_HEADS
@@ -31,46 +31,48 @@ def load_keys(
         first_query, num_queries = queries_of(tile, first_token, query_len, num_reqs, ROWS // GROUP)
         if num_queries > 0:
             first_position = seq_len - query_len + first_query
-            _post(board, posted, (num_queries, first_token + first_query, first_position, seq_len, head, request))
-            posted += 1
+            _publish(
+                scheduler, published, (num_queries, first_token + first_query, first_position, seq_len, head, request)
+            )
+            published += 1
             loaded = _load_tile(
                 cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
                 num_queries, first_position, seq_len, head, request,
                 0, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
             )  # fmt: skip
         number = gl.atomic_add(ticket, 1)
-        if number == num_tiles - 1:  # of all draws the last: each program has one that finds no tile
+        if number == num_tiles - 1:  # the last draw of all: each program's last one finds no tile
             gl.store(ticket, 0)
         drawn = gl.num_programs(0) + number
-    _post(board, posted, (0,))
+    _publish(scheduler, published, (0,))
 
 
 @gluon.jit
 def load_values(
-    cache, num_pages, boxes, full, empty, board, block_table, table_strides,
+    cache, num_pages, boxes, full, empty, scheduler, block_table, table_strides,
     HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Brings the values of each tile that is posted, up to a post of no queries."""
-    _, _, empty_posts = board
-    taken, loaded = 0, 0  # tiles, and blocks of values
-    num_queries = await_post(board, taken)
+    """Brings the values of each tile that is published, up to a post of no queries."""
+    _, _, empty_tiles = scheduler
+    taken, loaded = 0, 0  # counts of tiles and of value blocks
+    num_queries = await_tile(scheduler, taken)
     while num_queries > 0:
-        first_position, seq_len = read_post(board, taken, 2), read_post(board, taken, 3)
-        head, request = read_post(board, taken, 4), read_post(board, taken, 5)
-        mbarrier.arrive(empty_posts.index(taken % POSTS))
+        first_position, seq_len = read_tile(scheduler, taken, 2), read_tile(scheduler, taken, 3)
+        head, request = read_tile(scheduler, taken, 4), read_tile(scheduler, taken, 5)
+        mbarrier.arrive(empty_tiles.index(taken % TILE_SLOTS))
         loaded = _load_tile(
             cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
             num_queries, first_position, seq_len, head, request,
             HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
         )  # fmt: skip
         taken += 1
-        num_queries = await_post(board, taken)
+        num_queries = await_tile(scheduler, taken)
 
 
 @gluon.jit
 def _request_of(tile, query_start_loc, num_reqs, QUERIES: gl.constexpr):
-    """The request of a tile, as _paged_attention_many._request_of finds it; Gluon has to be told the layout."""
+    """The request of a tile, as in prefill._request_of; Gluon needs an explicit layout."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [gl.num_warps()], [0])
     request = tile
     if tile >= num_reqs:
@@ -84,30 +86,30 @@ def _request_of(tile, query_start_loc, num_reqs, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def _post(board, posted, fields):
-    """Tells all others of their next tile, once they have read the post that was there."""
-    posts, full, empty = board
+def _publish(scheduler, published, fields):
+    """Publishes a tile to the other warps, once they have read the previous one in its slot."""
+    tiles, full, empty = scheduler
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(empty.index(posted % POSTS), posted // POSTS & 1 ^ 1)
+    mbarrier.wait(empty.index(published % TILE_SLOTS), published // TILE_SLOTS & 1 ^ 1)
     for field in gl.static_range(len(fields)):
-        posts.index(posted % POSTS * FIELDS + field).store(gl.full([1], fields[field], gl.int32, ONE))
-    mbarrier.arrive(full.index(posted % POSTS))
+        tiles.index(published % TILE_SLOTS * TILE_FIELDS + field).store(gl.full([1], fields[field], gl.int32, ONE))
+    mbarrier.arrive(full.index(published % TILE_SLOTS))
 
 
 @gluon.jit
-def await_post(board, taken):
-    """The number of queries of the next tile, zero after the last one."""
-    _, full_posts, _ = board
-    mbarrier.wait(full_posts.index(taken % POSTS), taken // POSTS & 1)
-    return read_post(board, taken, 0)
+def await_tile(scheduler, taken):
+    """Waits for the next tile. Returns the number of its queries: zero after the last tile."""
+    _, full_tiles, _ = scheduler
+    mbarrier.wait(full_tiles.index(taken % TILE_SLOTS), taken // TILE_SLOTS & 1)
+    return read_tile(scheduler, taken, 0)
 
 
 @gluon.jit
-def read_post(board, taken, FIELD: gl.constexpr):
-    """One of the numbers that were posted."""
+def read_tile(scheduler, taken, TILE_FIELD: gl.constexpr):
+    """One of the numbers that were published."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    posts, _, _ = board
-    return gl.max(posts.index(taken % POSTS * FIELDS + FIELD).load(ONE), 0)
+    tiles, _, _ = scheduler
+    return gl.max(tiles.index(taken % TILE_SLOTS * TILE_FIELDS + TILE_FIELD).load(ONE), 0)
 
 
 @gluon.jit
@@ -117,19 +119,19 @@ def _load_tile(
     FIRST_COLUMN: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Brings a tile's blocks in turn, box by box, and zeros in place of boxes beyond the last key. Returns the count of
+    """Brings a tile's blocks in step, box by box, and zeros in place of boxes beyond the last key. Returns the count of
     all blocks so far.
     """
     BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
     pages = block_table + request.to(gl.int64) * table_strides[0]
     low, high, num_blocks, num_right, _ = blocks(first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
-    for turn in range(num_blocks):
-        start = start_of(turn, low, num_blocks, num_right, BLOCK_N)
+    for step in range(num_blocks):
+        start = start_of(step, low, num_blocks, num_right, BLOCK_N)
         found = ()
         for row in gl.static_range(0, BLOCK_N, BOX_ROWS):
             place = pages + ((start + row) // BLOCK_SIZE).to(gl.int64) * table_strides[1]
-            found += (gl.load(place, start + row < high, num_pages),)  # a page that does not exist: zeros
-        stage, phase = (loaded + turn) % STAGES, (loaded + turn) // STAGES & 1
+            found += (gl.load(place, start + row < high, num_pages),)  # out of bounds of the descriptor: zeros
+        stage, phase = (loaded + step) % STAGES, (loaded + step) // STAGES & 1
         mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), BLOCK_N * BLOCK_D * cache.dtype.primitive_bitwidth // 8)
         for column in gl.static_range(0, BLOCK_D, COLUMNS):
@@ -145,8 +147,8 @@ def blocks(
     first_position, num_queries, seq_len,
     BOX_ROWS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The keys low … high - 1 that some query of a tile sees, low at the first row of a box; how many blocks they are;
-    how many of the last ones need a mask, at least one; how many of all do.
+    """The keys low … high - 1 that are visible to some query of a tile (`low` is the first row of a box), the number
+    of blocks, how many of the last blocks need a mask (at least one), and how many of all blocks do.
     """
     last_position = first_position + num_queries - 1
     low, high = 0, seq_len
@@ -162,8 +164,10 @@ def blocks(
 
 
 @gluon.jit
-def start_of(turn, low, num_blocks, num_right, BLOCK_N: gl.constexpr):
-    """The first key of a block. The last ones that need a mask come first, from the end down, then all others from the
-    first one on: so those that need no mask are together, and what lies beyond the last key is in turn 0.
+def start_of(step, low, num_blocks, num_right, BLOCK_N: gl.constexpr):
+    """The first key of the block that is attended in this step.
+
+    The last blocks, which need a mask, come first, from the end backwards; then all others from the first one on. So
+    blocks without a mask are contiguous, and keys beyond the last one occur in step 0 alone.
     """
-    return low + gl.where(turn < num_right, num_blocks - 1 - turn, turn - num_right) * BLOCK_N
+    return low + gl.where(step < num_right, num_blocks - 1 - step, step - num_right) * BLOCK_N

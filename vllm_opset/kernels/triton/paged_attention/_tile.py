@@ -1,14 +1,14 @@
 """The device code that the kernels of paged_attention share.
 
 The rows of a query tile are query tokens times the query heads of one KV head, so each key and value is loaded once for
-all of them. Scores and their maxima are in units of log2, for exp2.
+all of them. Scores and their stats are in units of log2, for exp2.
 """
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e38)  # the maximum of no scores; finite, so that differences of maxima are never NaN
+LOWEST = tl.constexpr(-1e38)  # the maximum of no scores; finite, so that differences of stats are never NaN
 
 
 @triton.jit
@@ -16,7 +16,7 @@ def load_queries(
     query, query_strides, first_token, head, num_rows,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A query tile."""
+    """Loads a query tile; zeros in rows and columns that do not exist."""
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     place = query + (first_token + row // GROUP).to(tl.int64) * query_strides[0]
     place += (head * GROUP + row % GROUP) * query_strides[1]
@@ -28,7 +28,7 @@ def load_queries(
 def seen_by_all(
     first, last, first_position, last_position, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """The first and the end of the keys, in whole blocks of those from first on, that all these queries see."""
+    """The range of keys that is visible to all these queries, in whole blocks counted from `first`."""
     seen_first, seen_last = first, last
     if LEFT is not None:
         seen_first = first + tl.cdiv(max(0, last_position - LEFT - first), BLOCK_N) * BLOCK_N
@@ -46,46 +46,46 @@ def attend(
     GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the keys first … last - 1, of which all queries see full_first … full_last - 1.
+    """The online softmax over the keys first … last - 1. Keys full_first … full_last - 1 are visible to all queries.
 
-    first and the bounds of the full ones are multiples of BLOCK_N. No query sees a key before low. Returns acc, the
-    values' weighted sum; top, the highest score; total, the sum of the weights.
+    first, full_first and full_last are multiples of BLOCK_N. No key before `low` is visible to any query. Returns acc
+    (the weighted sum of the values), m_i and l_i.
     """
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    top = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
     row = tl.arange(0, BLOCK_M)
     position = first_position + row // GROUP
     slope = None
     if alibi_slopes is not None:
         slope = tl.load(alibi_slopes + head * GROUP + row % GROUP) * LOG2E
     if full_first < full_last:
-        acc, top, total = _attend(
-            acc, top, total, q, position, slope, scale, soft_cap, keys, cache_strides, pages, page_stride,
+        acc, m_i, l_i = _attend(
+            acc, m_i, l_i, q, position, slope, scale, soft_cap, keys, cache_strides, pages, page_stride,
             full_first, full_last, full_last, 0, low, last,
             False, LEFT, RIGHT, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     full = full_last - full_first
     if first < last - full:
-        acc, top, total = _attend(
-            acc, top, total, q, position, slope, scale, soft_cap, keys, cache_strides, pages, page_stride,
+        acc, m_i, l_i = _attend(
+            acc, m_i, l_i, q, position, slope, scale, soft_cap, keys, cache_strides, pages, page_stride,
             first, last - full, full_first, full, low, last,
             True, LEFT, RIGHT, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-    return acc, top, total
+    return acc, m_i, l_i
 
 
 @triton.jit
 def _attend(
-    acc, top, total, q, position, slope, scale, soft_cap, keys, cache_strides, pages, page_stride,
+    acc, m_i, l_i, q, position, slope, scale, soft_cap, keys, cache_strides, pages, page_stride,
     first, last, gap, gap_length, low, high,
     MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Goes on over the keys first … last - 1, where those from `gap` on are gap_length further on. MASKED: whether some
-    are below low, at high or beyond, or unseen by some query.
+    """Continues over the keys first … last - 1, where keys from `gap` on lie gap_length further on.
 
-    The pages of the next keys are loaded while these are attended, so that their keys can be asked for at once.
+    MASKED: whether some of them are below `low`, at or beyond `high`, or invisible to some query. The block table's
+    entries of the next block are loaded while this one is attended, so that its keys can be requested at once.
     """
     column = tl.arange(0, BLOCK_D)
     following = _start(first, gap, gap_length, MASKED)
@@ -104,32 +104,34 @@ def _attend(
 
         k = _load_rows(place, inside, column, HEAD_SIZE, BLOCK_D).to(q.dtype)
         score = tl.dot(q, k.T, input_precision="ieee")
-        unit = scale * LOG2E
+        scale_log2 = scale * LOG2E
         if soft_cap is not None:  # with tanh as in _formulas
             score = (2 * tl.sigmoid(score * (2 * scale / soft_cap)) - 1) * (soft_cap * LOG2E)
-            unit = 1.0
+            scale_log2 = 1.0
         if slope is not None:
             distance = key_position[None, :] - position[:, None]
-            score = score * unit + slope[:, None] * distance
-            unit = 1.0
+            score = score * scale_log2 + slope[:, None] * distance
+            scale_log2 = 1.0
         if MASKED:
             visible = is_visible(key_position[None, :] - position[:, None], inside[None, :], LEFT, RIGHT)
             score = tl.where(visible, score, float("-inf"))
 
-        highest = tl.maximum(top, tl.max(score, 1) * unit)
-        weight = tl.exp2(score * unit - highest[:, None])
-        decay = tl.exp2(top - highest)
-        total = total * decay + tl.sum(weight, 1)
+        m_new = tl.maximum(m_i, tl.max(score, 1) * scale_log2)
+        p = tl.exp2(score * scale_log2 - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
         v = _load_rows(place + HEAD_SIZE * cache_strides[3], inside, column, HEAD_SIZE, BLOCK_D).to(q.dtype)
-        acc = tl.dot(weight.to(q.dtype), v, acc * decay[:, None], input_precision="ieee")
-        top = highest
-    return acc, top, total
+        acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        m_i = m_new
+    return acc, m_i, l_i
 
 
 @triton.jit
 def is_visible(distance, inside, LEFT: tl.constexpr, RIGHT: tl.constexpr):
-    """Which keys which queries see. distance: key position - query position. With as few instructions as can be: one
-    comparison serves both sides, and what is outside is beyond the right side anyway if that is zero.
+    """The mask. distance: key position - query position; inside: whether the key exists.
+
+    It takes as few instructions as possible. One unsigned comparison serves both sides of a window. With RIGHT = 0,
+    keys that do not exist are beyond the right side anyway.
     """
     visible = inside
     if LEFT is not None and RIGHT is not None:
@@ -145,7 +147,7 @@ def is_visible(distance, inside, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 @triton.jit
 def _start(counted, gap, gap_length, MASKED: tl.constexpr):
-    """The position of the key that is counted as this one."""
+    """The position of a key, from its count without the gap."""
     return counted + tl.where(counted >= gap, gap_length, 0) if MASKED else counted
 
 
@@ -154,7 +156,7 @@ def _page(
     pages, page_stride, start, exists, low, high,
     MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The page of each of the keys start … start + BLOCK_N - 1; 0 of those not in low … high - 1, or if none exist."""
+    """The block number of each key start … start + BLOCK_N - 1; 0 for keys outside of low … high - 1."""
     index = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:  # all in one page
         place = start // BLOCK_SIZE * page_stride + index * 0
@@ -169,7 +171,7 @@ def _page(
 
 @triton.jit
 def _offset(start, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where in its page each of these keys is."""
+    """The offset of each key in its block of the cache."""
     index = tl.arange(0, BLOCK_N)
     if BLOCK_N % BLOCK_SIZE == 0:
         return index % BLOCK_SIZE
@@ -178,7 +180,7 @@ def _offset(start, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _load_rows(place, inside, column, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Keys or values. Zeros where they are not inside, which is not read, and beyond the head."""
+    """Loads keys or values. Zeros, without a read, for those that are not inside and for columns beyond the head."""
     if inside is not None:
         mask = inside[:, None] & (column < HEAD_SIZE)[None, :] if BLOCK_D != HEAD_SIZE else inside[:, None]
         rows = tl.load(place, mask, 0.0)

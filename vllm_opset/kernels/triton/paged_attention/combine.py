@@ -1,27 +1,27 @@
-"""The device code of paged_attention for results: of a tile, or of parts of its keys, which are added up."""
+"""Device code of paged_attention that writes results: of a whole tile, or combined from partial results (split-KV)."""
 
 import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST
 
-MERGED_ROWS = tl.constexpr(4)  # rows that are merged together: those of a decoded token of most models
-MERGED_ELEMENTS = tl.constexpr(2048)  # of a merged row's partial results that are in flight together
+COMBINED_ROWS = tl.constexpr(4)  # rows that are combined at a time: those of a decoded token in most models
+COMBINED_ELEMENTS = tl.constexpr(2048)  # of a row's partial results, loaded at a time
 
 
 @triton.jit
 def write(
-    acc, top, total, row, num_rows, out, out_strides, first_token, head, sinks, v_scale,
+    acc, m_i, l_i, row, num_rows, out, out_strides, first_token, head, sinks, v_scale,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The results of these rows of a tile: zeros for a query that has seen no key."""
+    """Writes the results of these rows of a tile: zeros for a query without visible keys."""
     query_head = head * GROUP + row % GROUP
     if sinks is not None:
         sink = tl.load(sinks + query_head).to(tl.float32) * LOG2E
-        highest = tl.maximum(top, sink)
-        decay = tl.exp2(top - highest)
-        acc, total = acc * decay[:, None], total * decay + tl.exp2(sink - highest)
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        m_new = tl.maximum(m_i, sink)
+        alpha = tl.exp2(m_i - m_new)
+        acc, l_i = acc * alpha[:, None], l_i * alpha + tl.exp2(sink - m_new)
+    result = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
     if v_scale is not None:
         result *= tl.load(v_scale)
     column = tl.arange(0, BLOCK_D)
@@ -31,55 +31,54 @@ def write(
 
 
 @triton.jit
-def store_part(
-    acc, top, total, partials, maxima, part, num_rows, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
+def store_partial(
+    acc, m_i, l_i, partials, stats, partial, num_rows, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """What a tile's rows have got of a part of its keys, for `merge_rows`. part: its place among all of a launch."""
+    """Stores the partial result of a tile's rows, for `combine_rows`. partial: its index among all of a launch."""
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    place = part.to(tl.int64) * BLOCK_M + row
+    place = partial.to(tl.int64) * BLOCK_M + row
     tl.store(partials + place[:, None] * BLOCK_D + column[None, :], acc, (row < num_rows)[:, None])
-    tl.store(maxima + place * 2, top, row < num_rows)
-    tl.store(maxima + place * 2 + 1, total, row < num_rows)
+    tl.store(stats + place * 2, m_i, row < num_rows)
+    tl.store(stats + place * 2 + 1, l_i, row < num_rows)
 
 
 @triton.jit
-def is_last(ticket, num_parts):
-    """Whether all other programs that attend a tile have stored their parts. Leaves the ticket at zero."""
-    tl.debug_barrier()  # what all threads have stored is there before the ticket that tells of it
-    last = tl.atomic_add(ticket, 1, sem="acq_rel") == num_parts - 1
+def is_last(ticket, num_partials):
+    """Whether all other programs of a tile have stored their partial results. Leaves the ticket at zero."""
+    tl.debug_barrier()  # all threads' stores come before the ticket
+    last = tl.atomic_add(ticket, 1, sem="acq_rel") == num_partials - 1
     if last:
         tl.store(ticket, 0)
     return last
 
 
 @triton.jit
-def merge_rows(
-    first_row, partials, maxima, first_part, num_parts, num_rows, out, out_strides, first_token, head, sinks, v_scale,
+def combine_rows(
+    first_row, partials, stats, first_partial, num_partials, num_rows,
+    out, out_strides, first_token, head, sinks, v_scale,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts of MERGED_ROWS rows of a tile, from first_row on, in the order of the keys, and writes them.
+    """Combines the partial results of COMBINED_ROWS rows of a tile, from first_row on, in the order of the keys.
 
-    The parts lie one after the other, from first_part on. Loads pass by the first-level cache (.cg), which other
-    multiprocessors' stores do not reach.
+    They are contiguous from first_partial on. The loads bypass the L1 cache (.cg), because stores of other
+    multiprocessors do not reach it.
     """
     column = tl.arange(0, BLOCK_D)
-    part = tl.arange(0, MERGED_ELEMENTS // BLOCK_D)
-    row = first_row + tl.arange(0, MERGED_ROWS)
-    acc = tl.zeros((MERGED_ROWS, BLOCK_D), tl.float32)
-    top = tl.full((MERGED_ROWS,), LOWEST, tl.float32)
-    total = tl.zeros((MERGED_ROWS,), tl.float32)
-    for first in range(0, num_parts, MERGED_ELEMENTS // BLOCK_D):
-        exists = (first + part < num_parts)[:, None] & (row < num_rows)[None, :]
-        place = (first_part.to(tl.int64) + first + part)[:, None] * BLOCK_M + row[None, :]
-        tops = tl.load(maxima + place * 2, exists, LOWEST, cache_modifier=".cg")
-        totals = tl.load(maxima + place * 2 + 1, exists, 0.0, cache_modifier=".cg")
+    partial = tl.arange(0, COMBINED_ELEMENTS // BLOCK_D)
+    row = first_row + tl.arange(0, COMBINED_ROWS)
+    acc = tl.zeros((COMBINED_ROWS, BLOCK_D), tl.float32)
+    m_i = tl.full((COMBINED_ROWS,), LOWEST, tl.float32)
+    l_i = tl.zeros((COMBINED_ROWS,), tl.float32)
+    for first in range(0, num_partials, COMBINED_ELEMENTS // BLOCK_D):
+        exists = (first + partial < num_partials)[:, None] & (row < num_rows)[None, :]
+        place = (first_partial.to(tl.int64) + first + partial)[:, None] * BLOCK_M + row[None, :]
+        m_parts = tl.load(stats + place * 2, exists, LOWEST, cache_modifier=".cg")
+        l_parts = tl.load(stats + place * 2 + 1, exists, 0.0, cache_modifier=".cg")
         accs = partials + place[:, :, None] * BLOCK_D + column[None, None, :]
         accs = tl.load(accs, exists[:, :, None], 0.0, cache_modifier=".cg")
-        highest = tl.maximum(top, tl.max(tops, 0))
-        weight, decay = tl.exp2(tops - highest[None, :]), tl.exp2(top - highest)
-        total = total * decay + tl.sum(totals * weight, 0)
-        acc = acc * decay[:, None] + tl.sum(accs * weight[:, :, None], 0)
-        top = highest
-    write(
-        acc, top, total, row, num_rows, out, out_strides, first_token, head, sinks, v_scale, GROUP, HEAD_SIZE, BLOCK_D
-    )
+        m_new = tl.maximum(m_i, tl.max(m_parts, 0))
+        p, alpha = tl.exp2(m_parts - m_new[None, :]), tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(l_parts * p, 0)
+        acc = acc * alpha[:, None] + tl.sum(accs * p[:, :, None], 0)
+        m_i = m_new
+    write(acc, m_i, l_i, row, num_rows, out, out_strides, first_token, head, sinks, v_scale, GROUP, HEAD_SIZE, BLOCK_D)

@@ -1,7 +1,10 @@
-"""The device code of paged_attention for few queries: all programs of a KV head attend the same number of keys.
+"""The kernels of paged_attention for few queries per request: decode, and verify (drafted tokens, ends of prompts).
 
-The keys of all requests, in blocks, stand in one row, which is cut into equal shares, wherever the cuts fall. So
-lengths may be mixed as they like, and the number of programs does not depend on them.
+`plan` puts the key blocks of all requests into one sequence and cuts it into ranges of equal length, one for each
+program. A range may begin in one request and end in another. So every program of a KV head attends the same number of
+blocks, however much the lengths of the requests differ (stream-K, split-KV). `attend_decode` attends the ranges. A
+request that spans several programs leaves a partial result of each, and the last of these programs combines them, or
+`combine_verify` does.
 """
 
 import triton
@@ -9,14 +12,14 @@ import triton.language as tl
 
 from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.kernels.triton.paged_attention._tile import attend, load_queries, seen_by_all
-from vllm_opset.kernels.triton.paged_attention.combine import MERGED_ROWS, is_last, merge_rows, store_part, write
+from vllm_opset.kernels.triton.paged_attention.combine import COMBINED_ROWS, combine_rows, is_last, store_partial, write
 
-REQUESTS = tl.constexpr(256)  # that are planned together
-PROGRAMS = tl.constexpr(64)  # whose first requests are looked for together
-# The blocks that a program attends in the time that merging one more part takes, measured on an H200: attending a share
-# and merging all of a request take least together if a share is the square root of this times all its blocks.
-MERGE_BLOCKS = tl.constexpr(0.125)
-FULL_BLOCKS = tl.constexpr(8)  # that all queries see, from which on these are worth a loop of their own, without masks
+REQUESTS = tl.constexpr(256)  # planned at a time
+PROGRAMS = tl.constexpr(64)  # whose first requests are searched at a time
+# Combining one more partial result takes as long as attending this many blocks (measured on an H200). To attend b of n
+# blocks and to combine n / b partial results takes least time in all where b = sqrt(n * COMBINE_BLOCKS).
+COMBINE_BLOCKS = tl.constexpr(0.125)
+FULL_BLOCKS = tl.constexpr(8)  # blocks visible to all queries, from which on a loop without masks pays
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_programs", "turn"])
@@ -24,12 +27,13 @@ def plan(
     query_start_loc, seq_lens, num_reqs, starts, first_requests, num_programs, turn,
     LEFT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program. starts: [num_reqs + 2], where the blocks of a request start in the row of all, the end of the row,
-    and the blocks of a share. first_requests: [num_programs + 1], the request that the share of a program starts in.
-    turn: the blocks that a program attends in the time that going on to another request takes; so many places in the
-    row are left empty after each request.
+    """Runs as one program.
+
+    starts: [num_reqs + 2], the first block of each request in the sequence, the end of the sequence, and the blocks per
+    program. first_requests: [num_programs + 1], the request in which each program begins. turn: to go on to another
+    request takes a program as long as attending this many blocks; as many places stay empty after each request.
     """
-    total, longest = 0, 0
+    num_blocks, longest = 0, 0
     tl.store(starts, 0)
     for first in range(0, num_reqs, REQUESTS):
         request = first + tl.arange(0, REQUESTS)
@@ -39,54 +43,56 @@ def plan(
         seq_len = tl.load(seq_lens + request, exists, 0)
         low = _low(seq_len - query_len, LEFT)
         blocks = tl.cdiv(seq_len - low // BLOCK_N * BLOCK_N, BLOCK_N)
-        blocks = tl.where(query_len > 0, turn + tl.maximum(blocks, 1), 0)  # who sees no key must be told so
-        tl.store(starts + 1 + request, total + tl.cumsum(blocks), exists)
-        total += tl.sum(blocks)
+        blocks = tl.where(query_len > 0, turn + tl.maximum(blocks, 1), 0)  # a query without keys still gets zeros
+        tl.store(starts + 1 + request, num_blocks + tl.cumsum(blocks), exists)
+        num_blocks += tl.sum(blocks)
         longest = max(longest, tl.max(blocks))
-    tl.debug_barrier()  # what follows reads what other threads have written
-    best = (tl.sqrt(longest.to(tl.float32) * MERGE_BLOCKS) + 0.5).to(tl.int32)
-    share = max(1, max(tl.cdiv(total, num_programs), best))
-    tl.store(starts + num_reqs + 1, share)
+    tl.debug_barrier()  # the loop below reads what other threads have stored
+    best = (tl.sqrt(longest.to(tl.float32) * COMBINE_BLOCKS) + 0.5).to(tl.int32)
+    blocks_per_program = max(1, max(tl.cdiv(num_blocks, num_programs), best))
+    tl.store(starts + num_reqs + 1, blocks_per_program)
     for first_program in range(0, num_programs + 1, PROGRAMS):
         program = first_program + tl.arange(0, PROGRAMS)
         found = tl.zeros((PROGRAMS,), tl.int32)
         for first in range(0, num_reqs, REQUESTS):
             request = first + tl.arange(0, REQUESTS)
             end = tl.load(starts + 1 + request, request < num_reqs, 2**31 - 1)
-            found += tl.sum((end[None, :] <= (program * share)[:, None]).to(tl.int32), 1)
+            found += tl.sum((end[None, :] <= (program * blocks_per_program)[:, None]).to(tl.int32), 1)
         tl.store(first_requests + program, tl.minimum(found, num_reqs - 1), program <= num_programs)
 
 
 @triton.jit
 def _low(first_position, LEFT: tl.constexpr):
-    """The first key that the queries from this position on see."""
+    """The first key that is visible to queries from this position on."""
     return first_position * 0 if LEFT is None else tl.maximum(0, first_position - LEFT)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_programs", "turn"])
-def attend_few(
+def attend_decode(
     query, query_strides, cache, cache_strides, out, out_strides,
     query_start_loc, seq_lens, block_table, table_strides, num_reqs,
     scale, soft_cap, alibi_slopes, sinks, k_scale, v_scale,
-    partials, maxima, tickets, starts, first_requests, num_programs, turn,
+    partials, stats, tickets, starts, first_requests, num_programs, turn,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program for each KV head and share, in this order. All queries of a request are one tile. tickets: None if
-    its parts are left to merge_few, which merges all rows at once; the last of its programs would do a few at a time.
+    """Launches one program for each KV head and range of blocks; the KV head varies fastest.
 
-    What is read before `begin` is older than the kernel before this one: the plan, and what it was made of.
+    All queries of a request are one tile. tickets: counts the partial results of a request that are stored; None if
+    combine_verify combines them, which takes all rows at a time where the last program would take a few.
+
+    The loads before `begin` read the plan and its inputs. These are older than the preceding kernel.
     """
     program = tl.program_id(0)
     head, program = program % NUM_KV_HEADS, program // NUM_KV_HEADS
-    share = tl.load(starts + num_reqs + 1)
+    blocks_per_program = tl.load(starts + num_reqs + 1)
     first_request = tl.load(first_requests + program)
     num_requests = tl.load(first_requests + program + 1) - first_request + 1
     start, end, first_token, query_len, seq_len = _request(starts, turn, query_start_loc, seq_lens, first_request)
     keys = cache + head.to(tl.int64) * cache_strides[1]
     if OVERLAP:
-        key = _low(seq_len - query_len, LEFT) + max(0, program * share - start) * BLOCK_N
+        key = _low(seq_len - query_len, LEFT) + max(0, program * blocks_per_program - start) * BLOCK_N
         pages = block_table + first_request.to(tl.int64) * table_strides[0]
         _touch(pages + max(0, min(key, seq_len - 1)) // BLOCK_SIZE * table_strides[1])
     begin(OVERLAP)
@@ -96,7 +102,7 @@ def attend_few(
         request = first_request + index
         if index > 0:
             start, end, first_token, query_len, seq_len = _request(starts, turn, query_start_loc, seq_lens, request)
-        first_block, last_block = max(start, program * share), min(end, (program + 1) * share)
+        first_block, last_block = max(start, program * blocks_per_program), min(end, (program + 1) * blocks_per_program)
         if first_block < last_block:
             first_position = seq_len - query_len
             low = _low(first_position, LEFT)
@@ -108,68 +114,72 @@ def attend_few(
                 full_first, full_last = first, first
             num_rows = query_len * GROUP
             q = load_queries(query, query_strides, first_token, head, num_rows, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D)
-            acc, top, total = attend(
+            acc, m_i, l_i = attend(
                 q, head, first_position, scale, soft_cap, alibi_slopes,
                 keys, cache_strides, block_table + request.to(tl.int64) * table_strides[0], table_strides[1],
                 first, last, full_first, full_last, low,
                 GROUP, LEFT, RIGHT, HEAD_SIZE, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D,
             )  # fmt: skip
-            first_part, num_parts = _parts(start, end, share, request, head, num_reqs, num_programs)
-            if num_parts == 1:
+            first_partial, num_partials = _partials(
+                start, end, blocks_per_program, request, head, num_reqs, num_programs
+            )
+            if num_partials == 1:
                 row = tl.arange(0, BLOCK_M)
                 write(
-                    acc, top, total, row, num_rows, out, out_strides, first_token, head, sinks, v_scale,
+                    acc, m_i, l_i, row, num_rows, out, out_strides, first_token, head, sinks, v_scale,
                     GROUP, HEAD_SIZE, BLOCK_D,
                 )  # fmt: skip
             else:
-                part = first_part + program - start // share
-                store_part(acc, top, total, partials, maxima, part, num_rows, BLOCK_M, BLOCK_D)
+                partial = first_partial + program - start // blocks_per_program
+                store_partial(acc, m_i, l_i, partials, stats, partial, num_rows, BLOCK_M, BLOCK_D)
                 if tickets is not None:
-                    last_of_all = is_last(tickets + request * NUM_KV_HEADS + head, num_parts)
+                    last_of_all = is_last(tickets + request * NUM_KV_HEADS + head, num_partials)
                     if last_of_all:
-                        for first_row in range(0, num_rows, MERGED_ROWS):
-                            merge_rows(
-                                first_row, partials, maxima, first_part, num_parts, num_rows,
+                        for first_row in range(0, num_rows, COMBINED_ROWS):
+                            combine_rows(
+                                first_row, partials, stats, first_partial, num_partials, num_rows,
                                 out, out_strides, first_token, head, sinks, v_scale,
                                 GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
                             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_programs", "turn"])
-def merge_few(
+def combine_verify(
     out, out_strides, query_start_loc, seq_lens, num_reqs, sinks, v_scale,
-    partials, maxima, starts, first_requests, num_programs, turn,
+    partials, stats, starts, first_requests, num_programs, turn,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Adds up what attend_few has stored. One program for each KV head and border between two shares, in this order,
-    and for each MERGED_ROWS rows: it merges the request that lies across the border, if it is the request's first one.
+    """Combines the partial results of attend_decode.
+
+    Launches one program for each KV head and border between two ranges (the KV head varies fastest) and for every
+    COMBINED_ROWS rows. It combines the request that spans the border, if this is the request's first border.
     """
     begin(OVERLAP)
     head, border = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS + 1
-    share = tl.load(starts + num_reqs + 1)
+    blocks_per_program = tl.load(starts + num_reqs + 1)
     request = tl.load(first_requests + border)
     start, end, first_token, query_len, _ = _request(starts, turn, query_start_loc, seq_lens, request)
-    first_part, num_parts = _parts(start, end, share, request, head, num_reqs, num_programs)
-    first_row, num_rows = tl.program_id(1) * MERGED_ROWS, query_len * GROUP
-    if (num_parts > 1) & (start // share == border - 1) & (first_row < num_rows):
-        merge_rows(
-            first_row, partials, maxima, first_part, num_parts, num_rows,
+    first_partial, num_partials = _partials(start, end, blocks_per_program, request, head, num_reqs, num_programs)
+    first_row, num_rows = tl.program_id(1) * COMBINED_ROWS, query_len * GROUP
+    if (num_partials > 1) & (start // blocks_per_program == border - 1) & (first_row < num_rows):
+        combine_rows(
+            first_row, partials, stats, first_partial, num_partials, num_rows,
             out, out_strides, first_token, head, sinks, v_scale, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
-def _parts(start, end, share, request, head, num_reqs, num_programs):
-    """The parts of a request: the place of the first one among all, and how many there are."""
-    first_program = start // share
-    first_part = head * (num_programs + num_reqs) + first_program + request
-    return first_part, (end - 1) // share - first_program + 1
+def _partials(start, end, blocks_per_program, request, head, num_reqs, num_programs):
+    """The index of a request's first partial result, and how many it has."""
+    first_program = start // blocks_per_program
+    first_partial = head * (num_programs + num_reqs) + first_program + request
+    return first_partial, (end - 1) // blocks_per_program - first_program + 1
 
 
 @triton.jit
 def _request(starts, turn, query_start_loc, seq_lens, request):
-    """Where its blocks start and end in the row of all, its first token, its queries and its keys."""
+    """A request's first block and end in the sequence, its first token, its number of queries, and of keys."""
     start, end = tl.load(starts + request), tl.load(starts + request + 1) - turn
     first_token = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first_token
@@ -178,6 +188,6 @@ def _request(starts, turn, query_start_loc, seq_lens, request):
 
 @triton.jit
 def _touch(place):
-    """Brings what lies there to the second-level cache, so that loading it takes less long."""
+    """Prefetches an address into the L2 cache."""
     code: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     tl.inline_asm_elementwise(code, "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1)

@@ -1,27 +1,28 @@
-"""The device code of paged_attention for many queries: a program attends one query tile over a share of its keys."""
+"""The kernels of paged_attention for prefill: a program attends one query tile over a split of its keys."""
 
 import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.kernels.triton.paged_attention._tile import attend, load_queries, seen_by_all
-from vllm_opset.kernels.triton.paged_attention.combine import MERGED_ROWS, merge_rows, store_part, write
+from vllm_opset.kernels.triton.paged_attention.combine import COMBINED_ROWS, combine_rows, store_partial, write
 
-REQUESTS = tl.constexpr(256)  # whose starts are looked at together, when a tile looks for its request
+REQUESTS = tl.constexpr(256)  # searched at a time for the request of a tile
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_splits", "min_share"])
-def attend_many(
+@triton.jit(do_not_specialize=["num_reqs", "num_splits", "min_split_keys"])
+def attend_prefill(
     query, query_strides, cache, cache_strides, out, out_strides,
     query_start_loc, seq_lens, block_table, table_strides, num_reqs,
     scale, soft_cap, alibi_slopes, sinks, k_scale, v_scale,
-    partials, maxima, num_splits, min_share,
+    partials, stats, num_splits, min_split_keys,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program for each KV head, share of the keys and query tile, in this order. SPLIT: whether there may be more
-    than one share of a tile's keys; what they give is stored then.
+    """Launches one program for each KV head, split and query tile; the KV head varies fastest.
+
+    SPLIT: whether a tile's keys may have more than one split. Partial results are stored then, for combine_prefill.
     """
     begin(OVERLAP)
     program = tl.program_id(0)
@@ -30,12 +31,12 @@ def attend_many(
     request, first_token, num_queries, first_position, seq_len = _queries(
         tile, query_start_loc, seq_lens, num_reqs, BLOCK_M // GROUP
     )
-    low, high, origin, share, num_shares = _keys(
-        first_position, num_queries, seq_len, num_splits, min_share, LEFT, RIGHT, BLOCK_N
+    low, high, origin, split_keys, num_used_splits = _keys(
+        first_position, num_queries, seq_len, num_splits, min_split_keys, LEFT, RIGHT, BLOCK_N
     )
-    if (num_queries <= 0) | (split >= num_shares):
+    if (num_queries <= 0) | (split >= num_used_splits):
         return
-    first, last = origin + split * share, min(high, origin + (split + 1) * share)
+    first, last = origin + split * split_keys, min(high, origin + (split + 1) * split_keys)
 
     last_position = first_position + num_queries - 1
     full_first, full_last = seen_by_all(first, last, first_position, last_position, LEFT, RIGHT, BLOCK_N)
@@ -43,7 +44,7 @@ def attend_many(
     q = load_queries(query, query_strides, first_token, head, num_rows, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D)
     if k_scale is not None:
         scale *= tl.load(k_scale)
-    acc, top, total = attend(
+    acc, m_i, l_i = attend(
         q, head, first_position, scale, soft_cap, alibi_slopes,
         cache + head.to(tl.int64) * cache_strides[1], cache_strides,
         block_table + request.to(tl.int64) * table_strides[0], table_strides[1],
@@ -52,49 +53,50 @@ def attend_many(
     )  # fmt: skip
     stored = False
     if SPLIT:
-        stored = num_shares > 1
+        stored = num_used_splits > 1
         if stored:
-            part = (tile * NUM_KV_HEADS + head) * num_splits + split
-            store_part(acc, top, total, partials, maxima, part, num_rows, BLOCK_M, BLOCK_D)
+            partial = (tile * NUM_KV_HEADS + head) * num_splits + split
+            store_partial(acc, m_i, l_i, partials, stats, partial, num_rows, BLOCK_M, BLOCK_D)
     if not stored:
         row = tl.arange(0, BLOCK_M)
         write(
-            acc, top, total, row, num_rows, out, out_strides, first_token, head, sinks, v_scale,
+            acc, m_i, l_i, row, num_rows, out, out_strides, first_token, head, sinks, v_scale,
             GROUP, HEAD_SIZE, BLOCK_D,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_splits", "min_share"])
-def merge_many(
-    out, out_strides, query_start_loc, seq_lens, num_reqs, sinks, v_scale, partials, maxima, num_splits, min_share,
+@triton.jit(do_not_specialize=["num_reqs", "num_splits", "min_split_keys"])
+def combine_prefill(
+    out, out_strides, query_start_loc, seq_lens, num_reqs, sinks, v_scale, partials, stats, num_splits, min_split_keys,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Adds up what attend_many has stored: one program for each KV head and query tile, in this order, and for each
-    MERGED_ROWS rows.
+    """Combines the partial results of attend_prefill.
+
+    Launches one program for each KV head and query tile (the KV head varies fastest) and for every COMBINED_ROWS rows.
     """
     begin(OVERLAP)
     head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
     _, first_token, num_queries, first_position, seq_len = _queries(
         tile, query_start_loc, seq_lens, num_reqs, BLOCK_M // GROUP
     )
-    _, _, _, _, num_shares = _keys(
-        first_position, num_queries, seq_len, num_splits, min_share, LEFT, RIGHT, BLOCK_N
+    _, _, _, _, num_used_splits = _keys(
+        first_position, num_queries, seq_len, num_splits, min_split_keys, LEFT, RIGHT, BLOCK_N
     )  # fmt: skip
-    first_row, num_rows = tl.program_id(1) * MERGED_ROWS, num_queries * GROUP
-    if (num_shares > 1) & (first_row < num_rows):
-        first_part = (tile * NUM_KV_HEADS + head) * num_splits
-        merge_rows(
-            first_row, partials, maxima, first_part, num_shares, num_rows,
+    first_row, num_rows = tl.program_id(1) * COMBINED_ROWS, num_queries * GROUP
+    if (num_used_splits > 1) & (first_row < num_rows):
+        first_partial = (tile * NUM_KV_HEADS + head) * num_splits
+        combine_rows(
+            first_row, partials, stats, first_partial, num_used_splits, num_rows,
             out, out_strides, first_token, head, sinks, v_scale, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
 def _queries(tile, query_start_loc, seq_lens, num_reqs, QUERIES: tl.constexpr):
-    """The request of a tile, its first token in the batch, how many queries it has, none if it is empty, the position
-    of the first, and the request's keys.
+    """A tile's request, first token in the batch, number of queries (none if it is empty), the first query's position,
+    and the request's number of keys.
     """
     request = _request_of(tile, query_start_loc, num_reqs, QUERIES)
     first_token, seq_len = tl.load(query_start_loc + request), tl.load(seq_lens + request)
@@ -105,11 +107,11 @@ def _queries(tile, query_start_loc, seq_lens, num_reqs, QUERIES: tl.constexpr):
 
 @triton.jit
 def _keys(
-    first_position, num_queries, seq_len, num_splits, min_share,
+    first_position, num_queries, seq_len, num_splits, min_split_keys,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The keys low … high - 1 that some query of a tile sees; from where on they are shared out, in whole blocks; how
-    many are a share, and how many shares they are.
+    """The keys low … high - 1 that are visible to some query of a tile; the origin of the splits, whole blocks; the
+    keys of a split, and how many splits there are.
     """
     low, high = 0, seq_len
     if LEFT is not None:
@@ -117,19 +119,21 @@ def _keys(
     if RIGHT is not None:
         high = min(high, first_position + num_queries + RIGHT)
     origin = low // BLOCK_N * BLOCK_N
-    share = tl.cdiv(max(min_share, tl.cdiv(high - origin, num_splits)), BLOCK_N) * BLOCK_N
-    num_shares = max(1, tl.cdiv(high - origin, share))  # the one of a tile that sees nothing writes zeros
-    return low, high, origin, share, num_shares
+    split_keys = tl.cdiv(max(min_split_keys, tl.cdiv(high - origin, num_splits)), BLOCK_N) * BLOCK_N
+    num_used_splits = max(
+        1, tl.cdiv(high - origin, split_keys)
+    )  # a tile that sees no key has one split, which writes zeros
+    return low, high, origin, split_keys, num_used_splits
 
 
 @triton.jit
 def _request_of(tile, query_start_loc, num_reqs, QUERIES: tl.constexpr):
     """The request of a tile.
 
-    The first tile of each request comes first: of a token that is decoded it is the only one, and may take longer than
-    any other. Then come the other tiles of each request, the last one first, since it sees the most keys. So no program
-    is left with a long one when all others have ended. Those of request r start at num_reqs + query_start_loc[r] //
-    QUERIES: that leaves room for all, and a few stay empty.
+    The first tile of each request comes first. A decoded token has no other one, and it may take longer than any
+    other tile. Then come the other tiles of each request, last ones first, because those see the most keys. So no
+    program is left with a long tile after all others have ended. The other tiles of request r start at num_reqs +
+    query_start_loc[r] // QUERIES. That leaves room for all of them, and a few places stay empty.
     """
     request = tile
     if tile >= num_reqs:
@@ -144,7 +148,7 @@ def _request_of(tile, query_start_loc, num_reqs, QUERIES: tl.constexpr):
 
 @triton.jit
 def queries_of(tile, first_token, query_len, num_reqs, QUERIES: tl.constexpr):
-    """Which queries of its request a tile has: the first one, and how many; none if it is empty."""
+    """The first query of a tile within its request, and the number of its queries; none if it is empty."""
     number = tl.where(tile < num_reqs, 0, (first_token + query_len) // QUERIES - (tile - num_reqs))
     exists = (tile < num_reqs) | (number > 0)
     return number * QUERIES, tl.where(exists, min(QUERIES, query_len - number * QUERIES), 0)
