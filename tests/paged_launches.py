@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 KERNELS = {
-    "_few": ("plan", "attend_decode", "combine_verify"),
-    "_many": ("attend_prefill", "combine_prefill"),
-    "_hopper": ("attend_prefill_sm90",),
+    "decode": ("plan", "attend_decode", "combine_verify"),
+    "prefill": ("attend_prefill", "combine_prefill"),
+    "prefill_sm90": ("attend_prefill_sm90",),
 }
 
 

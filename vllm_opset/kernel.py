@@ -26,6 +26,7 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.ops.contract import Op, Problem
+from vllm_opset.variants import Variants
 
 REFERENCE = "reference"
 KERNELS = "vllm_opset.kernels"  # its modules import this one
@@ -39,7 +40,8 @@ class Kernel:
     """An implementation of an op.
 
     provider: the folder of `kernels/` it came from, or the user's module. devices: the torch device types that its
-    provider runs on; () for any. prepare: what makes of an argument what `run` wants in its place.
+    provider runs on; () for any. prepare: what makes of an argument what `run` wants in its place. variants: None if
+    the kernel runs all calls alike.
     """
 
     op: str
@@ -51,6 +53,7 @@ class Kernel:
     prepare: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(
         default_factory=dict, repr=False, compare=False
     )
+    variants: Variants | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.op}={self.name}"
@@ -89,13 +92,18 @@ _loaded: set[str] = set()
 
 
 def kernel(
-    op: Op, *, name: str, supports: Supports = everything, prepare: Mapping[str, Callable] | None = None
+    op: Op,
+    *,
+    name: str,
+    supports: Supports = everything,
+    prepare: Mapping[str, Callable] | None = None,
+    variants: Variants | None = None,
 ) -> Callable[[Callable], Callable]:
     """Registers the decorated function as an implementation of `op`, with the signature of the op's reference.
 
-    The function may have further parameters after those of the reference, if these have defaults. Raises ValueError if
-    its signature is another one, if the op already has a kernel of that name, or if its callers do not prepare such a
-    parameter.
+    The function may have further parameters after those of the reference, if these have defaults. One with variants
+    takes the wanted one as `variant`. Raises ValueError if its signature is another one, if the op already has a kernel
+    of that name, or if its callers do not prepare such a parameter.
     """
     unprepared = set(prepare or {}) - set(op.prepared)
     if unprepared:
@@ -109,9 +117,11 @@ def kernel(
                 f"{op.name}={name} has another signature than its op: {'; '.join(wrong)}. "
                 f"Declare it as the op does: def {op.name}{_without_annotations(op.signature)}"
             )
+        if variants is not None and "variant" not in inspect.signature(run).parameters:
+            raise ValueError(f"{op.name}={name} has variants and no parameter `variant: str | None = None`")
         provider = _provider_of(run)
         devices = _package(provider).DEVICES if provider in PROVIDERS else ()
-        _registry[op.name][name] = Kernel(op.name, name, provider, devices, supports, run, prepare or {})
+        _registry[op.name][name] = Kernel(op.name, name, provider, devices, supports, run, prepare or {}, variants)
         return run
 
     return register

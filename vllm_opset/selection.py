@@ -1,13 +1,14 @@
 """WHICH: one kernel for an op and a problem, chosen once, with the reason.
 
-A layer or a backend calls `select` when it is built and keeps what it gets. Nothing is decided during a call. A kernel
-that fails raises, with a note of its arguments (`failures`). Users override the choice (`overrides` says by
-which means). OPSET_IMPORT="module,…" imports modules with the user's own kernels, which run where an override names
-them. OPSET_COUNT_CALLS=1 counts the calls of every kernel, for reports.
+A layer or a backend calls `select` when it is built and keeps what it gets. During a call, only the kernel's own table
+of `variants` is asked. A kernel that fails raises, with a note of its arguments (`failures`). Users override the choice
+(`overrides` says by which means). OPSET_IMPORT="module,…" imports modules with the user's own kernels, which run where
+an override names them. OPSET_COUNT_CALLS=1 counts the calls of every kernel, for reports.
 """
 
 import functools
 import importlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -22,17 +23,19 @@ PREFERENCE: Mapping[str, tuple[str, ...]] = {"cpu": ("cpp", "cpu"), "cuda": ("tr
 
 @dataclass(frozen=True)
 class Override:
-    """A user's word for one op: the kernel's name, and where it was said."""
+    """A user's word for one op: the kernel's name, where it was said, and one of the kernel's variants or None."""
 
     kernel: str
     source: str
+    variant: str | None = None
 
 
 @dataclass(eq=False)
 class Choice:
     """The kernel chosen for an op and a problem, why, and why not the others.
 
-    Call `run`. An argument that the op calls prepared goes through `kernel.prepared` first, once.
+    Call `run`. An argument that the op calls prepared goes through `kernel.prepared` first, once. calls: how many calls
+    each variant ran, if they are counted.
     """
 
     op: str
@@ -40,20 +43,29 @@ class Choice:
     kernel: Kernel
     reason: str
     rejected: tuple[tuple[str, str], ...]
-    calls: int = 0
+    variant: str | None = None
+    calls: Counter = field(default_factory=Counter)
     run: Callable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        run = self._counted() if overrides.counts_calls() else self.kernel.run
-        self.run = failures.explained(self.kernel, run)
+        run = self.kernel.run if self.variant is None else functools.partial(self.kernel.run, variant=self.variant)
+        self.run = failures.explained(self.kernel, self._counted(run) if overrides.counts_calls() else run)
 
-    def _counted(self) -> Callable:
+    @property
+    def name(self) -> str:
+        """The kernel's name, with the variant that an override asks for."""
+        return self.kernel.name if self.variant is None else f"{self.kernel.name}:{self.variant}"
+
+    def _counted(self, run: Callable) -> Callable:
+        """`run`, counted by variant."""
+        variants = self.kernel.variants
+
         @functools.wraps(self.kernel.run)
-        def run(*args, **kwargs):
-            self.calls += 1
-            return self.kernel.run(*args, **kwargs)
+        def counted(*args, **kwargs):
+            self.calls[None if variants is None else variants.of(self.variant, *args, **kwargs)] += 1
+            return run(*args, **kwargs)
 
-        return run
+        return counted
 
 
 Choices = dict[tuple[str, Problem, Override | None], Choice]
@@ -144,7 +156,7 @@ def _decide(op: Op, problem: Problem, override: Override | None) -> Choice:
         reason = _why(chosen, problem)
     others = [kernel for kernel in kernels.values() if kernel is not chosen and kernel.runs_on(problem.device)]
     rejected = ((k.name, _why_not(k, problem) or _why_after(k, chosen, problem, override)) for k in others)
-    return Choice(op.name, problem, chosen, reason, tuple(rejected))
+    return Choice(op.name, problem, chosen, reason, tuple(rejected), None if override is None else override.variant)
 
 
 def _obey(kernels: Mapping[str, Kernel], problem: Problem, override: Override) -> Kernel:
@@ -203,17 +215,24 @@ def _import_users_kernels() -> None:
 def _read_overrides(additional_config: Mapping) -> dict[str, Override]:
     """The kernel asked for of each op; what is read later counts."""
     overrides: dict[str, Override] = {}
-    for source, op_name, kernel_name in said("kernels", additional_config):
-        _check_names(source, op_name, kernel_name)
-        overrides[op_name] = Override(kernel_name, source)
+    for source, op_name, asked in said("kernels", additional_config):
+        kernel_name, _, variant = str(asked).partition(":")
+        _check_names(source, op_name, kernel_name, variant)
+        overrides[op_name] = Override(kernel_name, source, variant or None)
     return overrides
 
 
-def _check_names(source: str, op_name: object, kernel_name: object) -> None:
+def _check_names(source: str, op_name: object, kernel_name: str, variant: str) -> None:
     if op_name not in ops.BY_NAME:
         raise OverrideError(f"{source}: unknown op {op_name!r}; {nearest(str(op_name), ops.BY_NAME)}")
     known = kernels_of(op_name)
     if kernel_name not in list(known):
         missing = load(kernel_name) if kernel_name in PROVIDERS else None
-        hint = missing or nearest(str(kernel_name), [name for name in known if devices.run(known[name])])
+        hint = missing or nearest(kernel_name, [name for name in known if devices.run(known[name])])
         raise OverrideError(f"{source}: {op_name} has no kernel {kernel_name!r} here; {hint}")
+    variants = known[kernel_name].variants
+    if variant and variants is None:
+        raise OverrideError(f"{source}: {known[kernel_name]} has no variants; leave out {':' + variant!r}")
+    if variant and variant not in variants.by_name:
+        hint = nearest(variant, variants.by_name)
+        raise OverrideError(f"{source}: {known[kernel_name]} has no variant {variant!r}; {hint}")

@@ -204,7 +204,9 @@ def test_a_warm_up_multiplies_one_row_by_each_kind(compiled, reference, monkeypa
     model, rows = layers(), []
     model["again"] = ReplicatedLinear(48, 64)
     run = linear.choice(torch.float32).run
-    monkeypatch.setattr(linear, "choice", lambda dtype: SimpleNamespace(run=seeing(run, rows), kernel=KEEPS))
+    monkeypatch.setattr(
+        linear, "choice", lambda dtype: SimpleNamespace(run=seeing(run, rows), kernel=KEEPS, name=KEEPS.name)
+    )
     linear.bind(model, compiled)
     linear.multiply_one_row(model)
     # [64, 48] with a bias and without, and the head's [128, 48].

@@ -87,8 +87,10 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
             causal=self.attn_type == AttentionType.DECODER,
             kv_apart=kv_apart,
         )
+        choice = selection.select(ops.paged_attention, self.problem)
+        self.variants = choice.kernel.variants
         self._attend = partial(
-            selection.select(ops.paged_attention, self.problem).run,
+            choice.run,
             scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -92,6 +93,12 @@ def _by_op(llm) -> list[dict]:
     """The engine's report, summed over the layers of the first worker."""
     rows: dict[tuple, dict] = {}
     for choice in llm.collective_rpc("opset_report")[0]:
-        row = rows.setdefault((choice["op"], choice["kernel"]), {**choice, "calls": 0})
+        row = rows.setdefault((choice["op"], choice["kernel"]), {**choice, "calls": 0, "variants": Counter()})
         row["calls"] += choice["calls"]
-    return list(rows.values())
+        row["variants"].update(choice["variants"])
+    return [{**row, "calls": _with_variants(row["calls"], row["variants"])} for row in rows.values()]
+
+
+def _with_variants(calls: int, variants: Counter) -> str:
+    by_variant = ", ".join(f"{name} {number}" for name, number in sorted(variants.items()))
+    return f"{calls} ({by_variant})" if by_variant else str(calls)

@@ -208,7 +208,7 @@ def _kernels(device: str, dtype: torch.dtype) -> list[dict]:
             except selection.OverrideError as error:  # of samples: a model may have none of these problems
                 refused.append(str(error).partition(". ")[0])
             else:
-                chosen.setdefault(choice.kernel.name, []).append(choice)
+                chosen.setdefault(choice.name, []).append(choice)
         rows += [_kernel_row(op.name, name, choices, len(problems)) for name, choices in chosen.items()]
         if refused:
             why = f"{refused[0]} ({len(refused)} of {len(problems)} sample problems)"

@@ -18,7 +18,8 @@ def list_ops(as_json: AsJson = False) -> None:
     if as_json:
         print_json({"kernels": rows, "unavailable": missing})
         return
-    print_table("Ops and their kernels", ("op", "kernel", "devices", "here", "supports"), rows)
+    rows = [{**row, "variants": ", ".join(row["variants"])} for row in rows]
+    print_table("Ops and their kernels", ("op", "kernel", "variants", "devices", "here", "supports"), rows)
     print_missing(missing)
 
 
@@ -26,6 +27,7 @@ def _row(kernel: Kernel) -> dict:
     return {
         "op": kernel.op,
         "kernel": kernel.name,
+        "variants": [] if kernel.variants is None else list(kernel.variants.by_name),
         "provider": kernel.provider,
         "devices": ", ".join(kernel.devices) or "any",
         "supports": _limits(kernel),

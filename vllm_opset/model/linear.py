@@ -49,7 +49,7 @@ class CompiledLinearMethod(LinearMethod):
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__(layer)
-        self._kernel = choice(layer.weight.dtype).kernel.name
+        self._kernel = choice(layer.weight.dtype).name
         _compiled[self._kernel, layer.weight.dtype] = self._linear
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -26,14 +26,18 @@ class Reporting:
 
 
 def rows(made: selection.Choices) -> list[dict]:
-    """One row per op and problem: op, problem, kernel, reason, and calls, counted if OPSET_COUNT_CALLS=1."""
+    """One row per op and problem: op, problem, kernel, reason, and calls, counted if OPSET_COUNT_CALLS=1.
+
+    variants: the calls that each variant of the kernel ran, for a kernel that has variants.
+    """
     return [
         {
             "op": choice.op,
             "problem": str(choice.problem),
-            "kernel": choice.kernel.name,
+            "kernel": choice.name,
             "reason": choice.reason,
-            "calls": choice.calls,
+            "calls": choice.calls.total(),
+            "variants": {name: number for name, number in choice.calls.items() if name is not None},
         }
         for choice in selection.choices(made)
     ]

@@ -20,7 +20,7 @@ def one_step(runner: GPUModelRunner) -> None:
 def forget_calls() -> None:
     """Reports count what requests call."""
     for choice in selection.choices():
-        choice.calls = 0
+        choice.calls.clear()
 
 
 def sampler(runner: GPUModelRunner) -> None:

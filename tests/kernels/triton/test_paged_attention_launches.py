@@ -6,7 +6,7 @@ from paged_launches import record_launches
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
-from vllm_opset.kernels.triton import paged_attention
+from vllm_opset.kernels.triton.paged_attention import prefill_sm90
 
 FORMS = {"plan", "attend_decode", "combine_verify", "attend_prefill", "attend_prefill, split", "combine_prefill"}
 
@@ -19,7 +19,7 @@ def test_the_samples_reach_every_kernel(dtype, monkeypatch):
         launched.add(f"{name}, split" if options.get("SPLIT") else name)
 
     record_launches(monkeypatch, record)
-    monkeypatch.setattr(paged_attention, "INTERPRETED", True)
+    monkeypatch.setattr(prefill_sm90, "INTERPRETED", True)
     kernel = kernels_of("paged_attention")["triton"]
     for sample in ops.paged_attention.samples("cpu", dtype):
         args, kwargs = sample.make()

@@ -53,15 +53,15 @@ def launched(monkeypatch):
         variants.add((name, absent, tuple(sorted(options.items()))))
 
     record_launches(monkeypatch, record)
-    monkeypatch.setattr(paged_attention, "_multiprocessors", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(paged_attention._call, "multiprocessors", lambda device: MULTIPROCESSORS)
     return variants
 
 
 def layer(num_kv_heads: int, group: int) -> SimpleNamespace:
-    from vllm_opset.kernels.triton.paged_attention import paged_attention
+    from vllm_opset.kernels.triton.paged_attention import VARIANTS, paged_attention
 
     impl = OpsetAttentionImpl(num_kv_heads * group, HEAD_SIZE, HEAD_SIZE**-0.5, num_kv_heads)
-    impl.dtype, impl.problem = torch.bfloat16, "one of a kind"
+    impl.dtype, impl.problem, impl.variants = torch.bfloat16, "one of a kind", VARIANTS
     impl._attend = functools.partial(paged_attention, scale=impl.scale, window=impl.window)
     cache = torch.zeros(4, num_kv_heads, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
     assert impl.attn_type == AttentionType.DECODER
@@ -132,7 +132,7 @@ def test_partial_results_fit_the_memory_that_is_kept_free(setting, dtype, launch
         taken.append(4 * num_parts * rows * (columns + 2))
         return None, None
 
-    monkeypatch.setattr(paged_attention, "_workspace", workspace)
+    monkeypatch.setattr(paged_attention._call, "workspace", workspace)
     heads = num_kv_heads * group
     num_reqs, cpu = min(most_requests, most_tokens), torch.device("cpu")
     kept = paged_attention.most_workspace(heads, num_kv_heads, HEAD_SIZE, dtype, num_reqs, cpu)

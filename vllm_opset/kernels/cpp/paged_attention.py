@@ -1,7 +1,7 @@
-"""paged_attention in C++ where all requests of a batch have few query tokens, above all in decode steps.
+"""paged_attention in C++ for decode, and by PyTorch for prefill.
 
-It reads each key and value where it lies, once for the query heads that share it. A batch with a longer prefill goes to
-PyTorch's fused attention, whose matrix products win there.
+- `decode`: reads each key and value in place, once for the query heads that share it.
+- `torch`: gathers them for PyTorch's fused attention, whose matrix products win where a request has many queries.
 """
 
 import ctypes
@@ -16,11 +16,12 @@ from vllm_opset.kernels.cpp.rms_norm import supports_type
 from vllm_opset.kernels.cpu import paged_attention as in_torch
 from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
 from vllm_opset.ops.attention.paged_batch import PagedBatch, only_packed, window_sides
+from vllm_opset.variants import Variant, Variants
 
 # As in _vector.h.
 LANES = 16
-# Query tokens of a request up to which reading its keys again for each costs less than gathering them once.
-FEW_TOKENS = 4
+# Up to so many query tokens of a request, it costs less to read its keys for each of them than to gather them once.
+DECODE_TOKENS = 4
 
 run = function("paged_attention", INT, *[POINTER] * 6, INT, POINTER)
 
@@ -46,7 +47,22 @@ def supports(problem: PagedAttentionProblem) -> str | None:
     return only_packed(problem) or supports_type(problem)
 
 
-@kernel(ops.paged_attention, name="cpp", supports=supports)
+def describe(
+    query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, out: torch.Tensor, **options
+) -> tuple[int, bool]:
+    """The most query tokens of a request, and whether the C++ code can read and write these tensors."""
+    contiguous = query.stride(2) == out.stride(2) == kv_cache.stride(3) == 1
+    return batch.max_query_len, contiguous and query.dtype == kv_cache.dtype
+
+
+VARIANTS = Variants(
+    describe,
+    Variant("decode", can=lambda call: call[1], suits=lambda call: call[0] <= DECODE_TOKENS),
+    Variant("torch"),
+)
+
+
+@kernel(ops.paged_attention, name="cpp", supports=supports, variants=VARIANTS)
 def paged_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -60,9 +76,9 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    variant: str | None = None,
 ) -> None:
-    in_one_piece = query.stride(2) == out.stride(2) == kv_cache.stride(3) == 1
-    if batch.max_query_len > FEW_TOKENS or not in_one_piece or query.dtype != kv_cache.dtype:
+    if VARIANTS.of(variant, query, kv_cache, batch, out) == "torch":
         return in_torch.paged_attention(
             query, kv_cache, batch, out, scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes,
             sinks=sinks, k_scale=k_scale, v_scale=v_scale,

@@ -1,8 +1,8 @@
 """Makes Triton's interpreter compute as a GPU does, so that kernels need no branch for it.
 
 Triton 3.6 and 3.7 convert between float formats there by truncation instead of rounding to nearest even, multiply the
-bit patterns of bfloat16 matrices as integers, and round the product of a fused multiply-add. Each patch says how it can
-be told that Triton no longer needs it.
+bit patterns of bfloat16 matrices as integers, round the product of a fused multiply-add, and call the function of a
+reduction once for each element. Each patch says how it can be told that Triton no longer needs it.
 """
 
 import numpy as np
@@ -27,6 +27,7 @@ def patch() -> None:
     interpreter._convert_float = _convert_float
     interpreter.InterpreterBuilder.create_dot = _create_dot
     interpreter.InterpreterBuilder.create_fma = _create_fma
+    interpreter.ReduceOps.generic_reduce = _generic_reduce
     _samples.DRAWS = 16  # a launch takes as long as ten thousand on a GPU
 
 
@@ -52,6 +53,25 @@ def _create_fma(builder, x, y, z):
     """x · y + z, rounded once. Not needed once the original gives 2⁻⁴⁶ for an fp32 (1 + 2⁻²³)² − (1 + 2⁻²²)."""
     wide = x.data.astype(np.float64) * y.data + z.data
     return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
+
+
+def _generic_reduce(reduction, tensors) -> list:
+    """The reduction by a function of the kernel's own: halves are combined until one element is left, as on a GPU.
+
+    Not needed once a reduction of 4,096 elements takes less than a second.
+    """
+    flat = reduction.axis is None
+    axis = 0 if flat else reduction.axis
+    arrays = [tensor.handle.data.flatten() if flat else tensor.handle.data for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in tensors]
+    while (size := arrays[0].shape[axis]) > 1:
+        halves = [np.split(array, [size // 2], axis) for array in arrays]
+        operands = [map(reduction.to_tensor, half, dtypes) for half in zip(*halves, strict=True)]
+        combined = reduction.combine_fn.fn(*(tensor for half in operands for tensor in half))
+        arrays = [tensor.handle.data for tensor in (combined if isinstance(combined, tuple) else (combined,))]
+    if not reduction.keep_dims:
+        arrays = [array.item() if flat else array.squeeze(axis) for array in arrays]
+    return [reduction.to_tensor(array, dtype) for array, dtype in zip(arrays, dtypes, strict=True)]
 
 
 def _values(operand) -> np.ndarray:

@@ -1,6 +1,7 @@
-"""linear of one row, as a lone request decodes: products in registers, at the speed at which the weight can be read.
+"""linear for the one row of a lone request's decode step, and by PyTorch for more rows.
 
-For more rows than one it is PyTorch's own, which tensor cores serve well.
+- `one_row`: products in registers, as fast as the weight can be read.
+- `torch`: PyTorch's own (cuBLAS), which uses the tensor cores.
 """
 
 import torch
@@ -14,12 +15,23 @@ from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.kernels.triton._rows import num_rows
 from vllm_opset.ops.gemm.linear import check_arguments
+from vllm_opset.variants import Variant, Variants
 
 
-@kernel(ops.linear, name="triton", supports=_supports.floats)
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether x has one row, and the rows of the weight are contiguous."""
+    return num_rows(x) == 1 and weight.stride(1) == 1
+
+
+VARIANTS = Variants(one_row, Variant("one_row", can=bool), Variant("torch"))
+
+
+@kernel(ops.linear, name="triton", supports=_supports.floats, variants=VARIANTS)
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, variant: str | None = None
+) -> torch.Tensor:
     check_arguments(x, weight, bias)
-    if num_rows(x) != 1 or weight.stride(1) != 1:
+    if VARIANTS.of(variant, x, weight) == "torch":
         return F.linear(x, weight, bias).contiguous()
     num_outputs, columns = weight.shape
     out = x.new_empty((*x.shape[:-1], num_outputs))

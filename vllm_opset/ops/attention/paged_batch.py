@@ -12,12 +12,19 @@ head_size], the same with its last dimension split, and its problem says `kv_apa
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 # Page size of a packed cache: the smallest that vLLM's backends commonly support.
 PACKED_BLOCK_SIZE = 16
+
+
+class BatchSizes(NamedTuple):
+    """The sizes of a batch: query tokens of each request, and the upper bound of their contexts."""
+
+    query_lens: list[int]
+    max_seq_len: int
 
 
 @dataclass(eq=False)

@@ -5,7 +5,6 @@ attention launches depends on queries and requests besides (`_batches`).
 """
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
@@ -20,11 +19,11 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.kernels.triton._ahead import compiled_ahead
 from vllm_opset.model import linear
-from vllm_opset.ops.attention.paged_batch import PagedBatch
+from vllm_opset.ops.attention.paged_batch import BatchSizes, PagedBatch
 from vllm_opset.platform.warm_up import sampler, slot_mapping
+from vllm_opset.variants import Limits, powers_up_to
 
 AHEAD_TOKENS = 2048  # of a step: longer ones take long, and launch parameters that change there are one activation's
-FEW_QUERIES = 64  # of a request, at most, for whose launches every size of the context matters
 DRAFTING = (1, 9, 16)  # requests: Triton compiles anew for 1 and for multiples of 16, and vLLM has two ways to top-k
 
 
@@ -59,7 +58,7 @@ def _takes_any_values(runner: GPUModelRunner) -> bool:
 
 
 def _steps(runner: GPUModelRunner, most_tokens: int) -> None:
-    for num_tokens in _powers_up_to(most_tokens):
+    for num_tokens in powers_up_to(most_tokens):
         _step(runner, num_tokens)
         if runner.lora_config is not None and num_tokens > 1:
             _step(runner, num_tokens - 1)  # vLLM's kernels for adapters are compiled anew for multiples of 16
@@ -81,64 +80,34 @@ def _step(runner: GPUModelRunner, num_tokens: int) -> None:
     )
 
 
-def _powers_up_to(largest: int) -> Iterator[int]:
-    """1, 2, 4 … and the largest."""
-    yield from itertools.takewhile(lambda size: size < largest, (1 << n for n in itertools.count()))
-    yield largest
-
-
 def _attention(worker: Worker) -> None:
-    """Attends batches that ask for all that serving launches. What takes longest to compile, which is for many queries,
-    comes first.
-
-    What is launched is chosen by the queries and requests of a batch and by the longest context that it says it has;
-    the lengths are on the device.
-    """
+    """Attends the batches that reach all that the layers' kernels compile while they serve."""
     if worker.model_runner.is_pooling_model:
         return
-    runner, scheduler, max_model_len = worker.model_runner, worker.scheduler_config, worker.model_config.max_model_len
-    # One request that is so long is to paged_attention what the most requests of the longest context are.
-    most_keys = scheduler.max_num_seqs**2 * max_model_len
+    runner, scheduler = worker.model_runner, worker.scheduler_config
+    limits = Limits(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, worker.model_config.max_model_len)
     layers = runner.compilation_config.static_forward_context
-    variants = {
+    kinds = {
         (layers[name].impl.problem, width): layers[name]
         for name, width in _block_table_widths(runner).items()
         if _decodes(layers[name])
     }
-    for (_, width), layer in variants.items():
-        impl = layer.impl
-        for query_lens in _batches(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, max_model_len):
-            num_tokens = sum(query_lens)
-            query = torch.zeros(num_tokens, impl.num_heads, impl.head_size, dtype=impl.dtype, device=runner.device)
-            starts, lens = (
-                torch.tensor(values, dtype=torch.int32, device=runner.device)
-                for values in ([0, *itertools.accumulate(query_lens)], query_lens)
-            )
-            table = torch.zeros(len(query_lens), width, dtype=torch.int32, device=runner.device)
-            alone = len(query_lens) == 1
-            sizes = _powers_up_to(most_keys) if alone and num_tokens <= FEW_QUERIES else (1, max_model_len)
-            for max_seq_len in sizes:
-                batch = PagedBatch(starts, lens, table, max(query_lens), max_seq_len)
-                impl.attend(layer, query, layer.kv_cache, batch, torch.empty_like(query))
+    for (_, width), layer in kinds.items():
+        for sizes in layer.impl.variants.warm(limits) if layer.impl.variants else ():
+            _attend(layer, sizes, width, runner.device)
 
 
-def _batches(most_tokens: int, most_requests: int, longest: int) -> Iterator[list[int]]:
-    """The queries of each request: of a step that is as full as can be, of one request alone, and of one beside all
-    that decode. What is launched changes where a request's queries pass a power of two, or such steps are full.
-    """
-    requests = min(most_requests, most_tokens)
-    left, query_lens = most_tokens - requests, []
-    for _ in range(requests):
-        query_lens.append(1 + min(left, longest - 1))
-        left -= query_lens[-1] - 1
-    yield query_lens
-    powers = {*_powers_up_to(min(most_tokens, longest))}
-    beyond = {size + 1 for size in powers if size <= FEW_QUERIES and size < max(powers)}
-    for num_queries in sorted(powers | beyond, reverse=True):
-        yield [num_queries]
-        others = min(most_requests - 1, most_tokens - num_queries)
-        if num_queries <= 2 * FEW_QUERIES and others:  # more are as many alone as beside these
-            yield [num_queries] + [1] * others
+def _attend(layer: torch.nn.Module, sizes: BatchSizes, width: int, device: torch.device) -> None:
+    """width: of the block table."""
+    impl, query_lens = layer.impl, sizes.query_lens
+    query = torch.zeros(sum(query_lens), impl.num_heads, impl.head_size, dtype=impl.dtype, device=device)
+    starts, lens = (
+        torch.tensor(values, dtype=torch.int32, device=device)
+        for values in ([0, *itertools.accumulate(query_lens)], query_lens)
+    )
+    table = torch.zeros(len(query_lens), width, dtype=torch.int32, device=device)
+    batch = PagedBatch(starts, lens, table, max(query_lens), sizes.max_seq_len)
+    impl.attend(layer, query, layer.kv_cache, batch, torch.empty_like(query))
 
 
 def _block_table_widths(runner: GPUModelRunner) -> dict[str, int]:

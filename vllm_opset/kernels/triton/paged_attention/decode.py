@@ -7,18 +7,31 @@ request that spans several programs leaves a partial result of each, and the las
 `combine_verify` does.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton.paged_attention import _call
+from vllm_opset.kernels.triton.paged_attention._call import (
+    MAX_ROWS_FP32,
+    MIN_ROWS,
+    WARPGROUP,
+    Call,
+    thresholds,
+    tile_rows,
+)
 from vllm_opset.kernels.triton.paged_attention._tile import attend, load_queries, seen_by_all
 from vllm_opset.kernels.triton.paged_attention.combine import COMBINED_ROWS, combine_rows, is_last, store_partial, write
+from vllm_opset.ops.attention.paged_batch import PagedBatch
 
 REQUESTS = tl.constexpr(256)  # planned at a time
 PROGRAMS = tl.constexpr(64)  # whose first requests are searched at a time
 # Combining one more partial result takes as long as attending this many blocks (measured on an H200). To attend b of n
 # blocks and to combine n / b partial results takes least time in all where b = sqrt(n * COMBINE_BLOCKS).
 COMBINE_BLOCKS = tl.constexpr(0.125)
+WARPGROUP_RESULTS = 64 * 128  # that fit a warpgroup's registers on a Hopper GPU, beside all else that decode needs
 FULL_BLOCKS = tl.constexpr(8)  # blocks visible to all queries, from which on a loop without masks pays
 
 
@@ -191,3 +204,70 @@ def _touch(place):
     """Prefetches an address into the L2 cache."""
     code: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     tl.inline_asm_elementwise(code, "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1)
+
+
+def can_decode(call: Call) -> bool:
+    """Whether a tile of the fewest rows holds all queries of any request: those of one token, in most models."""
+    return tile_rows(call.most_rows, call.group, call.query.dtype) == MIN_ROWS
+
+
+def can_verify(call: Call) -> bool:
+    """Whether one tile holds all queries of any request."""
+    if call.query.dtype == torch.float32:
+        return call.most_rows <= MAX_ROWS_FP32
+    return call.most_rows <= thresholds(call.query.device)["verify_rows"]
+
+
+def launch_decode(call: Call) -> None:
+    """One launch: the last program of a request combines its partial results."""
+    _launch_ranges(call, "paged_attention_decode", combined_apart=False)
+
+
+def launch_verify(call: Call) -> None:
+    """Two launches: combine_verify combines the many rows of a request by several programs."""
+    _launch_ranges(call, "paged_attention_verify", combined_apart=True)
+
+
+def _launch_ranges(call: Call, launch: str, combined_apart: bool) -> None:
+    device, num_kv_heads, block_d = call.query.device, call.num_kv_heads, call.block_d
+    rows = tile_rows(call.most_rows, call.group, call.query.dtype)
+    values = _launch.parameters(launch, device, (call.num_reqs * num_kv_heads) ** 2 * call.batch.max_seq_len)
+    warps = values["warps"] * max(1, rows * block_d // WARPGROUP_RESULTS)
+    if values["programs"] == 1 and call.kv_cache.dtype != call.query.dtype:
+        warps = max(warps, WARPGROUP)  # converting takes registers, and a program that is alone can have more
+    block_n, turn = call.block_n(values), values["turn"]
+    num_programs = max(1, values["programs"] * _call.multiprocessors(device) // num_kv_heads)
+    tickets, *plan = call.batch.once(_plan, num_kv_heads, num_programs, turn, call.left, block_n)
+    partials = call.batch.once(_call.workspace, (num_programs + call.num_reqs) * num_kv_heads, rows, block_d)
+    shape = {
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": call.group, "HEAD_SIZE": call.head_size, "BLOCK_M": rows,
+        "BLOCK_D": block_d, **_launch.overlap(device),
+    }  # fmt: skip
+    attend_decode[(num_programs * num_kv_heads,)](
+        *call.attend_arguments(), *partials, None if combined_apart else tickets, *plan, num_programs, turn,
+        BLOCK_SIZE=call.block_size, LEFT=call.left, RIGHT=call.right, BLOCK_N=block_n,
+        num_warps=warps, num_stages=values["stages"], **shape,
+    )  # fmt: skip
+    if combined_apart and num_programs > 1:
+        borders = (num_programs - 1) * num_kv_heads
+        combine_verify[(borders, _launch.cdiv(call.most_rows, COMBINED_ROWS.value))](
+            *call.combine_arguments(), *partials, *plan, num_programs, turn, num_warps=WARPGROUP, **shape
+        )
+
+
+def _plan(
+    batch: PagedBatch, num_kv_heads: int, num_programs: int, turn: int, left: int | None, block_n: int
+) -> tuple[torch.Tensor, ...]:
+    """Tickets, and the range of each program, for all layers with this window.
+
+    Kernels read the plan before the preceding kernel has ended. That is right for the first of them as well, because
+    the tickets are made after the plan, whether or not they are used: when that kernel begins, the plan has ended.
+    """
+    num_reqs, device = len(batch.seq_lens), batch.seq_lens.device
+    starts = torch.empty(num_reqs + 2, dtype=torch.int32, device=device)
+    first_requests = torch.empty(num_programs + 1, dtype=torch.int32, device=device)
+    plan[(1,)](
+        batch.query_start_loc, batch.seq_lens, num_reqs, starts, first_requests, num_programs, turn,
+        LEFT=left, BLOCK_N=block_n,
+    )  # fmt: skip
+    return _call.tickets(batch, num_reqs * num_kv_heads), starts, first_requests

@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton.paged_attention import _call
+from vllm_opset.kernels.triton.paged_attention._call import ROW_BYTES, WARPGROUP, Call, tile_rows
 from vllm_opset.kernels.triton.paged_attention._tile import attend, load_queries, seen_by_all
 from vllm_opset.kernels.triton.paged_attention.combine import COMBINED_ROWS, combine_rows, store_partial, write
 
@@ -120,9 +123,8 @@ def _keys(
         high = min(high, first_position + num_queries + RIGHT)
     origin = low // BLOCK_N * BLOCK_N
     split_keys = tl.cdiv(max(min_split_keys, tl.cdiv(high - origin, num_splits)), BLOCK_N) * BLOCK_N
-    num_used_splits = max(
-        1, tl.cdiv(high - origin, split_keys)
-    )  # a tile that sees no key has one split, which writes zeros
+    # A tile that sees no key has one split, which writes zeros.
+    num_used_splits = max(1, tl.cdiv(high - origin, split_keys))
     return low, high, origin, split_keys, num_used_splits
 
 
@@ -152,3 +154,30 @@ def queries_of(tile, first_token, query_len, num_reqs, QUERIES: tl.constexpr):
     number = tl.where(tile < num_reqs, 0, (first_token + query_len) // QUERIES - (tile - num_reqs))
     exists = (tile < num_reqs) | (number > 0)
     return number * QUERIES, tl.where(exists, min(QUERIES, query_len - number * QUERIES), 0)
+
+
+def launch_prefill(call: Call) -> None:
+    """One launch, and another to combine partial results where keys are split."""
+    num_tokens, num_heads, _ = call.query.shape
+    device, num_kv_heads, group = call.query.device, call.num_kv_heads, call.group
+    values = _launch.parameters("paged_attention_prefill", device, num_tokens * num_heads)
+    rows = tile_rows(values["rows"] * ROW_BYTES // max(ROW_BYTES, call.row_bytes), group, call.query.dtype)
+    block_n, split_keys = call.block_n(values), values["split_keys"]
+    num_tiles = (num_tokens // (rows // group) + call.num_reqs) * num_kv_heads
+    most_splits = _launch.cdiv(call.span(rows // group), max(block_n, split_keys))
+    num_splits = max(1, min(values["programs"] * _call.multiprocessors(device) // num_tiles, most_splits))
+    partials = (None, None)
+    if num_splits > 1:
+        partials = call.batch.once(_call.workspace, num_tiles * num_splits, rows, call.block_d)
+    shape = {
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": call.head_size, "LEFT": call.left,
+        "RIGHT": call.right, "BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_D": call.block_d, **_launch.overlap(device),
+    }  # fmt: skip
+    attend_prefill[(num_tiles * num_splits,)](
+        *call.attend_arguments(), *partials, num_splits, split_keys, BLOCK_SIZE=call.block_size,
+        SPLIT=num_splits > 1, num_warps=values["warps"], num_stages=values["stages"], **shape,
+    )  # fmt: skip
+    if num_splits > 1:
+        combine_prefill[(num_tiles, _launch.cdiv(min(rows, call.most_rows), COMBINED_ROWS.value))](
+            *call.combine_arguments(), *partials, num_splits, split_keys, num_warps=WARPGROUP, **shape
+        )

@@ -7,12 +7,20 @@ computes exponentials, the other's matrix products (wgmma) run. If a tile has ro
 of a decoded token, the other one skips it.
 """
 
+import math
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from vllm_opset.kernels.triton import INTERPRETED, _launch
 from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton.paged_attention import _call
+from vllm_opset.kernels.triton.paged_attention._call import MIN_ROWS, WARPGROUP, Call, thresholds
 from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     COLUMNS,
     ROWS,
@@ -27,6 +35,8 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
 )  # fmt: skip
 from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST, is_visible
 
+COPY_BYTES = 16  # the copy engine takes addresses and strides that are multiples of so many
+ELEMENT_BYTES = 2  # of queries and keys, for its matrix instructions
 HALF = gl.constexpr(ROWS.value // 2)  # the rows of a warpgroup, and of its matrix instructions
 # Registers of a thread. Two warpgroups, and a third for the loading warps, use up those of the multiprocessor.
 ATTENDING_REGISTERS = gl.constexpr(232)
@@ -290,3 +300,50 @@ def _clear(
     hopper.fence_async_shared()
     mbarrier.arrive(cleared)
     mbarrier.wait(cleared, num_cleared & 1)
+
+
+def can_prefill_sm90(call: Call) -> bool:
+    """Whether a Hopper GPU's copy engine and matrix instructions take these inputs."""
+    if INTERPRETED or _launch.family(call.query.device) != "sm90":
+        return False
+    plain = not call.soft_cap and call.alibi_slopes is None and call.k_scale is None and call.v_scale is None
+    halves = call.query.element_size() == ELEMENT_BYTES and call.kv_cache.dtype == call.query.dtype
+    boxes = call.head_size >= COLUMNS.value and call.block_size % MIN_ROWS == 0
+    return plain and halves and boxes and all(map(_is_aligned, (call.query, call.kv_cache, call.out)))
+
+
+def suits_prefill_sm90(call: Call) -> bool:
+    """Whether its tiles keep the GPU busy, since this kernel does not split keys."""
+    num_programs, table = _call.multiprocessors(call.query.device), thresholds(call.query.device)
+    if call.most_rows > table["verify_rows"]:
+        return 2 * _num_tiles(call) > num_programs
+    many = call.num_reqs * call.num_kv_heads >= table["verify_tiles_sm90"] * num_programs
+    return call.most_rows > MIN_ROWS and many and call.batch.max_seq_len <= table["verify_keys_sm90"]
+
+
+def launch_prefill_sm90(call: Call) -> None:
+    """One launch of persistent programs."""
+    device, batch, cache = call.query.device, call.batch, call.kv_cache
+    values = _launch.parameters("paged_attention_prefill_sm90", device, call.span(ROWS.value // call.group))
+    block_n, num_tiles = call.block_n(values), _num_tiles(call)
+    box = [1, 1, math.gcd(call.block_size, block_n), COLUMNS.value]
+    descriptor = TensorDescriptor.from_tensor(cache, box, NVMMASharedLayout(128, 16, rank=len(box)))
+    attend_prefill_sm90[(min(num_tiles, _call.multiprocessors(device)),)](
+        call.query, call.query.stride(), descriptor, len(cache), call.out, call.out.stride(),
+        batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(), call.num_reqs,
+        call.scale, call.sinks, num_tiles, batch.once(_call.tickets, 1),
+        NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, BLOCK_SIZE=call.block_size,
+        LEFT=call.left, RIGHT=call.right, BLOCK_N=block_n, BLOCK_D=call.block_d, STAGES=values["stages"],
+        num_warps=WARPGROUP, **_launch.overlap(device),
+    )  # fmt: skip
+
+
+def _num_tiles(call: Call) -> int:
+    return (len(call.query) // (ROWS.value // call.group) + call.num_reqs) * call.num_kv_heads
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine takes its address and strides."""
+    *strides, last = tensor.stride()
+    places = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in strides)]
+    return last == 1 and not any(place % COPY_BYTES for place in places)
