@@ -1,12 +1,14 @@
-"""Rotary embedding, the norms of query and key before it, and the cache write after it, in one launch.
+"""Rotary embedding, the query and key norms before it, and the cache write after it, in one launch.
 
-vLLM's models call these parts one after the other: q_norm and k_norm where a model has them, rotary_emb, attn. Without
-a compiler nothing can be fused in between, unless the parts wait for the last of them. So in a model that was loaded,
-the norms and the rotary embedding before an attention leave query and key as they are, the positions are kept, and the
-attention's cache write does all of it (`ops.qk_norm_rope_cache`, `ops.rope_cache`).
+vLLM's models call these parts one after the other: q_norm and k_norm if the model has them, rotary_emb, attn. Without a
+compiler they can be fused only if the first parts wait for the last one. So this module changes a model after it is
+loaded. The norms and the rotary embedding before an attention layer then leave query and key unchanged, and the
+positions are kept. The cache write of the attention layer does all the work (`ops.qk_norm_rope_cache`,
+`ops.rope_cache`).
 
-Whether a model's code really goes from its projection through exactly these parts to its attention is not read from
-its source: each layer is tried once, on random input, with the parts at work and with the parts waiting.
+This only works if the model's code goes from its projection through exactly these parts to its attention. That is not
+read from the source. Each layer is instead run on random input, once with the parts working and once with the parts
+waiting.
 """
 
 import inspect
@@ -29,16 +31,17 @@ TRIED_POSITIONS = (3, 0, 7, 12, 1)
 
 
 class WaitingRope(nn.Module):
-    """In a rotary embedding's place, which layers share: leaves query and key as they are, and keeps the positions.
+    """Stand-in for a rotary embedding that leaves query and key unchanged and keeps the positions.
 
-    For the attention's implementation (`attention.impl.Before`): what is to be done to query and key.
-    positions: by what `_pieces` says, since this is not called where pieces of a graph are replayed.
+    Layers share the rotary embedding that it replaces. To the attention's implementation it is an
+    `attention.impl.Before`: the remaining work on query and key.
+    positions: by the key that `_pieces` returns, because `forward` does not run when pieces of a graph are replayed.
     """
 
     def __init__(self, rotary: RotaryEmbeddingLayer, norms: tuple[RMSNormLayer, RMSNormLayer] | None) -> None:
         super().__init__()
         self.rotary = rotary
-        self.norms = norms  # in a tuple, so that they do not become this module's children: they are the model's
+        self.norms = norms  # in a tuple, so that they do not become this module's children: they belong to the model
         self.positions: dict[BatchDescriptor | None, torch.Tensor] = {}
 
     def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
@@ -46,7 +49,7 @@ class WaitingRope(nn.Module):
         return query, key
 
     def current_positions(self) -> torch.Tensor:
-        """Of the step that runs, whose positions lie where they lay when its pieces were captured."""
+        """The positions of the current step. They lie at the address they had when its pieces were captured."""
         return self.positions[_pieces()]
 
     def write_with(self, *, block_size: int, **problem) -> Callable[..., None]:
@@ -69,7 +72,7 @@ class WaitingRope(nn.Module):
 
 
 def _pieces() -> BatchDescriptor | None:
-    """What the pieces of a graph that this step replays were captured for; None if all of its Python runs, or none."""
+    """The batch whose captured graph pieces this step replays; None if it replays a whole graph or no graph."""
     if not is_forward_context_available():
         return None
     context = get_forward_context()
@@ -81,9 +84,9 @@ def bind(
     vllm_config: VllmConfig,
     compiled_ahead: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """For a model that was just loaded, if a layer's parts run together.
+    """Fuse the parts in each layer of a model that was just loaded, if the model runs them together.
 
-    compiled_ahead: within it kernels may be compiled instead of launched, before they are.
+    compiled_ahead: makes a context in which a call of a kernel may compile it instead of launching it.
     """
     if not _runs_together(vllm_config):
         return
@@ -98,27 +101,28 @@ def bind(
             with compiled_ahead():
                 _can_wait(module, rope, vllm_config)
             compiled.add(shape)
-        # Every layer: in some models not all of them rotate.
+        # Every layer is tried: in some models not all layers have a rotary embedding.
         if _can_wait(module, rope, vllm_config):
             _let_wait(module, rope)
             impl.before = rope
 
 
 def _runs_together(vllm_config: VllmConfig) -> bool:
-    """Whether a layer's parts run together in every step, on weights that are there when the model is loaded."""
+    """Whether a layer's parts run together in every step, on weights that are present once the model is loaded."""
     return vllm_config.compilation_config.mode == CompilationMode.NONE and not offloads(vllm_config)
 
 
 def _rope_of(module: nn.Module) -> WaitingRope | None:
-    """What is before the attention of a module that consists of such parts."""
+    """The stand-in for the parts before the attention of this module; None if the module does not have such parts."""
     children = dict(module.named_children())
     attention, rotary = children.get("attn"), children.get("rotary_emb")
     if not isinstance(attention, Attention) or not isinstance(attention.impl, OpsetAttentionImpl):
         return None
-    # An encoder's attention writes no cache; and vLLM finds a cache's scales before it is written (gone by 0.30).
+    # An encoder's attention writes no cache. With calculate_kv_scales (gone by 0.30), vLLM computes the scales of a
+    # cache before the cache is written.
     if attention.impl.attn_type != AttentionType.DECODER or getattr(attention, "calculate_kv_scales", False):
         return None
-    # Only that class: one that is derived from it is told more than positions.
+    # Only that class: the forward of a class that is derived from it takes more than positions.
     if getattr(type(rotary), "forward_oot", None) is not RotaryEmbeddingLayer.forward_oot:
         return None
     norms = children.get("q_norm"), children.get("k_norm")
@@ -146,7 +150,7 @@ def _as_it_is(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Seen(nn.Module):
-    """In an attention's place: keeps the query and key that arrive."""
+    """Stand-in for an attention layer that keeps the query and key it receives."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -159,7 +163,7 @@ class _Seen(nn.Module):
 
 @torch.inference_mode()
 def _can_wait(module: nn.Module, rope: WaitingRope, vllm_config: VllmConfig) -> bool:
-    """Whether query and key, as they arrive when the parts wait, become by the parts what arrives when they do not."""
+    """Whether query and key are the same if the parts run after the module's code instead of within it."""
     parameters = inspect.signature(module.forward).parameters.values()
     required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
     if required != {"positions", "hidden_states"} or not hasattr(module, "qkv_proj"):
@@ -185,7 +189,7 @@ def _can_wait(module: nn.Module, rope: WaitingRope, vllm_config: VllmConfig) -> 
 
 @contextmanager
 def _put_back(module: nn.Module, rope: WaitingRope) -> Iterator[None]:
-    """At the end of it the module is what it was."""
+    """Restore the module at the end of the context."""
     attention = module.attn
     try:
         yield

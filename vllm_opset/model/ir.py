@@ -1,6 +1,6 @@
-"""opset as a provider of vLLM's IR ops, for code that calls them without a layer of its own.
+"""opset as a provider of vLLM's IR ops, for code that calls these ops without a layer.
 
-RMSNorm layers do not come this way: `layers` replaces them. vLLM retires its IR after 0.33, and this file with it.
+RMSNorm layers do not use these ops: `layers` replaces them. vLLM removes its IR after 0.33, and this file goes with it.
 """
 
 import functools
@@ -36,7 +36,7 @@ def _whole_row_with_residual(
 
 @functools.cache
 def register() -> None:
-    """Registers the provider, once in a process."""
+    """Register the provider, once in a process."""
     from vllm import ir
 
     ir.ops.rms_norm.register_impl(PROVIDER, supports_args=_whole_row)(rms_norm)
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def priority():
-    """opset first for the norms, vLLM's own code for every other IR op."""
+    """The priority of IR op providers: opset first for the norms, vLLM's own code for every other IR op."""
     from vllm.config.kernel import IrOpPriorityConfig
 
     norms = {name: [PROVIDER, "native"] for name in ("rms_norm", "fused_add_rms_norm")}

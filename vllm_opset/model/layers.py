@@ -1,7 +1,8 @@
 """opset's versions of vLLM's layers, and their registration as out-of-tree replacements.
 
-Each is a subclass of the layer that it replaces, keeps its weights, its name in `custom_ops` flags and its fallback for
-what the op's contract does not cover, and calls the chosen kernel with as little in between as possible.
+Each class is a subclass of the layer that it replaces. It keeps that layer's weights and its name in `custom_ops`
+flags. If the op's contract does not cover a case, vLLM's own code runs. Otherwise the layer calls the chosen kernel
+with as little Python in between as possible.
 """
 
 import importlib
@@ -23,12 +24,12 @@ HW_AGNOSTIC_REGISTRY = "vllm.model_executor.hw_agnostic.custom_op"
 class Kernels(dict[torch.dtype, Callable]):
     """A layer's kernels for one op, by the dtype of the activations.
 
-    The first call in a dtype chooses the kernel for it; later calls look it up. Raises OverrideError, at that first
-    call, if the user asks for a kernel that does not support the dtype.
+    The first call in a dtype chooses the kernel for it; later calls look it up. The first call raises OverrideError if
+    the user's kernel does not support the dtype.
     """
 
     def __init__(self, op: Op, describe: Callable[[], dict]) -> None:
-        """describe: gives what the layer knows of the op's problem; it is called for each choice."""
+        """describe: returns the fields of the op's problem that the layer knows; it is called for each choice."""
         super().__init__()
         self.op, self.describe = op, describe
 
@@ -41,10 +42,10 @@ class Kernels(dict[torch.dtype, Callable]):
 
 
 class OpsetLayer:
-    """Mixed in before a vLLM layer.
+    """A mixin that comes before a vLLM layer among the bases.
 
-    Kernels are chosen when the layer is built, and again when a model that holds it was loaded: vLLM shares some layers
-    between the engines of a process.
+    Kernels are chosen when the layer is built, and again when a model that holds it was loaded. The second choice is
+    needed because vLLM shares some layers between the engines of a process.
     """
 
     opset_kernels: Sequence[Kernels] = ()
@@ -54,21 +55,21 @@ class OpsetLayer:
         self.bind(torch.get_default_dtype())
 
     def _apply(self, *args, **kwargs) -> torch.nn.Module:
-        """nn.Module calls it for `.to()`, `.half()` and the like, which change the dtype of weights."""
+        """Forget the chosen kernels: nn.Module calls this for `.to()`, `.half()` etc., which change weights' dtype."""
         super()._apply(*args, **kwargs)
         for kernels in self.opset_kernels:
             kernels.clear()
         return self
 
     def bind(self, dtype: torch.dtype) -> None:
-        """Makes the chosen kernels this layer's forward, within vLLM's configuration. dtype: of the activations."""
-        # Not where the user or a compiler has switched the layer off (`custom_ops=["-rms_norm"]`).
+        """Make the chosen kernels this layer's forward, under vLLM's current config. dtype: of the activations."""
+        # False if the user or a compiler has switched the layer off (`custom_ops=["-rms_norm"]`).
         self.opset_is_wanted = (self._enforce_enable or self.enabled()) and self.covered_by_contract()
         self.opset_kernels = []
         self._forward_method = self.use_kernels() if self.opset_is_wanted else self.forward_native
         for kernels in self.opset_kernels:
             kernels[dtype]  # chosen now, so that the report at start-up names it
-        # nn.Module calls `forward`: vLLM's would only pass the call on.
+        # nn.Module calls `forward`. vLLM's own `forward` would only pass the call on.
         self.forward = self._forward_method
 
     def covered_by_contract(self) -> bool:
@@ -76,18 +77,18 @@ class OpsetLayer:
         return True
 
     def use_kernels(self) -> Callable:
-        """The function to run as this layer's forward. Says by `kernels_for` which ops it calls."""
+        """The function to run as this layer's forward. It declares by `kernels_for` the ops that it calls."""
         raise NotImplementedError
 
     def kernels_for(self, op: Op, describe: Callable[[], dict] = dict) -> Kernels:
-        """The kernels of an op that this layer calls. describe: as in `Kernels`."""
+        """The kernels of an op that this layer calls. describe: see `Kernels`."""
         kernels = Kernels(op, describe)
         self.opset_kernels.append(kernels)
         return kernels
 
 
 class RMSNormLayer(OpsetLayer):
-    """For RMSNorm and GemmaRMSNorm, which differ in what is added to the weight."""
+    """For RMSNorm and GemmaRMSNorm, which differ in the offset that is added to the weight."""
 
     weight_offset = 0.0
 
@@ -103,7 +104,7 @@ class RMSNormLayer(OpsetLayer):
         return {"hidden_size": len(self.weight), "weight_dtype": _dtype(self._parameters.get("weight"))}
 
     def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        # Not self.weight: nn.Module finds parameters by a detour.
+        # Not self.weight: nn.Module looks up parameters by the slow `__getattr__`.
         weight = self._parameters.get("weight")
         if residual is None:
             return self._norm[x.dtype](x, weight, self.variance_epsilon, self.weight_offset)
@@ -128,7 +129,7 @@ class LayerNormLayer(OpsetLayer):
 
 
 class RotaryEmbeddingLayer(OpsetLayer):
-    """For every class that only computes its table of cosines and sines differently."""
+    """For every class that differs only in how it computes its table of cosines and sines."""
 
     def use_kernels(self) -> Callable:
         self._rotate = self.kernels_for(ops.rotary_embedding, self._known)
@@ -143,7 +144,7 @@ class RotaryEmbeddingLayer(OpsetLayer):
         }
 
     def forward_oot(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None):
-        """positions: [num_tokens] or [batch, seq_len]. query, key: a row of all heads for each, in any shape."""
+        """positions: [num_tokens] or [batch, seq_len]. query, key: one row of all heads per position, in any shape."""
         if positions.ndim != 1:
             return self._rotate_sequences(positions, query, key)
         table = self._buffers["cos_sin_cache"]
@@ -151,14 +152,14 @@ class RotaryEmbeddingLayer(OpsetLayer):
         return query, key
 
     def _rotate_sequences(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None):
-        """Like vLLM's, with all sequences in one dimension. A layout that has no such view is copied."""
+        """Rotate like vLLM's layer, with all sequences in one dimension. A layout without such a view is copied."""
         by_head = (None if x is None else x.reshape(positions.numel(), -1, self.head_size) for x in (query, key))
         rotated = self.forward_oot(positions.flatten(), *by_head)
         return tuple(None if x is None else x.reshape_as(given) for x, given in zip(rotated, (query, key), strict=True))
 
 
 class MRotaryEmbeddingLayer(RotaryEmbeddingLayer):
-    """Positions of a multimodal model have three components, of which each serves a section of the rotated pairs."""
+    """For multimodal models: each position has three components, and each component rotates a section of the pairs."""
 
     def forward_oot(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, offsets=None):
         if positions.ndim == 1:
@@ -188,7 +189,7 @@ def activation(op: Op, **attributes: str) -> type[OpsetLayer]:
             return lambda x: kernels[x.dtype](x, **arguments)
 
         def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
-            """Stands for being enabled; the function of `use_kernels` is called."""
+            """Only tells vLLM that the layer is enabled; it calls the function of `use_kernels` instead."""
             return self._forward_method(x)
 
     return ActivationLayer
@@ -196,7 +197,7 @@ def activation(op: Op, **attributes: str) -> type[OpsetLayer]:
 
 @dataclass(frozen=True)
 class Replacement:
-    """`cls` of `module` is replaced by `layer` on top of it. since: why a release may lack it; None if all have it."""
+    """`layer` on top of `cls` replaces `cls` of `module`. since: why a release may lack it; None if all have it."""
 
     module: str
     cls: str
@@ -230,18 +231,18 @@ REPLACEMENTS = (
 
 
 def register() -> None:
-    """Registers every replacement with vLLM, once in a process. Raises LookupError for one that names nothing."""
+    """Register every replacement with vLLM, once in a process. Raises LookupError if a required class is missing."""
     for replacement in (*REPLACEMENTS, *_rotary_embeddings()):
         original = _find(replacement)
         if original is not None:
             layer = type(f"Opset{original.__name__}", (replacement.layer, original), {"__module__": __name__})
             original.register_oot(layer)
-            # vLLM has renamed it after its class. The name that users switch the op by stays.
+            # register_oot has set the name to that of our class. Users switch the op on and off by the original name.
             layer.name = original.name
 
 
 def unregister() -> None:
-    """Takes the replacements back: models that are built from now on have vLLM's layers."""
+    """Remove the replacements: models that are built from now on have vLLM's layers."""
     for module in (REGISTRY, HW_AGNOSTIC_REGISTRY):
         registry = getattr(sys.modules.get(module), "op_registry_oot", {})
         for name in [name for name, layer in registry.items() if issubclass(layer, OpsetLayer)]:
@@ -249,14 +250,17 @@ def unregister() -> None:
 
 
 def bind(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """For a model that was just loaded, within vLLM's configuration: its layers may be older than this engine."""
+    """Choose kernels again for a model that was just loaded, because its layers may be older than this engine.
+
+    It must run under vLLM's current config.
+    """
     for module in model.modules():
         if isinstance(module, OpsetLayer):
             module.bind(dtype)
 
 
 def _find(replacement: Replacement) -> type | None:
-    """The class to replace, or None where this release does not have it and need not."""
+    """The class to replace, or None if this release lacks it and may lack it."""
     try:
         found = getattr(importlib.import_module(replacement.module), replacement.cls, None)
     except ModuleNotFoundError:
@@ -269,7 +273,7 @@ def _find(replacement: Replacement) -> type | None:
 
 
 def _rotary_embeddings() -> Iterator[Replacement]:
-    """vLLM's rotary embeddings that share one forward; found by that, since releases add some and drop some."""
+    """vLLM's rotary embeddings that share one forward method. Releases add and drop classes, so there is no list."""
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
     def family(cls: type) -> Iterator[type]:

@@ -1,13 +1,14 @@
-"""vLLM's layers with unquantised weights, multiplying by ops.linear.
+"""vLLM's layers with unquantised weights, multiplied by ops.linear.
 
-These layers are no custom ops of vLLM's, and the function they multiply by is chosen in vLLM by its own platforms. But
-each asks its `quant_method` to multiply, and that of a model that was loaded can be replaced.
+These layers are not custom ops in vLLM, and vLLM chooses the function that multiplies by its own platforms. But each
+layer calls its `quant_method` to multiply, and that method can be replaced after a model is loaded.
 
-Here is what GPUs have, and what `cpu/linear` shares with it. Weights stay where they are. A layer looks its weight up
-at every call, since vLLM may replace it. torch.compile is given an operator, `torch.ops.vllm_opset.linear`, because a
-kernel decides by the number of rows, which is known when the operator runs. An argument names the kernel, since the
-engines of a process may have chosen different ones. A name means the same in every process that loads the compiled
-graph. All layers of a model have the same name there, so that equal pieces of the graph stay equal.
+This module has the code for GPUs and the code that `cpu/linear` shares with it. Weights stay in place. A layer looks
+its weight up at every call, because vLLM may replace the weight. torch.compile sees an operator,
+`torch.ops.vllm_opset.linear`, because a kernel decides by the number of rows. That number is known only when the
+operator runs. An argument of the operator names the kernel, because the engines of a process may have chosen different
+kernels. A name means the same kernel in every process that loads the compiled graph. All layers of a model have the
+same name there, so that equal pieces of the graph stay equal.
 """
 
 from collections.abc import Callable
@@ -22,12 +23,12 @@ from vllm_opset import ops, selection
 from vllm_opset.ops.contract import Problem
 from vllm_opset.unsupported import Refusal
 
-# The kernels that engines of this process chose, by name and dtype of the weight. The operator looks them up.
+# The kernels that engines of this process chose, by kernel name and dtype of the weight. The operator looks them up.
 _compiled: dict[tuple[str, torch.dtype], Callable[..., torch.Tensor]] = {}
 
 
 class LinearMethod(UnquantizedLinearMethod):
-    """For one linear layer, or a head. The weight stays as it is."""
+    """The method of one linear layer or LM head. The weight stays as it is."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         chosen = choice(layer.weight.dtype)
@@ -39,13 +40,13 @@ class LinearMethod(UnquantizedLinearMethod):
         self._linear = chosen.run
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        # vLLM's parameters are of classes that PyTorch would ask for leave at every call.
+        # vLLM's parameters are subclasses of Tensor: PyTorch would dispatch every call through __torch_function__.
         with DisableTorchFunctionSubclass():
             return self._linear(x, layer.weight, bias)
 
 
 class CompiledLinearMethod(LinearMethod):
-    """For one linear layer of a model that torch.compile sees through."""
+    """The method of one linear layer in a model that torch.compile compiles."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__(layer)
@@ -57,13 +58,13 @@ class CompiledLinearMethod(LinearMethod):
 
 
 class EmbeddingMethod(UnquantizedEmbeddingMethod):
-    """For one embedding, which may be a head, also or alone. The weight stays as it is."""
+    """The method of one embedding, which may also be the LM head, or only that. The weight stays as it is."""
 
     __init__, apply = LinearMethod.__init__, LinearMethod.apply
 
 
 def bind(model: torch.nn.Module, compiled: bool) -> None:
-    """For a model that was just loaded. compiled: whether torch.compile is to see through it.
+    """Replace the methods of a model that was just loaded. compiled: whether torch.compile will compile it.
 
     Raises Refusal for a kernel that prepares weights.
     """
@@ -71,7 +72,7 @@ def bind(model: torch.nn.Module, compiled: bool) -> None:
 
 
 def multiply_one_row(model: torch.nn.Module) -> None:
-    """With a weight of each kind, as a lone request does: kernels may be compiled for it."""
+    """Multiply one row by a weight of each kind, as a single request does, so that its kernels are compiled."""
     kinds = {}
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -84,17 +85,17 @@ def multiply_one_row(model: torch.nn.Module) -> None:
 
 
 def replace(model: torch.nn.Module, linear: type, embedding: type) -> None:
-    """Gives layers with unquantised weights methods of these classes, which are called with the layer."""
+    """Give layers with unquantised weights methods of these classes. A class is called with the layer."""
     methods = {UnquantizedLinearMethod: linear, UnquantizedEmbeddingMethod: embedding}
     for layer in model.modules():
         method = methods.get(type(getattr(layer, "quant_method", None)))
-        # The weights of convolutions have a dimension more, and nobody multiplies by them.
+        # The weights of convolutions have more dimensions, and no layer multiplies by them.
         if method is not None and layer.weight.ndim == 2:
             layer.quant_method = method(layer)
 
 
 def choice(dtype: torch.dtype) -> selection.Choice:
-    """The kernel of linear on this platform's device."""
+    """The kernel chosen for linear on this platform's device."""
     return selection.select(ops.linear, Problem(current_platform.device_type, dtype))
 
 

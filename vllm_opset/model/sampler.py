@@ -1,10 +1,10 @@
-"""vLLM's V1 sampler with opset's kernels: penalties, and everything from temperature to the drawn token.
+"""vLLM's V1 sampler with opset's kernels: penalties, and all steps from the temperature to the drawn token.
 
-What `Sampler.forward` does around these stays vLLM's: raw log-probabilities, allowed tokens, bad words, logits
-processors, and gathering the log-probabilities that a request asked for.
+The other steps of `Sampler.forward` stay vLLM's: raw log-probabilities, allowed tokens, bad words, logits processors,
+and gathering the log-probabilities that a request asked for.
 
-A seeded request draws the same tokens whatever else is in its batch, and on every device: each draw has a key of its
-own, made of the request's seed and the number of its draws so far.
+A seeded request draws the same tokens on every device and in any batch. Each draw has its own key, made from the
+request's seed and the number of its draws so far.
 """
 
 from typing import TYPE_CHECKING
@@ -25,22 +25,22 @@ from vllm_opset.ops.sampling.top_k_top_p_sample import GREEDY_BELOW, TopKTopPSam
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-# By how much a draw moves a generator's offset: vLLM's runner takes this much back for a token that is not wanted.
+# How far a draw advances a generator's offset. vLLM's runner takes this much back for a token that is discarded.
 OFFSET_PER_DRAW = 4
 PROCESSED: dict[LogprobsMode, str] = {"processed_logits": "logits", "processed_logprobs": "logprobs"}
-# vLLM's padding of tokens that are not known yet, in lists of output tokens.
+# vLLM's placeholder for tokens that are not known yet, in lists of output tokens.
 PLACEHOLDER_TOKEN_ID = -1
 
 
 class OpsetSampler(Sampler):
-    """See `vllm.v1.sample.sampler.Sampler`.
+    """opset's version of `vllm.v1.sample.sampler.Sampler`.
 
-    vocab_size: the width of the logits. device: where they are.
+    vocab_size: the width of the logits. device: the device of the logits.
     """
 
     def __init__(self, logprobs_mode: LogprobsMode, vocab_size: int, device: torch.device) -> None:
         super().__init__(logprobs_mode)
-        # vLLM's own, which nothing may use by mistake.
+        # vLLM's own sampler is deleted, so that nothing uses it by mistake.
         del self.topk_topp_sampler
         sampling = TopKTopPSampleProblem(device.type, torch.float32, vocab_size)
         self._sample = selection.select(ops.top_k_top_p_sample, sampling)
@@ -61,7 +61,7 @@ class OpsetSampler(Sampler):
             return self._sample.run(logits, nothing.long(), nothing, processed=processed)
         logits, temperature, min_p = self._argmax_invariant_steps(logits, metadata)
         keys = draw_keys(len(logits), metadata.generators, logits.device, self.pin_memory)
-        top_k = None if metadata.top_k is None else metadata.top_k.int()  # int64 in the run that vLLM measures
+        top_k = None if metadata.top_k is None else metadata.top_k.int()  # int64 in vLLM's profile run
         return self._sample.run(logits, keys, temperature, top_k, metadata.top_p, min_p=min_p, processed=processed)
 
     def apply_penalties(
@@ -89,7 +89,7 @@ class OpsetSampler(Sampler):
         return logits
 
     def warm_up(self, device: torch.device) -> None:
-        """Calls all that a request can ask for, so that nothing is compiled then."""
+        """Call every variant of the kernels that a request can ask for, so that no request waits for a compilation."""
         logits = torch.zeros(2, self._sample.problem.vocab_size, device=device)
         ones, twos = torch.ones(2, device=device), torch.full((2,), 2, dtype=torch.int32, device=device)
         keys, processed = ones.long(), PROCESSED.get(self.logprobs_mode)
@@ -100,22 +100,22 @@ class OpsetSampler(Sampler):
         self._penalise.run(logits, ids, ids, ones, ones, ones)
 
     def gather_logprobs(self, *args, **kwargs) -> LogprobsTensors:
-        """vLLM's, without torch.compile: no request waits for it, and there is but a comparison and a sum to fuse."""
+        """vLLM's method without torch.compile: requests need not wait for it to fuse only a comparison and a sum."""
         with torch.compiler.set_stance("force_eager"):
             return super().gather_logprobs(*args, **kwargs)
 
     def gather_specific_token_logprobs(self, *args, **kwargs) -> LogprobsTensors:
-        """vLLM's, without torch.compile as well."""
+        """vLLM's method without torch.compile, for the same reason."""
         with torch.compiler.set_stance("force_eager"):
             return super().gather_specific_token_logprobs(*args, **kwargs)
 
     def _argmax_invariant_steps(
         self, logits: torch.Tensor, metadata: SamplingMetadata
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The logits, temperature and min-p that the op is to work on.
+        """The logits, temperature and min-p to pass to the op.
 
-        vLLM's min-p is a step of the op. Other processors come after the temperature and min-p, and before top-k: if
-        there are any, these steps are done here.
+        The op applies vLLM's min-p itself. Other processors must run after temperature and min-p, and before top-k. If
+        there are any, temperature, min-p and processors are applied here.
         """
         processors = metadata.logitsprocs.argmax_invariant
         if all(type(processor) is MinPLogitsProcessor for processor in processors):
@@ -128,10 +128,10 @@ class OpsetSampler(Sampler):
 
 
 class SeededGenerator(torch.Generator):
-    """A CPU's generator that counts its draws, as those of GPUs do and vLLM's runner expects.
+    """A CPU generator that counts its draws, as GPU generators do and vLLM's runner expects.
 
-    The runner takes back the draw of a request whose prompt is only partly computed, by its generator's offset.
-    PyTorch's CPU generators have none and raise, in vLLM 0.26 to 0.33.
+    If a request's prompt is only partly computed, the runner takes its draw back by the offset of its generator.
+    PyTorch's CPU generators have no offset and raise, in vLLM 0.26 to 0.33.
     """
 
     def __new__(cls, seed: int) -> "SeededGenerator":
@@ -151,10 +151,10 @@ class SeededGenerator(torch.Generator):
 def draw_keys(
     num_rows: int, generators: dict[int, torch.Generator], device: torch.device, pin_memory: bool = False
 ) -> torch.Tensor:
-    """The key of each row's next draw, int64 [num_rows]: from its own generator, or from PyTorch's default one.
+    """The key of each row's next draw, int64 [num_rows], from the row's own generator or from PyTorch's default one.
 
-    pin_memory: whether the host's memory can be copied to the device while the host goes on. From other memory, the
-    host would wait for all that the device has yet to compute.
+    pin_memory: whether to copy the keys from pinned memory, so that the copy runs asynchronously. Without it, the host
+    would wait until the device has finished all queued work.
     """
     keys = torch.empty(num_rows, dtype=torch.int64, device=device).random_()
     if generators:
@@ -173,7 +173,7 @@ def _next_key(generator: torch.Generator) -> int:
 
 
 def install(runner: "GPUModelRunner") -> None:
-    """Replaces the sampler of a V1 model runner that was just built."""
+    """Replace the sampler of a V1 model runner that was just built."""
     model_config = runner.model_config
     runner.sampler = OpsetSampler(model_config.logprobs_mode, model_config.get_vocab_size(), runner.device)
     if hasattr(runner, "rejection_sampler"):  # of drafts; it samples the token after the last draft
@@ -181,7 +181,7 @@ def install(runner: "GPUModelRunner") -> None:
 
 
 def count_draws(runner: "GPUModelRunner") -> None:
-    """Gives seeded requests that have come in generators that count their draws. For a CPU, before each step."""
+    """Give new seeded requests generators that count their draws. On a CPU, this runs before each step."""
     generators = runner.input_batch.generators
     for index, generator in generators.items():
         if not isinstance(generator, SeededGenerator):

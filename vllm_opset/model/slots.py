@@ -1,4 +1,4 @@
-"""Where each new token's key and value go: vLLM's block tables with opset's kernel."""
+"""The slot mapping of new tokens' keys and values: vLLM's block tables with opset's kernel."""
 
 from types import MethodType
 
@@ -10,7 +10,7 @@ from vllm_opset.ops.contract import Problem
 
 
 def bind(block_tables: MultiGroupBlockTable) -> None:
-    """Gives these block tables, and no others, the method below."""
+    """Replace `compute_slot_mapping` of these block tables, and of no others."""
     for block_table in block_tables.block_tables:
         device = block_table.slot_mapping.gpu.device.type
         block_table.opset_kernel = selection.select(ops.compute_slot_mapping, Problem(device, torch.int64)).run

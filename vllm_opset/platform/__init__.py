@@ -1,15 +1,15 @@
 """vLLM's two entry points: `activate` (vllm.platform_plugins) and `register` (vllm.general_plugins).
 
-OPSET_PLATFORM chooses. `auto`, the default, takes the NVIDIA GPUs or Ascend NPUs that PyTorch was built for, and the
-CPU where it was built for no accelerator. An accelerator that PyTorch was built for and cannot use is an error, so that
-no server falls back to the CPU because a driver broke or another process hid the GPUs. On GPUs, `auto` means `native`,
-vLLM's own platform with parts of opset, if vLLM has its compiled kernels, and else `cuda`, which does without them.
-Where vLLM was built for CPUs, `auto` steps aside. `cpu`, `cuda`, `native` and `npu` take these in any case; `off` steps
-aside and leaves stock vLLM.
+The variable OPSET_PLATFORM chooses the platform. `auto`, the default, takes the NVIDIA GPUs or Ascend NPUs that PyTorch
+was built for. It takes the CPU if PyTorch was built for no accelerator. If PyTorch was built for an accelerator and
+cannot use it, `auto` raises an error. No server falls back to the CPU because a driver broke or another process hid the
+GPUs. On GPUs, `auto` means `native` if vLLM has its compiled kernels: vLLM's own platform with parts of opset.
+Otherwise it means `cuda`, which needs no compiled kernels. If vLLM was built for CPUs, `auto` steps aside. `cpu`,
+`cuda`, `native` and `npu` take that platform in any case. `off` steps aside and leaves stock vLLM.
 
-vLLM swallows what a platform plugin raises while it is asked, and skips a plugin that cannot be imported: either way it
-would go on without this one. So this module imports nothing that can fail, and every failure is kept until vLLM fetches
-the platform class by name, which it does outside of any try.
+vLLM swallows an exception that a platform plugin raises in its entry point, and skips a plugin that cannot be imported.
+In both cases vLLM would go on without this plugin. So this module imports nothing that can fail. It keeps every failure
+until vLLM fetches the platform class by name, because vLLM does that outside any `try`.
 """
 
 import functools
@@ -42,7 +42,7 @@ class PluginError(RuntimeError):
 
 
 def activate() -> str | None:
-    """The qualified name of the platform's class for vLLM to load, or None to step aside."""
+    """Return the qualified name of the platform class for vLLM to load, or None to step aside."""
     global _failure
     try:
         return _choose()
@@ -52,10 +52,10 @@ def activate() -> str | None:
 
 
 def register() -> None:
-    """Puts opset's layers and attention backend where vLLM looks for them, if vLLM runs on opset's platform.
+    """Register opset's layers and attention backend with vLLM, if vLLM runs on opset's platform.
 
-    Called by vLLM once in every process, before a model is built. Raises PluginError if another platform runs although
-    this one was to be used.
+    vLLM calls this once in every process, before it builds a model. Raises PluginError if vLLM chose another platform
+    although this one should run.
     """
     if activate() is None:
         return
@@ -68,7 +68,7 @@ def register() -> None:
         )
     if current_platform.is_out_of_tree():
         _load("vllm_opset.model.layers").register()
-    # Nothing needs these two yet; what is broken in them is said here, where it is seen, not by a dying engine.
+    # Nothing needs these two yet. They are imported here so that a broken one is reported now, not by a dying engine.
     _load("vllm_opset.attention.backend")
     _load_kernels(current_platform.device_type)
     _load("vllm_opset.attention").register(current_platform.attention_backend)
@@ -108,7 +108,7 @@ def _choose() -> str | None:
 
 
 def _best() -> str:
-    """The choice for this machine, or why there is none. Raises ValueError where the accelerator cannot be used."""
+    """The choice for this machine, or a reason to step aside. Raises ValueError if the accelerator cannot be used."""
     if stock.has_kernels_for_cpus():
         return "this vLLM was built for CPUs and has kernels of its own"
     wanted = _accelerator()
@@ -126,7 +126,7 @@ def _best() -> str:
 
 
 def _warn_where_vllm_has_no_kernels() -> None:
-    """vLLM's own error comes later, and is about an empty device string."""
+    """Warn early, because vLLM's own error comes later and only mentions an empty device string."""
     if not stock.has_kernels():
         _log_once(
             logging.WARNING,
@@ -149,7 +149,7 @@ def _why_no_npu() -> str | None:
 
 
 def _accelerator() -> str | None:
-    """The kind of accelerator that this PyTorch was built for, found or not; None for a CPU build."""
+    """The kind of accelerator that this PyTorch was built for, present or not; None for a CPU build."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
@@ -159,7 +159,7 @@ def _accelerator() -> str | None:
 
 
 def _is_found(accelerator: str) -> bool:
-    """Whether there is one here that PyTorch can use. It is not initialised to find out."""
+    """Whether PyTorch finds such a device here, asked without initialising it."""
     import torch
 
     return torch.get_device_module("cuda" if accelerator == "rocm" else accelerator).device_count() > 0

@@ -1,6 +1,6 @@
-"""Rules that are checked before vLLM resolves the configuration: later, users' words have been overridden.
+"""Rules that are checked before vLLM resolves the configuration, because resolving it overrides what users set.
 
-They are for every platform that runs without vLLM's compiled kernels. Each platform adds its own.
+They apply to every platform that runs without vLLM's compiled kernels. Each platform adds its own.
 """
 
 import importlib.util
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def asks_for(variable: str) -> bool:
-    """Whether a user has set one of vLLM's variables to something that is not off. This release may not know it."""
+    """Whether a user has enabled one of vLLM's environment variables. A release that lacks the variable answers no."""
     from vllm import envs
 
     return variable in os.environ.keys() & envs.environment_variables.keys() and bool(environment(variable))
 
 
 def unset(feature: str, *variables: str) -> tuple[Rule, ...]:
-    """Rules that refuse variables by which users ask for a feature."""
+    """Rules that refuse a feature if users ask for it by one of these environment variables."""
     return tuple(
         Rule(feature, f"unset {variable}", lambda config, variable=variable: asks_for(variable))
         for variable in variables
@@ -29,19 +29,19 @@ def unset(feature: str, *variables: str) -> tuple[Rule, ...]:
 
 
 def is_another_level(config: "VllmConfig") -> bool:
-    """-O1 or -O3: a compiler that does less or more than vLLM's default."""
+    """Whether the level is -O1 or -O3, at which the compiler does less or more than by vLLM's default."""
     from vllm.config.vllm import OptimizationLevel
 
     return config.optimization_level not in (OptimizationLevel.O0, OptimizationLevel.O2)
 
 
 def gives_a_layout_unasked(config: "VllmConfig") -> bool:
-    """By a variable, where vLLM does not ask an attention for the layouts that it supports: in 0.26 to 0.28."""
+    """Whether a variable sets the cache layout in a vLLM that does not ask the attention backend (0.26 to 0.28)."""
     return asks_for("VLLM_KV_CACHE_LAYOUT") and importlib.util.find_spec("vllm.v1.kv_cache_layout") is None
 
 
 def asks_to_compile(config: "VllmConfig") -> bool:
-    """Whether users name a mode of torch.compile, before it is what vLLM and its platform say by default."""
+    """Whether users set a torch.compile mode. It must run before vLLM and the platform fill in the default mode."""
     return config.compilation_config.mode is not None and compiles(config)
 
 
@@ -59,9 +59,9 @@ FLASHINFER_SAMPLER = unset("FlashInfer's sampler", "VLLM_USE_FLASHINFER_SAMPLER"
 TENSOR_DESCRIPTORS = unset("tensor descriptors in vLLM's own Triton kernels", "VLLM_TRITON_USE_TD")
 CACHE_LAYOUT = Rule("another layout of the KV cache in this vLLM", "unset VLLM_KV_CACHE_LAYOUT", gives_a_layout_unasked)
 
-# Names in the compilation's configuration that are heeded without a compiler, or that other rules refuse.
+# Fields of the compilation config that take effect without a compiler, or that other rules refuse.
 WITHOUT_COMPILER = frozenset({"mode", "cudagraph_mode", "custom_ops", "pass_config", "ir_enable_torch_wrap"})
-# Those that graph capture heeds.
+# Fields that graph capture uses.
 GRAPHS = frozenset(
     {
         "cudagraph_capture_sizes",

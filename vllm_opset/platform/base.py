@@ -1,4 +1,4 @@
-"""What opset's platforms for a vLLM without compiled kernels have in common."""
+"""The base class of opset's platforms for a vLLM without compiled kernels."""
 
 import os
 from collections.abc import Mapping
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 
 class OpsetPlatform(Platform):
-    """See `vllm.platforms.interface.Platform` for what each hook means.
+    """See `vllm.platforms.interface.Platform` for the meaning of each hook.
 
-    where: the device in words, for refusals. asked: rules that are checked before vLLM resolves the configuration and
-    so overrides what they look at. rules: those that are checked after it. worker: what `worker_cls` is by default.
-    attention_backend: the qualified name of its class.
+    where: the device in words, for error messages.
+    asked: rules that are checked before vLLM resolves the configuration and overrides what users set.
+    rules: rules that are checked after vLLM has resolved it.
+    worker: the default of `worker_cls`.
+    attention_backend: the qualified name of the backend's class.
     """
 
     _enum = PlatformEnum.OOT
@@ -37,15 +39,15 @@ class OpsetPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser=None) -> None:
-        # The buffers of vLLM's second model runner need an operator that only its own builds for GPUs have, and much of
-        # the rest of it is Triton kernels.
+        # The buffers of vLLM's second model runner need an operator that only vLLM's own builds for GPUs have. Much of
+        # the rest of that runner is Triton kernels.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         compat.inspect_models_in_this_process()
         compat.ask_before_models_are_imported(_refuse_multimodal)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
-        # Not again for a copy of a configuration that is complete: vLLM makes one for a model within a model.
+        # Skipped for a copy of a complete configuration: vLLM makes such a copy for a model within a model.
         if vllm_config.parallel_config.worker_cls != cls.worker:
             refusals.check(cls.asked, vllm_config, cls.where)
         passes = vllm_config.compilation_config.pass_config
@@ -55,7 +57,7 @@ class OpsetPlatform(Platform):
 
     @classmethod
     def compile_and_capture_nothing(cls, vllm_config: "VllmConfig") -> None:
-        """Unless users ask for it."""
+        """Switch torch.compile and graph capture off, unless users ask for them."""
         from vllm.config import CompilationMode, CUDAGraphMode
 
         compilation = vllm_config.compilation_config
@@ -79,14 +81,14 @@ class OpsetPlatform(Platform):
 
     @classmethod
     def check_words(cls, additional_config: Mapping) -> None:
-        """Raises ValueError for a user's word that cannot be understood, in variables, files or the configuration."""
+        """Raise ValueError for an opset setting, in variables, files or the configuration, that is not valid."""
         switches.read(additional_config)
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
         raise refusals.QUANTISED_WEIGHTS.refusal(cls.where)
 
-    # vLLM asks the next two where users want the feature, and would then refuse it in words of its own.
+    # vLLM calls the next two if users ask for the feature. vLLM would then refuse it in its own words.
 
     def is_sleep_mode_available(self) -> bool:
         raise refusals.SLEEP.refusal(self.where)
@@ -102,7 +104,7 @@ class OpsetPlatform(Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """There are no compiled kernels to import."""
+        """Import nothing, because there are no compiled kernels."""
 
     @classmethod
     def import_ir_kernels(cls) -> None:
@@ -120,12 +122,12 @@ class OpsetPlatform(Platform):
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        """Attention is called directly, not through a custom op: without a compiler the detour only costs time."""
+        """Call attention directly, not through a custom op: without a compiler the custom op only costs time."""
         return False
 
     @classmethod
     def get_static_graph_wrapper_cls(cls) -> str:
-        """vLLM's own, asked for where `support_static_graph_mode` is true."""
+        """vLLM's own wrapper. vLLM calls this only if `support_static_graph_mode` is true."""
         return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
 
     @classmethod
@@ -135,7 +137,7 @@ class OpsetPlatform(Platform):
 
 
 def _refuse_multimodal(architectures: list[str]) -> None:
-    """Raises Refusal for them: the modules of many import torchvision, which may be absent."""
+    """Raise Refusal for multimodal models: the modules of many import torchvision, which may be absent."""
     from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
     from vllm.platforms import current_platform
 

@@ -1,22 +1,26 @@
-"""Every difference between the vLLM releases that are served (0.26 to 0.33), and all of vLLM that is changed in place.
+"""All differences between the vLLM releases that are supported (0.26 to 0.33), and all patches of vLLM in place.
 
-Each change in place is one function here. It says why, for which releases, and when it can go. Differences are
-found by looking at what vLLM offers, never by its version. Most need no code of their own, since a method that a
-release does not know is never called:
+Each patch is one function here. Its docstring says why, for which releases, and when it can go. Differences are
+detected from the modules and signatures of vLLM, never from its version. Most differences need no code of their own,
+because a release does not call a method that it does not know:
 
-- `OpsetAttentionBackend.get_kv_cache_shape` and `get_kv_cache_stride_order` are asked until 0.28; later vLLM itself
-  decides on the same shape. `get_supported_kernel_block_sizes` takes an argument from 0.31 on.
-- `OpsetCpuRunner._postprocess_triton` is called until 0.30; `may_reinitialize_input_batch` lost an argument in 0.32.
-- `layers.REPLACEMENTS` says which classes came late. The family of rotary embeddings is found by what it shares.
-- `refusals` and `native/parts` ask for parts of the configuration that came or went by `getattr`.
-- `native/sampler` has a class for 0.26 to 0.29, whose second sampler prepares the draw and draws in one method. The
-  parameters of vLLM's methods say which class fits.
-- `npu/runner` zeroes and copies blocks itself, since how vLLM does it differs between releases.
-- `OpsetAttentionBackend.supported_kv_cache_layouts` is asked from 0.29 on, a platform's
-  `check_runner_kv_caches_multi_layer` from 0.28 on. `cpu/worker` wraps two methods that came with 0.32.
-- `fusion` asks an attention whether it finds its cache's scales by itself, which none does from 0.30 on.
-- `threads` keeps OMP_NUM_THREADS from 0.26, which sets it to 1 for several workers and does not say so.
-- `ir` serves vLLM's IR, which goes after 0.33.
+- vLLM calls `OpsetAttentionBackend.get_kv_cache_shape` and `get_kv_cache_stride_order` up to 0.28. Later releases
+  decide on the same shape themselves.
+- `get_supported_kernel_block_sizes` takes an argument from 0.31 on.
+- vLLM calls `OpsetCpuRunner._postprocess_triton` up to 0.30.
+- `may_reinitialize_input_batch` lost an argument in 0.32.
+- `layers.REPLACEMENTS` says which layer classes only newer releases have. `layers` finds the rotary embeddings by the
+  forward method that they share.
+- `refusals` and `native/parts` use `getattr` for fields of the configuration that some releases lack.
+- `native/sampler` has a class for 0.26 to 0.29. There, the second model runner's sampler prepares the draw and draws in
+  one method. The parameters of vLLM's methods decide which class fits.
+- `npu/runner` zeroes and copies blocks itself, because vLLM's way of doing it differs between releases.
+- vLLM calls `OpsetAttentionBackend.supported_kv_cache_layouts` from 0.29 on.
+- vLLM calls a platform's `check_runner_kv_caches_multi_layer` from 0.28 on.
+- `cpu/worker` wraps two methods that came with 0.32.
+- `fusion` checks whether an attention layer computes the scales of its cache itself. None does from 0.30 on.
+- `threads` protects OMP_NUM_THREADS from 0.26, which sets it to 1 for several workers and does not log it.
+- `ir` registers opset's ops with vLLM's IR, which vLLM removes after 0.33.
 """
 
 import contextlib
@@ -33,13 +37,13 @@ if TYPE_CHECKING:
 
 
 def without_accelerator() -> None:
-    """Lets PyTorch's accelerator clean-up be called on a machine without an accelerator.
+    """Let vLLM call PyTorch's accelerator clean-up on a machine without an accelerator.
 
-    vLLM's `cleanup_dist_env_and_memory` calls `torch.accelerator.empty_cache` at shutdown, and from 0.28 on
-    `empty_host_cache`, unless the platform is its own CPU platform. PyTorch raises where there is no accelerator.
-    Needed by 0.26 to 0.33, in every process: vLLM's model runner for CPUs replaces `empty_cache` as well, but with
-    several workers the engine's process has no model runner. Goes when vLLM asks for an accelerator before it cleans
-    one up.
+    vLLM's `cleanup_dist_env_and_memory` calls `torch.accelerator.empty_cache` at shutdown. From 0.28 on it also calls
+    `empty_host_cache`. It skips both only on vLLM's own CPU platform. PyTorch raises if there is no accelerator.
+    Releases 0.26 to 0.33 need it, in every process. vLLM's model runner for CPUs also replaces `empty_cache`, but with
+    several workers the engine's process has no model runner. The patch can go when vLLM checks for an accelerator
+    before this clean-up.
     """
     if torch.accelerator.current_accelerator() is None:
         torch.accelerator.empty_cache = torch.accelerator.empty_host_cache = _nothing
@@ -50,12 +54,12 @@ def _nothing() -> None:
 
 
 def inspect_models_in_this_process() -> None:
-    """Lets vLLM look at a model's class where it is asked to, and not in a process that imports all of vLLM for it.
+    """Let vLLM inspect a model's class in the current process instead of in a process that first imports all of vLLM.
 
-    That process, of the first start with a model, is there to keep CUDA out of the one that forks engines. It takes 5
-    to 20 seconds, and the classes of models do not use a device when they are imported; if one did, vLLM (on an NPU,
-    opset's platform) would have engines spawned. Needed by 0.26 to 0.33, before a model is configured. Goes when vLLM
-    asks its platform.
+    vLLM starts that process at the first start with a model, so that the process that forks engines stays free of CUDA.
+    It takes 5 to 20 seconds. The classes of models do not use a device when they are imported. If one did, vLLM (on an
+    NPU, opset's platform) would spawn engines instead. Releases 0.26 to 0.33 need it, before a model is configured. The
+    patch can go when vLLM lets its platform decide.
     """
     from vllm.model_executor.models import registry
 
@@ -67,10 +71,10 @@ def _here(inspect: Callable[[], object]) -> object:
 
 
 def ask_before_models_are_imported(ask: Callable[[list[str]], None]) -> None:
-    """Has vLLM call this with the names of a model's architectures before it imports their modules to look at them.
+    """Have vLLM call `ask` with the names of a model's architectures before it imports their modules to inspect them.
 
-    vLLM logs what an import raises with its traceback, and says that the model could not be inspected. Needed by 0.26
-    to 0.33, before a model is configured. Goes when vLLM asks its platform.
+    If the import itself raised, vLLM would log a traceback and say that the model could not be inspected. Releases 0.26
+    to 0.33 need it, before a model is configured. The patch can go when vLLM asks its platform.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -88,10 +92,10 @@ def ask_before_models_are_imported(ask: Callable[[list[str]], None]) -> None:
 
 
 def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
-    """Has vLLM call this before it reads whether graphs may be captured in pieces without a compiler.
+    """Have vLLM call `ask` before it reads whether graphs may be captured in pieces without a compiler.
 
-    A platform is asked for its defaults too late for it in 0.29 to 0.33, and in time before. Goes when vLLM reads its
-    variable after `Platform.apply_config_platform_defaults`.
+    In 0.29 to 0.33 vLLM reads that variable before it asks the platform for its defaults; earlier releases read it
+    afterwards. The patch can go when vLLM reads its variable after `Platform.apply_config_platform_defaults`.
     """
     from vllm.config import VllmConfig
 
@@ -108,11 +112,11 @@ def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
 
 
 def break_graphs_at_attention() -> None:
-    """Lets graphs that are captured in pieces break at attention, where that is called directly.
+    """Let graphs that are captured in pieces break at attention, if attention is called directly.
 
-    In 0.26 to 0.32 that is decided when vLLM's layer is imported, by a variable, and a process that makes the
-    configuration itself imports it before anybody could set it. Needed before a model is loaded. Goes when 0.33 is the
-    oldest release.
+    In 0.26 to 0.32 vLLM decides this by a variable when it imports its attention layer. A process that makes the
+    configuration itself imports that layer before anybody could set the variable. It must run before a model is loaded.
+    The patch can go when 0.33 is the oldest supported release.
     """
     from vllm.compilation import breakable_cudagraph
     from vllm.model_executor.layers.attention import attention
@@ -123,17 +127,18 @@ def break_graphs_at_attention() -> None:
 
 
 def kv_cache_groups(config: "VllmConfig", spec: dict) -> list:
-    """vLLM's groups of layers that share a block table. The function has moved to another module in 0.33."""
+    """vLLM's groups of layers that share a block table. The function moved to another module in 0.33."""
     planning = "vllm.v1.core.kv_cache_planning"
     module = planning if importlib.util.find_spec(planning) else "vllm.v1.core.kv_cache_utils"
     return importlib.import_module(module).get_kv_cache_groups(config, spec)
 
 
 def define_weak_ref_tensor(dispatch_key: str = "CUDA", weak: Callable | None = None) -> None:
-    """Defines `_C::weak_ref_tensor`, a tensor over the same memory that does not keep it, if vLLM's kernels lack.
+    """Define `_C::weak_ref_tensor` if vLLM's kernels lack it: a tensor that does not keep its memory alive.
 
-    vLLM's wrapper of CUDA graphs calls it for what a graph returns, in 0.26 to 0.33. Goes when vLLM has a version of
-    its own in Python, or asks its platform for one. weak: what makes one for the key, if not PyTorch.
+    vLLM's CUDA graph wrapper calls it for the outputs of a graph, in 0.26 to 0.33. The patch can go when vLLM has its
+    own version in Python, or asks its platform for one. weak: the implementation for the dispatch key, if not this one
+    in PyTorch.
     """
     if not hasattr(torch.ops._C, "weak_ref_tensor"):
         _library.define("weak_ref_tensor(Tensor input) -> Tensor")
@@ -151,12 +156,12 @@ def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def name_npu_as_cuda(graph: type, capture: Callable) -> None:
-    """Makes what vLLM's model runner calls by torch.cuda mean the NPU, in a process that has one for its device.
+    """Make the names of torch.cuda that vLLM's model runner uses mean the NPU, in a process whose device is an NPU.
 
-    The runner names streams, events and graphs by torch.cuda, also while it serves, in 0.26 to 0.33; where PyTorch was
-    built without CUDA these raise. Goes when vLLM uses torch.Stream, torch.Event and torch.accelerator throughout, and
-    has its runner take the platform's wrapper of graphs, which only its compiler does. graph, capture: what to use for
-    torch.cuda.CUDAGraph and torch.cuda.graph.
+    In 0.26 to 0.33 the runner takes streams, events and graphs from torch.cuda, also while it serves. They raise if
+    PyTorch was built without CUDA. The patch can go when vLLM uses torch.Stream, torch.Event and torch.accelerator
+    throughout, and its runner takes the platform's graph wrapper. Today only vLLM's compiler takes that wrapper. graph
+    and capture replace torch.cuda.CUDAGraph and torch.cuda.graph.
     """
     import torch_npu
 
@@ -168,10 +173,10 @@ def name_npu_as_cuda(graph: type, capture: Callable) -> None:
 
 @contextlib.contextmanager
 def own_warm_up(warm_up: Callable) -> Iterator[None]:
-    """Within it, vLLM's worker calls this function where it warms up kernels before it captures graphs.
+    """Within this context, vLLM's worker calls `warm_up` instead of its own kernel warm-up before it captures graphs.
 
-    What vLLM would call warms kernels of its own, and what it imports for that names compiled operators: it raises
-    where they are absent, in 0.26 to 0.33. Goes when a worker can say by a method how it is warmed up.
+    vLLM's own function warms up vLLM's kernels. Its imports name compiled operators and raise if these are absent, in
+    0.26 to 0.33. The patch can go when a worker class can override its kernel warm-up by a method.
     """
     from vllm.v1.worker import gpu_worker
 

@@ -1,4 +1,4 @@
-"""vLLM's cache of graphs that torch.compile has made."""
+"""vLLM's cache of the graphs that torch.compile has compiled."""
 
 from typing import TYPE_CHECKING
 
@@ -12,17 +12,17 @@ KERNELS = "opset_compiled_with"
 
 
 def keep_apart(config: "VllmConfig", whose: str) -> None:
-    """Has what is compiled under a configuration found by that platform and its parts alone: others it does not fit.
+    """Give a platform and its parts their own entries in vLLM's cache: other platforms cannot use these graphs.
 
-    vLLM takes the additional configuration into the key of its cache.
+    vLLM includes the additional configuration in the key of its cache.
     """
     config.additional_config = {**config.additional_config, KEY: whose}
 
 
 def keep_kernels_apart(config: "VllmConfig") -> None:
-    """Has what is compiled found by engines alone that have chosen the same kernels, some of which a graph names.
+    """Make the cached graphs visible only to engines that chose the same kernels, because a graph names some of them.
 
-    A worker calls it once its layers have chosen.
+    A worker calls it once its layers have chosen their kernels.
     """
     chosen = sorted({str(choice.kernel) for choice in selection.choices()})
     config.additional_config = {**config.additional_config, KERNELS: chosen}

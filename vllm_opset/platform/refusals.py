@@ -1,8 +1,8 @@
-"""What a platform does not do. Each feature is refused while the configuration is checked, in one line that names the
-feature and the cure; none is ignored.
+"""The features that a platform does not support. Each is refused in one line while the configuration is checked.
 
-Here is what no platform of opset's does that runs without vLLM's compiled kernels; each platform adds its own rules.
-`tests/platform/settings` says of every setting of vLLM's whether it is done, refused or without a meaning here.
+The line names the feature and the cure. No unsupported feature is silently ignored. This module has the rules for all
+of opset's platforms that run without vLLM's compiled kernels; each platform adds its own. `tests/platform/settings`
+lists for every setting of vLLM whether it is supported, refused or meaningless here.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,23 +23,23 @@ CAPTURABLE_REFERENCES = {"linear"}  # PyTorch's own operator
 
 @dataclass(frozen=True)
 class Rule:
-    """feature: what is refused if `applies` to the configuration. cure: what to do instead."""
+    """A refused feature. feature: is refused if `applies` to the configuration. cure: what the user can do instead."""
 
     feature: str
     cure: str
     applies: Callable[["VllmConfig"], bool]
 
     def refusal(self, where: str, config: "VllmConfig | None" = None) -> Refusal:
-        """where: such as "on a CPU"."""
+        """The exception to raise. where: a phrase like "on a CPU"."""
         return Refusal(f"vllm-opset {where} does not support {self.feature}: {self.cure}.")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Refuses the settings of one part of the configuration that ask for something, since nothing here heeds them.
+    """Refuse settings of one part of the configuration that a user changed, because no code here uses them.
 
-    feature: what they are for. part: as `settings.changed` takes it. but: names that something here heeds, or that
-    another rule looks at. unless: whether all of them are heeded under a configuration.
+    feature: the purpose of these settings. part: see `settings.changed`. but: names that some code here uses, or that
+    another rule checks. unless: whether all of the settings are used under a configuration.
     """
 
     feature: str
@@ -48,7 +48,7 @@ class Settings:
     unless: Callable[["VllmConfig"], bool] = lambda config: False
 
     def applies(self, config: "VllmConfig") -> list[str]:
-        """The flags of these settings."""
+        """The flags of the settings to refuse."""
         names = [] if self.unless(config) else settings.changed(config, self.part)
         return [settings.flag(self.part, name) for name in names if name not in self.but]
 
@@ -58,17 +58,17 @@ class Settings:
 
 
 def check(rules: Iterable[Rule | Settings], config: "VllmConfig", where: str) -> None:
-    """Raises Refusal for the first rule that applies."""
+    """Raise Refusal for the first rule that applies."""
     for rule in rules:
         if rule.applies(config):
             raise rule.refusal(where, config)
 
 
 def check_attention(backend: str, selected_backend, wanted, where: str) -> None:
-    """Raises Refusal if the platform's attention cannot be what a layer asks for.
+    """Raise Refusal if the platform's attention backend cannot serve a layer.
 
-    backend: the qualified name of its class. selected_backend: what the user asked for, or None. wanted: vLLM's
-    AttentionSelectorConfig.
+    backend: the qualified name of the platform's backend class. selected_backend: the user's choice, or None. wanted:
+    vLLM's AttentionSelectorConfig.
     """
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -81,7 +81,7 @@ def check_attention(backend: str, selected_backend, wanted, where: str) -> None:
 
 
 def check_graphs(choices: Iterable[selection.Choice]) -> None:
-    """Raises Refusal for a reference that a graph would have to capture: it may read lengths back from the device."""
+    """Raise Refusal for a reference that a graph would have to capture: it may read lengths back from the device."""
     for choice in choices:
         if choice.kernel.provider == REFERENCE and choice.op not in OUTSIDE_GRAPHS | CAPTURABLE_REFERENCES:
             raise Refusal(
@@ -103,7 +103,7 @@ def two_batches(config: "VllmConfig") -> bool:
 
 
 def given(name: str) -> Callable[["VllmConfig"], bool]:
-    # Some parts of the configuration came or went with a release: what cannot be asked for needs no refusal.
+    # Releases add and drop parts of the configuration. A part that is missing needs no refusal.
     return lambda config: getattr(config, name, None) is not None
 
 
@@ -127,7 +127,7 @@ def compiles(config: "VllmConfig") -> bool:
 
 
 def fusions(config: "VllmConfig") -> list[str]:
-    """The compiler's passes that can be switched and fuse, all into kernels that only a compiled vLLM has."""
+    """The compiler passes that can be switched and that fuse. All fuse into kernels that only a compiled vLLM has."""
     names = (field.name for field in fields(config.compilation_config.pass_config))
     return [name for name in names if name.startswith(("fuse_", "enable_"))]
 
@@ -189,7 +189,7 @@ RULES: tuple[Rule, ...] = (
         "unset VLLM_BATCH_INVARIANT; seeded requests draw the same tokens in any batch as it is",
         lambda config: environment("VLLM_BATCH_INVARIANT"),
     ),
-    # vLLM would take its second model runner for it, whatever the variable says.
+    # With a watermark vLLM takes its second model runner, regardless of VLLM_USE_V2_MODEL_RUNNER.
     Rule("watermarks", "leave out --watermark-config", given("watermark_config")),
     Rule(
         "vLLM's second model runner",

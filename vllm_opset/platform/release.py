@@ -1,6 +1,6 @@
-"""Which releases of vLLM this package serves.
+"""The releases of vLLM that this package supports.
 
-This is the one place that reads vLLM's version. Everything else looks at what vLLM offers (`compat`).
+No other module reads vLLM's version. All others look at the modules and signatures that vLLM has (`compat`).
 """
 
 import functools
@@ -22,14 +22,14 @@ def installed() -> str:
 
 
 def why_refused(version: str) -> str | None:
-    """Why a release is not served, with the cure; None if it is served or may be."""
+    """Why a release is not supported, with the cure; None if it is, or may be."""
     if _minor(version) >= OLDEST:
         return None
     return f"vLLM {version} is too old for this vllm-opset: pip install '{WINDOW}'"
 
 
 def why_doubtful(version: str) -> str | None:
-    """Why a release may not be served, with the cure; None if it was tested."""
+    """Why a release may not be supported, with the cure; None if it was tested."""
     if _minor(version) <= NEWEST:
         return None
     return (
@@ -40,16 +40,16 @@ def why_doubtful(version: str) -> str | None:
 
 @functools.cache
 def check() -> None:
-    """Raises ValueError for a vLLM that is too old, and warns, once for an engine, of one that is too new."""
+    """Raise ValueError if vLLM is too old. Warn, once for an engine, if it is newer than the tested releases."""
     version = installed()
     if reason := why_refused(version):
         raise ValueError(f"{reason}.")
-    # The processes of an engine have a parent, which has said it.
+    # The processes of an engine have a parent process, which has logged the warning already.
     if (doubt := why_doubtful(version)) and multiprocessing.parent_process() is None:
         logger.warning(doubt)
 
 
 def _minor(version: str) -> tuple[int, int]:
-    """(0, 30) of 0.30.1. A build from a checkout without tags, whose version says nothing, counts as the newest."""
+    """(0, 30) for 0.30.1. A build from a checkout without tags has no usable version and counts as the newest."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else NEWEST

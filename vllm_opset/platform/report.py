@@ -1,4 +1,4 @@
-"""What was chosen in this process: in the log, and for whoever asks a worker."""
+"""A report of the kernels that were chosen in this process, for the log and for callers of a worker."""
 
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -10,23 +10,23 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class Reporting:
-    """Mixed into a worker. choices: its engine's, from `selection.forget`, since a process may have several engines."""
+    """A mixin for workers. choices: its engine's, from `selection.forget`, as a process may have several engines."""
 
     rank: int
     choices: selection.Choices
 
     def log_choices(self) -> None:
-        """Once the weights are loaded and the layers built, every choice has been made."""
+        """Log the choices. All are made once the weights are loaded and the layers built."""
         if self.rank == 0:
             logger.info("%s", table(self.choices))
 
     def opset_report(self) -> list[dict]:
-        """Which kernel serves which op in this worker: `llm.collective_rpc("opset_report")`."""
+        """The kernel that serves each op in this worker: `llm.collective_rpc("opset_report")`."""
         return rows(self.choices)
 
 
 def rows(made: selection.Choices) -> list[dict]:
-    """One row per op and problem: op, problem, kernel, reason, and calls, counted if OPSET_COUNT_CALLS=1.
+    """One row per op and problem: op, problem, kernel, reason, and calls, which are counted if OPSET_COUNT_CALLS=1.
 
     variants: the calls that each variant of the kernel ran, for a kernel that has variants.
     """
@@ -44,7 +44,7 @@ def rows(made: selection.Choices) -> list[dict]:
 
 
 def table(made: selection.Choices) -> str:
-    """The rows as a table, one line each, after what is missing here."""
+    """The rows as a table, one line each. Lines on unavailable kernel providers come first."""
     columns = [(row["op"], row["kernel"], row["reason"], row["problem"]) for row in rows(made)]
     widths = [max((len(row[i]) for row in columns), default=0) for i in range(3)]
     lines = [

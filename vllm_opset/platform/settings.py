@@ -11,9 +11,9 @@ OFF = (None, False)
 
 
 def changed(config: "VllmConfig", part: str) -> list[str]:
-    """Names of the settings that ask for something: their value is neither vLLM's default nor off.
+    """Names of the settings that a user turned on: their value is neither vLLM's default nor off.
 
-    part: where they are in the configuration, such as "compilation_config.pass_config".
+    part: the path to the settings in the configuration, such as "compilation_config.pass_config".
     """
     settings = attrgetter(part)(config)
     defaults = type(settings)()
@@ -25,7 +25,7 @@ def changed(config: "VllmConfig", part: str) -> list[str]:
 
 
 def flag(part: str, name: str) -> str:
-    """The flag of vLLM's command line that sets it: one of its own, or else a key of its part's."""
+    """The flag of vLLM's command line for a setting: its own flag if it has one, else a key of its part's flag."""
     from vllm.engine.arg_utils import EngineArgs
 
     if name in {field.name for field in fields(EngineArgs)}:

@@ -1,4 +1,4 @@
-"""Sizes of memory, as they are told."""
+"""Sizes of memory as text."""
 
 GIB = 2**30
 

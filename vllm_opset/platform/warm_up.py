@@ -1,4 +1,4 @@
-"""Calls kernels as requests will, before the server is ready: one that fails ends the start, and no request."""
+"""Calls of kernels before the server is ready, as requests make them: a broken kernel fails the start, no request."""
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -8,7 +8,7 @@ from vllm_opset import selection
 
 
 def one_step(runner: GPUModelRunner) -> None:
-    """A step of one token through the model and the sampler, in vLLM's first model runner."""
+    """Run a step of one token through the model and the sampler, in vLLM's first model runner."""
     attends = not runner.is_pooling_model
     runner._dummy_run(1, cudagraph_runtime_mode=CUDAGraphMode.NONE, force_attention=attends)
     sampler(runner)
@@ -18,18 +18,18 @@ def one_step(runner: GPUModelRunner) -> None:
 
 
 def forget_calls() -> None:
-    """Reports count what requests call."""
+    """Reset the counters of calls, because reports count only the calls of requests."""
     for choice in selection.choices():
         choice.calls.clear()
 
 
 def sampler(runner: GPUModelRunner) -> None:
-    """The sampler's kernels."""
+    """Call the sampler's kernels."""
     if not runner.is_pooling_model:
         runner.sampler.warm_up(runner.device)
 
 
 def slot_mapping(runner: GPUModelRunner) -> None:
-    """Of one token."""
+    """Compute the slot mapping of one token."""
     starts = torch.tensor([0, 1], dtype=torch.int32, device=runner.device)
     runner.input_batch.block_table.compute_slot_mapping(1, starts, torch.zeros_like(starts[:1], dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""What the workers of opset's platforms have in common: vLLM's own worker, with opset's layers in its model."""
+"""The base class of workers on opset's platforms: vLLM's own worker, with opset's layers in its model."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -12,10 +12,10 @@ from vllm_opset.platform.report import Reporting
 
 
 def forget_shared_layers() -> None:
-    """Has a model built with rotary embeddings of its own.
+    """Empty vLLM's cache of rotary embeddings, so that the next model is built with new ones.
 
-    vLLM keeps them for all layers of all models of a process. Another engine that is up has those that it was built
-    with, and would get this one's kernels.
+    vLLM shares them among all layers of all models of a process. Without this, another running engine's layers would
+    get this engine's kernels.
     """
     rotary_embedding._ROPE_DICT.clear()
 
@@ -33,5 +33,5 @@ class OpsetWorker(Reporting, Worker):
             layers.bind(self.model_runner.get_model(), self.model_config.dtype)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
-        """Memory comes from the system or PyTorch; vLLM's pool allocators are for its own platforms."""
+        """No pool: memory comes from the system or PyTorch. vLLM's pool allocators are for its own platforms."""
         return nullcontext()

@@ -1,4 +1,4 @@
-"""How much memory the KV cache gets."""
+"""The amount of memory for the KV cache."""
 
 import os
 import re
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.{__name__}")
 
 VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-# Left to activations, other processes and the file cache where gpu_memory_utilization would leave less.
+# Stays free for activations, other processes and the file cache if gpu_memory_utilization would leave less.
 HEADROOM = GIB
 CURE = (
     "Set --kv-cache-memory-bytes to what is to be used, raise --gpu-memory-utilization (on a CPU: the share of the "
@@ -28,11 +28,11 @@ CURE = (
 def budget(vllm_config: "VllmConfig", specs: Iterable["KVCacheSpec"]) -> int:
     """Bytes for this worker's KV cache, measured after its weights were loaded. specs: of its layers.
 
-    `--kv-cache-memory-bytes`, or VLLM_CPU_KVCACHE_SPACE in GiB, is taken at its word if there is so much. Otherwise
-    all processes of the machine (of the control group, where that limits memory) may come to use
-    gpu_memory_utilization of it, and at least 1 GiB stays free; what is left of that is shared among the workers, and
-    none takes more than --max-num-seqs requests of --max-model-len tokens can fill.
-    Raises ValueError where there is too little.
+    `--kv-cache-memory-bytes`, or VLLM_CPU_KVCACHE_SPACE in GiB, is used as it is, if that much memory is available.
+    Otherwise the workers share the memory that is available beyond a reserve. The reserve is the part of the memory
+    that gpu_memory_utilization leaves, and at least 1 GiB. If the control group limits memory, its limit replaces the
+    machine's memory. No worker takes more than --max-num-seqs requests of --max-model-len tokens can fill.
+    Raises ValueError if there is too little memory.
     """
     memory = machine.memory()
     asked = vllm_config.cache_config.kv_cache_memory_bytes or users_choice()
@@ -54,7 +54,7 @@ def budget(vllm_config: "VllmConfig", specs: Iterable["KVCacheSpec"]) -> int:
 
 
 def users_choice() -> int | None:
-    """Bytes, by vLLM's own variable for its CPU platform; 0 is not set. Raises ValueError for what is no size."""
+    """Bytes from vLLM's variable for its CPU platform; None if it is 0 or unset. Raises ValueError if it is no size."""
     gibibytes = os.environ.get(VARIABLE) or "0"
     if not re.fullmatch(r"\d+\.?\d*|\.\d+", gibibytes):
         raise ValueError(

@@ -1,7 +1,8 @@
-"""vLLM's layers with unquantised weights, multiplying by kernels that may have the weight in a form of their own.
+"""vLLM's layers with unquantised weights, multiplied by kernels that may store the weight in their own format.
 
-As in vLLM's own code for a CPU, a linear layer's weight is gone once the kernel has it packed; embeddings keep theirs
-to look up in. So what reads all parameters is refused (`need_weights`), and loading them again needs `refresh`.
+Once the kernel has packed a linear layer's weight, the original is freed, as in vLLM's own code for a CPU. Embeddings
+keep theirs, because they look rows up in it. So methods that read all parameters are refused (`need_weights`), and
+loading weights again needs `refresh`.
 """
 
 import torch
@@ -13,7 +14,7 @@ from vllm_opset.platform.refusals import Refusal
 
 
 class PackedLinearMethod(UnquantizedLinearMethod):
-    """For one linear layer, whose weight the kernel may have in a form of its own."""
+    """The method of one linear layer, whose weight the kernel may store in its own format."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self.process_weights_after_loading(layer)
@@ -30,7 +31,7 @@ class PackedLinearMethod(UnquantizedLinearMethod):
 
 
 class PackedEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """For one embedding. One that is only also a head, as with tied weights, is prepared when it first multiplies."""
+    """The method of one embedding. If it is an LM head only by tied weights, its first product packs the weight."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self.process_weights_after_loading(layer)
@@ -49,12 +50,12 @@ class PackedEmbeddingMethod(UnquantizedEmbeddingMethod):
 
 
 def bind(model: torch.nn.Module) -> None:
-    """For a model that was just loaded."""
+    """Replace the methods of a model that was just loaded."""
     replace(model, PackedLinearMethod, PackedEmbeddingMethod)
 
 
 def refresh(model: torch.nn.Module) -> None:
-    """After weights were loaded again: vLLM tells linear layers itself, but not every embedding."""
+    """Pack weights that were loaded again: vLLM does so for linear layers, but not for every embedding."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, PackedLinearMethod | PackedEmbeddingMethod) and layer.weight.numel():
@@ -62,7 +63,7 @@ def refresh(model: torch.nn.Module) -> None:
 
 
 def need_weights(model: torch.nn.Module) -> None:
-    """Raises Refusal if a layer's weight is gone, for what is about to read all of them."""
+    """Raise Refusal if a layer's weight is gone, because the caller is about to read all weights."""
     for layer in model.modules():
         if isinstance(getattr(layer, "quant_method", None), PackedLinearMethod) and not layer.weight.numel():
             raise Refusal(

@@ -1,5 +1,6 @@
-"""What this process may use of the machine: cores and memory, within its CPU affinity and control group. And what the
-processor is called, and can do.
+"""The cores and memory that this process may use, within its CPU affinity and control group, and its processor.
+
+The processor is described by its name and its vector instructions.
 """
 
 import os
@@ -13,7 +14,7 @@ import psutil
 CGROUP = Path("/sys/fs/cgroup")
 CPUS = Path("/sys/devices/system/cpu")
 CPUINFO = Path("/proc/cpuinfo")
-# What a processor has for vectors and matrices, by the flag that Linux gives it: the best first.
+# The vector and matrix instructions of a processor, by the flag that Linux lists for them. The best come first.
 VECTORS = {
     "amx_bf16": "AMX",
     "avx512_fp16": "AVX-512 with bf16 and fp16",
@@ -21,13 +22,13 @@ VECTORS = {
     "avx512f": "AVX-512",
     "avx2": "AVX2",
 }
-# What vendors add to a name: trademarks, and the clock, which is another one in use.
+# Additions of vendors to a processor's name: trademarks, and the nominal clock, which is not the clock in use.
 NOT_THE_NAME = re.compile(r"\((R|TM|r|tm)\)|( CPU)? @ .*")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """In bytes. total: what the process and its neighbours may have at most; available: what nobody uses now."""
+    """Sizes in bytes. total: the limit for the process and its neighbours together. available: unused memory."""
 
     total: int
     available: int
@@ -35,19 +36,19 @@ class Memory:
 
 @dataclass(frozen=True)
 class Processor:
-    """name: without trademarks and clock. flags: as in /proc/cpuinfo; none where Linux lists no flags of x86."""
+    """name: without trademarks and clock. flags: as in /proc/cpuinfo; empty where Linux lists no x86 flags."""
 
     name: str
     flags: frozenset[str]
 
     @property
     def vectors(self) -> str:
-        """The best of VECTORS that it has."""
+        """The best of VECTORS that the processor has."""
         return next((name for flag, name in VECTORS.items() if flag in self.flags), "no AVX2")
 
 
 def processor() -> Processor:
-    """The first one of the machine."""
+    """The first processor of the machine."""
     pairs = (line.partition(":") for line in reversed(CPUINFO.read_text().splitlines()))
     first = {name.strip(): value.strip() for name, _, value in pairs}
     name = NOT_THE_NAME.sub("", first.get("model name", platform.machine()))
@@ -55,7 +56,7 @@ def processor() -> Processor:
 
 
 def memory() -> Memory:
-    """The machine's memory, or the control group's share of it where that is less."""
+    """The machine's memory, or the control group's limit if that is lower."""
     machine = psutil.virtual_memory()
     limit = _number(CGROUP / "memory.max") or _number(CGROUP / "memory/memory.limit_in_bytes")
     if limit is None or limit >= machine.total:
@@ -65,7 +66,7 @@ def memory() -> Memory:
 
 
 def physical_cores() -> int:
-    """Cores that the process may run on: hyper-threads of one core count once, a control group's quota is kept."""
+    """Cores that the process may use, within the control group's quota. Hyper-threads of one core count once."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = len({_siblings(cpu) for cpu in cpus})
     quota = _cpu_quota()
@@ -88,7 +89,7 @@ def _cpu_quota() -> float | None:
 
 
 def _file_cache() -> int:
-    """Bytes of the control group's usage that the kernel gives back when they are needed."""
+    """Bytes of the control group's usage that the kernel frees when they are needed."""
     stat = next((path for path in (CGROUP / "memory.stat", CGROUP / "memory/memory.stat") if path.exists()), None)
     if stat is None:
         return 0

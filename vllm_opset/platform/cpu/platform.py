@@ -1,4 +1,4 @@
-"""The platform: an out-of-tree vLLM platform whose device is the CPU, for a vLLM without compiled kernels."""
+"""The out-of-tree vLLM platform whose device is the CPU, for a vLLM without compiled kernels."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ class OpsetCpuPlatform(OpsetPlatform):
     device_type = "cpu"
     dispatch_key = "CPU"
     dist_backend = "gloo"
-    # For vLLM's small compiled helpers: "inductor" would need a C++ compiler, and there may be none.
+    # For vLLM's small compiled helpers: "inductor" would need a C++ compiler, which may be missing.
     simple_compile_backend = "eager"
     where = "on a CPU"
     asked = refusals.ASKED
@@ -53,13 +53,13 @@ class OpsetCpuPlatform(OpsetPlatform):
     @classmethod
     def check_words(cls, additional_config: Mapping) -> None:
         super().check_words(additional_config)
-        # In workers, which count threads and memory, an error would be hard to find.
+        # Checked here, because an error would be hard to find in the workers, which set threads and memory.
         threads.users_choice()
         kv_memory.users_choice()
 
     @classmethod
     def _schedule_in_step(cls, scheduler_config) -> None:
-        """Said, not refused: vLLM has resolved its default by now, and that looks like what a user asked for."""
+        """Log it, do not refuse it: here vLLM's resolved default can no longer be told from a user's choice."""
         if scheduler_config.async_scheduling:
             logger.info_once(
                 "Asynchronous scheduling is off: the CPU that it would free of waiting is the device itself"
@@ -90,8 +90,8 @@ class OpsetCpuPlatform(OpsetPlatform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """There is one device."""
+        """Do nothing, because there is only one device."""
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """torch.manual_seed, which vLLM calls besides, is all there is."""
+        """Do nothing, because vLLM also calls torch.manual_seed, which seeds the only device."""

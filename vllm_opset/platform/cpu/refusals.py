@@ -1,4 +1,4 @@
-"""What opset does not do on a CPU."""
+"""The features that opset does not support on a CPU."""
 
 from vllm_opset.model.weights import offloads
 from vllm_opset.platform.asked import ASKED as COMMON_ASKED
@@ -14,7 +14,7 @@ from vllm_opset.platform.refusals import (
     given,
 )
 
-# These are checked before vLLM resolves the configuration. Later, users' words have been overridden.
+# These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
 ASKED: tuple[Rule | Settings, ...] = (
     *COMMON_ASKED,
     Rule("CUDA graphs", "leave cudagraph_mode out of --compilation-config", captures),

@@ -14,13 +14,13 @@ class OpsetCpuRunner(CPUModelRunner):
         sampler.install(self)
 
     def _update_states(self, scheduler_output):
-        """Seeded requests that come in need generators whose draws can be taken back."""
+        """Give new seeded requests generators whose draws can be taken back."""
         deferred = super()._update_states(scheduler_output)
         sampler.count_draws(self)
         return deferred
 
     def _postprocess_triton(self) -> None:
-        """vLLM's (until 0.30) replaces Triton kernels by C++ operators, which are not there."""
+        """Do nothing. vLLM's method (until 0.30) replaces Triton kernels by C++ operators, which are absent here."""
 
     def may_reinitialize_input_batch(self, *args, **kwargs) -> None:
         super().may_reinitialize_input_batch(*args, **kwargs)

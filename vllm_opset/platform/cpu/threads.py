@@ -1,4 +1,4 @@
-"""How many threads an engine computes with."""
+"""The number of threads that an engine computes with."""
 
 import os
 
@@ -11,20 +11,22 @@ AUTO = "auto"
 
 
 def remember_users_choice() -> None:
-    """Keeps OMP_NUM_THREADS as the user set it, for workers. vLLM sets it itself for several of them (0.26: to 1).
+    """Keep OMP_NUM_THREADS as the user set it, for workers. vLLM overwrites it for several workers (0.26: with 1).
 
-    Of a list, which OpenMP takes for nested loops, the first number; what is no number means nothing to OpenMP either.
+    If it is a list, which OpenMP uses for nested loops, the first number counts. A value that is not a number is
+    ignored, as OpenMP ignores it too.
     """
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     os.environ.setdefault(VARIABLE, first if first.isdecimal() and int(first) else AUTO)
 
 
 def set_compute_threads(num_workers: int) -> int:
-    """Sets, and answers, how many threads this worker computes with, of `num_workers` on this machine.
+    """Set and return the number of threads of this worker, one of `num_workers` on this machine.
 
-    OPSET_NUM_THREADS, or OMP_NUM_THREADS as it was when the engine was configured, or else its share of the physical
-    cores but one. A second thread on a core only gets in the way of the first one's vector units; and where no core is
-    left for vLLM's other processes, all threads wait for the one that these interrupt.
+    It is OPSET_NUM_THREADS, or OMP_NUM_THREADS as it was when the engine was configured. Without either, it is this
+    worker's share of all physical cores but one. A second thread on a core would only compete with the first for the
+    core's vector units. vLLM's other processes need a core of their own: if they interrupt one compute thread, all the
+    others wait for it.
     """
     choice = users_choice()
     torch.set_num_threads(max(1, (machine.physical_cores() - 1) // num_workers if choice == AUTO else int(choice)))
@@ -32,7 +34,7 @@ def set_compute_threads(num_workers: int) -> int:
 
 
 def users_choice() -> str:
-    """A number, or AUTO. Raises ValueError for anything else."""
+    """The number of threads as text, or AUTO. Raises ValueError for anything else."""
     choice = os.environ.get(VARIABLE, AUTO)
     if choice != AUTO and not (choice.isdecimal() and int(choice)):
         raise ValueError(

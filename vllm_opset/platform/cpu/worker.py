@@ -1,4 +1,4 @@
-"""One worker process: the device, the memory for the KV cache, and the report of what was chosen."""
+"""The worker process on a CPU: its device, the memory for the KV cache, and the report of chosen kernels."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 def _with_weights(name: str) -> Callable:
-    """The Worker's method of that name, refused where the model's weights are gone."""
+    """The Worker's method of that name, which is refused if the model's weights are gone."""
 
     def method(self: Worker, *args, **kwargs):
         linear.need_weights(self.model_runner.get_model())
@@ -28,7 +28,7 @@ def _with_weights(name: str) -> Callable:
 
 
 class OpsetCpuWorker(OpsetWorker):
-    """vLLM's worker for GPUs, which does everything that does not touch a GPU, with a CPU as the device."""
+    """vLLM's worker for GPUs with a CPU as the device. Everything that does not touch a GPU is vLLM's."""
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Whether there is an NVIDIA GPU that can be used here. If not, why, and after a colon what to do. Needs no vLLM."""
+"""Checks for a usable NVIDIA GPU. A message says why none is usable, and after a colon the cure. Needs no vLLM."""
 
 import contextlib
 import os
@@ -9,12 +9,12 @@ import torch
 from vllm_opset.kernels import triton
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-OLDEST = (8, 0)  # compute capability: bfloat16, and what Triton's kernels are tuned for
+OLDEST = (8, 0)  # compute capability: older GPUs lack bfloat16, and Triton's kernels are not tuned for them
 NEEDED = f"a GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or newer"
 
 
 def missing() -> str | None:
-    """What is missing, or None. CUDA is not initialised to find out: vLLM's processes could not be forked then."""
+    """What is missing, or None. It does not initialise CUDA, because vLLM could not fork its processes after that."""
     if torch.version.cuda is None:
         return "this PyTorch was built without CUDA: pip install one of its builds for CUDA"
     if torch.cuda.device_count() == 0:
@@ -23,7 +23,7 @@ def missing() -> str | None:
 
 
 def too_old(device: torch.device | int = 0) -> str | None:
-    """Why this GPU cannot be used, or None. Initialises CUDA."""
+    """Why this GPU cannot be used, or None. It initialises CUDA."""
     capability = torch.cuda.get_device_capability(device)
     if capability >= OLDEST:
         return None
@@ -35,7 +35,7 @@ def too_old(device: torch.device | int = 0) -> str | None:
 
 @contextlib.contextmanager
 def named_out_of_memory() -> Iterator[None]:
-    """Within it, an engine that finds too little memory to start says which settings to change."""
+    """Within this context, an engine that runs out of memory at its start names the settings to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -61,7 +61,7 @@ def _why_none_is_found() -> str:
 
 
 def _what_cuda_says() -> str:
-    """The first sentence that CUDA says when it is initialised where no GPU is found, which does no harm."""
+    """The first sentence of CUDA's error at initialisation. Without a GPU, initialising does no harm."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

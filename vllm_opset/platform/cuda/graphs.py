@@ -1,7 +1,7 @@
-"""Which graphs are captured: of decode whole ones, of other steps in pieces, between which attention is launched.
+"""The choice of CUDA graphs: a whole graph for a decode step, and pieces for other steps, with attention between them.
 
-Where no compiler cuts a model into pieces, they are what vLLM calls breakable graphs. A variable of vLLM's asks for
-them, which is set here and taken back before the next engine is configured: it also switches torch.compile off.
+If no compiler cuts a model into pieces, vLLM's breakable graphs do. A variable of vLLM enables them, and this module
+sets it. The variable also switches torch.compile off, so it is removed before the next engine is configured.
 """
 
 import os
@@ -14,20 +14,21 @@ if TYPE_CHECKING:
     from vllm.config import CUDAGraphMode, VllmConfig
 
 VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
-OURS = "OPSET_SET_BREAKABLE_CUDAGRAPH"  # set beside it, so that no process takes it for a user's word
+OURS = "OPSET_SET_BREAKABLE_CUDAGRAPH"  # set with it, so that no process takes the variable for a user's choice
 
-# Tokens up to which steps are captured, unless a user says otherwise; vLLM stops at 512. To launch a step of Qwen3-8B
-# takes Python 22 ms on a quick core, in which an H200 computes 1,000 tokens of it, and more of smaller models.
+# Steps of up to this number of tokens are captured, unless a user says otherwise; vLLM stops at 512. Launching a step
+# of Qwen3-8B takes Python 22 ms on a fast core. In that time an H200 computes 1,000 tokens of Qwen3-8B, and more tokens
+# of smaller models.
 LONGEST = 2048
-# Between the sizes beyond vLLM's own. Matrix products come in tiles of as many rows: padding to them costs little.
+# The distance between sizes beyond vLLM's own. Matrix products use tiles of this many rows: padding to it costs little.
 ROWS = 128
 
-# Whether a user has, in the configuration that is being completed.
+# Whether a user has set capture sizes in the configuration that vLLM is completing.
 _sizes_are_named: bool
 
 
 def default(config: "VllmConfig") -> "CUDAGraphMode":
-    """What is captured without a compiler, unless a user says otherwise."""
+    """The graphs to capture without a compiler, unless a user says otherwise."""
     from vllm.config import CUDAGraphMode
 
     if _pools(config) or refusals.wants_quick_start(config):
@@ -36,7 +37,7 @@ def default(config: "VllmConfig") -> "CUDAGraphMode":
 
 
 def ask_for_pieces(config: "VllmConfig") -> None:
-    """Sets vLLM's variable, unless a user has, if this configuration captures pieces and has no compiler."""
+    """Set vLLM's variable if this configuration captures pieces without a compiler, and no user has set it."""
     from vllm import envs
 
     compilation = config.compilation_config
@@ -44,11 +45,11 @@ def ask_for_pieces(config: "VllmConfig") -> None:
     wanted = graphs.has_piecewise_cudagraphs() and (compilation.mode is None or not refusals.compiles(config))
     if wanted and _can_break(config) and VARIABLE not in os.environ:
         os.environ |= {VARIABLE: "1", OURS: "1"}
-        envs.disable_envs_cache()  # of an engine that is up in this process
+        envs.disable_envs_cache()  # another engine in this process may have filled it
 
 
 def take_back() -> None:
-    """Before another engine is configured: it may have a compiler."""
+    """Remove the variable before another engine is configured, because that engine may have a compiler."""
     from vllm import envs
 
     if os.environ.pop(OURS, None) and os.environ.get(VARIABLE) == "1":
@@ -62,19 +63,19 @@ def in_pieces(config: "VllmConfig") -> bool:
 
 
 def note_named_sizes(config: "VllmConfig") -> None:
-    """To be called before vLLM completes the configuration with sizes of its own, and the next function after."""
+    """Record whether a user set sizes. Call it before vLLM adds sizes of its own, and `capture_longer_steps` after."""
     global _sizes_are_named
     compilation = config.compilation_config
-    # A size that is compiled by itself must be captured or longer than all that are.
+    # A size in compile_sizes, which is compiled separately, must be captured or longer than all captured sizes.
     named = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size, compilation.compile_sizes
     _sizes_are_named = any(named)
 
 
 def capture_longer_steps(config: "VllmConfig") -> None:
-    """Adds sizes to those that vLLM has chosen, if pieces are captured."""
+    """Add sizes to those that vLLM has chosen, if pieces are captured."""
     compilation = config.compilation_config
     sizes = compilation.cudagraph_capture_sizes
-    # Sequence parallelism, of vLLM up to 0.30, wants multiples of its own.
+    # Sequence parallelism in vLLM up to 0.30 needs sizes that are multiples of its own number.
     own_sizes = _sizes_are_named or getattr(compilation.pass_config, "enable_sp", False)
     if own_sizes or not sizes or not compilation.cudagraph_mode.has_piecewise_cudagraphs():
         return
@@ -86,13 +87,13 @@ def capture_longer_steps(config: "VllmConfig") -> None:
 
 
 def _longest_step(config: "VllmConfig") -> int:
-    """Tokens of all requests together. A graph is captured over as many requests as there may be."""
+    """The most tokens of a step. A graph is captured over the most requests that a step may have."""
     scheduler = config.scheduler_config
     return min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.model_config.max_model_len)
 
 
 def check(config: "VllmConfig") -> None:
-    """Raises Refusal in an engine that starts after the variable has changed for another."""
+    """Raise Refusal if the variable has changed for another engine since this engine was configured."""
     enabled = refusals.environment(VARIABLE)
     if (enabled and refusals.compiles(config)) or (in_pieces(config) and not enabled):
         raise refusals.Refusal(
@@ -102,7 +103,10 @@ def check(config: "VllmConfig") -> None:
 
 
 def _can_break(config: "VllmConfig") -> bool:
-    """A pooling model's inputs may be new tensors in every step; an offloaded layer's copies would span two pieces."""
+    """False for pooling models, which may have new input tensors in every step, and for offloaded layers.
+
+    The copies of an offloaded layer would span two pieces.
+    """
     may = os.environ.get(VARIABLE, "1") == "1"
     return may and config.model_config is not None and not _pools(config) and not weights.offloads(config)
 

@@ -1,7 +1,7 @@
-"""What NVML, the library behind nvidia-smi, says of a GPU.
+"""Facts about a GPU from NVML, the library behind nvidia-smi.
 
-CUDA is not initialised to find out: vLLM could not fork its processes then, and each of them would import everything
-again.
+They are read without initialising CUDA. Once CUDA is initialised, vLLM cannot fork its processes, and each of them has
+to import everything again.
 """
 
 import functools
@@ -24,9 +24,9 @@ class Gpu(NamedTuple):
 
 @functools.cache
 def gpu(device_id: int) -> Gpu | None:
-    """Of that number among the visible ones. None where NVML does not know it: not all systems have NVML.
+    """The GPU of that number among the visible ones. None if NVML does not know it, as on systems without NVML.
 
-    NVML numbers GPUs by PCI bus, as CUDA does under CUDA_DEVICE_ORDER=PCI_BUS_ID, or where all are of one kind.
+    NVML numbers GPUs by PCI bus. CUDA does so too under CUDA_DEVICE_ORDER=PCI_BUS_ID, or if all GPUs are of one kind.
     """
     names = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     try:
@@ -37,7 +37,7 @@ def gpu(device_id: int) -> Gpu | None:
 
 
 def physical_id(name: str) -> int:
-    """Of a GPU as CUDA_VISIBLE_DEVICES names it: by number, or by UUID. Raises NVMLError for one that NVML lacks."""
+    """The number of a GPU that CUDA_VISIBLE_DEVICES names by number or UUID. Raises NVMLError if NVML lacks it."""
     if name.strip().isdigit():
         return int(name)
     with _handle(name) as handle:

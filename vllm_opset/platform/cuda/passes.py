@@ -1,4 +1,4 @@
-"""vLLM's passes over a compiled graph, without those that name operators of vLLM's compiled kernels."""
+"""vLLM's passes over a compiled graph, except those that name operators of vLLM's compiled kernels."""
 
 from torch import fx
 from vllm.compilation.passes.pass_manager import PostGradPassManager
@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 
 
 class _Nothing(VllmInductorPass):
-    """Stands for vLLM's pass that makes its compiled operators work in place: there are none in the graph."""
+    """Replaces vLLM's pass that makes its compiled operators work in place: the graph has no such operators."""
 
     def __call__(self, graph: fx.Graph) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The platform: an out-of-tree vLLM platform whose device is an NVIDIA GPU, for a vLLM without compiled kernels."""
+"""The out-of-tree vLLM platform whose device is an NVIDIA GPU, for a vLLM without compiled kernels."""
 
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ class OpsetCudaPlatform(OpsetPlatform):
             compilation.mode = CompilationMode.NONE
         if compilation.cudagraph_mode is None and compilation.mode == CompilationMode.NONE:
             compilation.cudagraph_mode = graphs.default(vllm_config)
-        graphs.ask_for_pieces(vllm_config)  # in 0.26, which reads the variable after this
+        graphs.ask_for_pieces(vllm_config)  # for 0.26, which reads the variable later than this
         if compilation.mode == CompilationMode.NONE and not compilation.custom_ops:
             compilation.custom_ops = ["all"]
 
@@ -56,7 +56,7 @@ class OpsetCudaPlatform(OpsetPlatform):
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
-        """A compiler has to see through the IR's ops, so they are not opset's there."""
+        """The priority of IR op providers. With a compiler it is vLLM's code, which the compiler can see through."""
         from vllm.config import CompilationMode
         from vllm.config.kernel import IrOpPriorityConfig
 
@@ -68,12 +68,12 @@ class OpsetCudaPlatform(OpsetPlatform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """There are no compiled kernels to import. Capturing a graph needs one operator of theirs."""
+        """Define the one operator of vLLM's compiled kernels that graph capture needs. There are none to import."""
         compat.define_weak_ref_tensor()
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        """A compiler must not see through it; elsewhere it is called directly, as on opset's other platforms."""
+        """True with a compiler, which must not trace attention. Otherwise attention is called directly."""
         from vllm.config import get_current_vllm_config
 
         return refusals.compiles(get_current_vllm_config())
@@ -84,7 +84,7 @@ class OpsetCudaPlatform(OpsetPlatform):
 
     @classmethod
     def begin_graph_pool(cls) -> None:
-        """For another engine of this process: PyTorch 2.11 takes no graph into a pool whose graphs are gone."""
+        """Start a new pool for another engine of this process: PyTorch 2.11 adds no graph to a pool of freed graphs."""
         cls._global_graph_pool = None
 
     @classmethod
@@ -109,7 +109,7 @@ class OpsetCudaPlatform(OpsetPlatform):
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """All that vLLM knows: GPUs that could not do bfloat16 are refused whole."""
+        """Accept every dtype that vLLM knows: GPUs without bfloat16 are refused as a whole."""
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
@@ -149,4 +149,4 @@ class OpsetCudaPlatform(OpsetPlatform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Several attention layers may share a place in the model: asked since 0.28."""
+        """Accept several attention layers at one place in the model. vLLM asks for this since 0.28."""

@@ -1,4 +1,4 @@
-"""What opset does not do on NVIDIA GPUs with a vLLM that has no compiled kernels."""
+"""The features that opset does not support on NVIDIA GPUs with a vLLM that has no compiled kernels."""
 
 from vllm_opset.platform.asked import ASKED as COMMON_ASKED
 from vllm_opset.platform.asked import GRAPHS, WITHOUT_COMPILER, asks_to_compile, unset
@@ -9,7 +9,7 @@ from vllm_opset.platform.refusals import (
     caches_neither_alike_nor_in_fp8,
 )
 
-# These are checked before vLLM resolves the configuration. Later, users' words have been overridden.
+# These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
 ASKED: tuple[Rule | Settings, ...] = (
     *COMMON_ASKED,
     Settings(

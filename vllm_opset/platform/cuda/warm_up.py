@@ -1,7 +1,7 @@
-"""Compiles every kernel that serving can ask for before the first request does.
+"""A warm-up that compiles every kernel variant that serving can launch, before the first request needs it.
 
-Launch parameters change at powers of two (kernels/triton/launch.yaml), so that these are all sizes that matter; what
-attention launches depends on queries and requests besides (`_batches`).
+Launch parameters change only at powers of two (kernels/triton/launch.yaml), so only these sizes matter. Attention's
+launches also depend on the number of queries and requests (`_batches`).
 """
 
 import itertools
@@ -23,12 +23,12 @@ from vllm_opset.ops.attention.paged_batch import BatchSizes, PagedBatch
 from vllm_opset.platform.warm_up import sampler, slot_mapping
 from vllm_opset.variants import Limits, powers_up_to
 
-AHEAD_TOKENS = 2048  # of a step: longer ones take long, and launch parameters that change there are one activation's
+AHEAD_TOKENS = 2048  # in a step: longer ones run long, and beyond it only one activation's launch parameters change
 DRAFTING = (1, 9, 16)  # requests: Triton compiles anew for 1 and for multiples of 16, and vLLM has two ways to top-k
 
 
 def kernels(worker: Worker) -> None:
-    """Called in place of vLLM's own warm-up, before graphs are captured."""
+    """Warm up all kernels. vLLM calls this instead of its own warm-up, before it captures graphs."""
     runner = worker.model_runner
     model(worker)
     sampler(runner)
@@ -39,7 +39,7 @@ def kernels(worker: Worker) -> None:
 
 
 def model(worker: Worker) -> None:
-    """The model's kernels, with a model runner of either kind: all but the sampler's."""
+    """Warm up the model's kernels, all but the sampler's, with either of vLLM's model runners."""
     runner = worker.model_runner
     most_tokens = worker.scheduler_config.max_num_batched_tokens
     with compiled_ahead():
@@ -53,7 +53,7 @@ def model(worker: Worker) -> None:
 
 
 def _takes_any_values(runner: GPUModelRunner) -> bool:
-    """Whether a step may compute with what no kernel has written: an expert or a state might be chosen by it."""
+    """Whether a step may compute with memory that no kernel has written. Other layers could choose experts by it."""
     return all(isinstance(layer, Attention) for layer in runner.compilation_config.static_forward_context.values())
 
 
@@ -61,15 +61,15 @@ def _steps(runner: GPUModelRunner, most_tokens: int) -> None:
     for num_tokens in powers_up_to(most_tokens):
         _step(runner, num_tokens)
         if runner.lora_config is not None and num_tokens > 1:
-            _step(runner, num_tokens - 1)  # vLLM's kernels for adapters are compiled anew for multiples of 16
+            _step(runner, num_tokens - 1)  # Triton compiles vLLM's kernels for adapters anew for multiples of 16
 
 
 def _step(runner: GPUModelRunner, num_tokens: int) -> None:
-    """A step over as many requests as it may have. With attention, if the block table has room for these."""
+    """Run a step over the most requests it may have. It includes attention if the block table is large enough."""
     num_reqs = min(num_tokens, runner.max_num_reqs)
-    longest = num_tokens // num_reqs + num_tokens % num_reqs  # as vLLM shares the tokens out
+    longest = num_tokens // num_reqs + num_tokens % num_reqs  # as vLLM divides the tokens among requests
     if longest > runner.max_model_len and hasattr(runner, "block_tables"):
-        return  # the second model runner attends whatever it is told
+        return  # the second model runner would run attention regardless of force_attention
     runner._dummy_run(
         num_tokens,
         cudagraph_runtime_mode=CUDAGraphMode.NONE,
@@ -111,8 +111,8 @@ def _attend(layer: torch.nn.Module, sizes: BatchSizes, width: int, device: torch
 
 
 def _block_table_widths(runner: GPUModelRunner) -> dict[str, int]:
-    """Blocks that a request has room for, by layer: Triton compiles anew for a stride that 16 does not divide."""
-    if hasattr(runner, "block_tables"):  # of vLLM's second model runner
+    """The blocks that a request has room for, by layer. Triton compiles anew for a stride that 16 does not divide."""
+    if hasattr(runner, "block_tables"):  # vLLM's second model runner
         tables = runner.block_tables.input_block_tables
     else:
         tables = [table.get_device_tensor(1) for table in runner.input_batch.block_table.block_tables]
@@ -126,7 +126,7 @@ def _decodes(layer: torch.nn.Module) -> bool:
 
 
 def _rejection(runner: GPUModelRunner) -> None:
-    """vLLM's kernels for drafts, with what its own dummy run has not: greedy requests alone, top-k as int32."""
+    """Run vLLM's kernels for drafts in variants that its dummy run omits: only greedy requests, and top-k as int32."""
     greedy = SimpleNamespace(all_greedy=True, all_random=False)
     for num_reqs in DRAFTING:
         drafts = SpecDecodeMetadata.make_dummy([[0]] * num_reqs, runner.device)

@@ -1,4 +1,4 @@
-"""One worker process on a GPU."""
+"""The worker process on a GPU."""
 
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -24,12 +24,12 @@ class OpsetCudaWorker(OpsetWorker):
     def load_model(self, **kwargs) -> None:
         if graphs.in_pieces(self.vllm_config):
             compat.break_graphs_at_attention()
-        with compiled_ahead():  # while weights are loaded; vLLM measures memory next, and draws tokens for that
+        with compiled_ahead():  # while weights load; next vLLM measures memory, for which it samples tokens
             warm_up.sampler(self.model_runner)
             super().load_model(**kwargs)
         model = self.model_runner.get_model()
         fusion.bind(model, self.vllm_config, compiled_ahead)
-        if not weights.offloads(self.vllm_config):  # weights that move stay in vLLM's hands
+        if not weights.offloads(self.vllm_config):  # vLLM itself must handle weights that it moves
             linear.bind(model, compiled=refusals.compiles(self.vllm_config))
         compile_cache.keep_kernels_apart(self.vllm_config)
 

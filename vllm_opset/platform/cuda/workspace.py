@@ -1,7 +1,8 @@
-"""Memory for attention's partial results, kept free when vLLM sizes the KV cache.
+"""Memory for attention's partial results, which stays free when vLLM sizes the KV cache.
 
-paged_attention allocates it in each step, after vLLM has measured what a step takes: the profile run does not attend.
-So as much is held while that runs. A step holds it to its end, once for each group of layers that share a block table.
+paged_attention allocates this memory in each step. vLLM's profile run does not measure it, because that run skips
+attention. So a tensor of the same size is allocated during the profile run. A step holds such memory to its end, once
+for each group of layers that share a block table.
 """
 
 from collections.abc import Iterator
@@ -17,13 +18,13 @@ from vllm_opset.platform import compat
 
 @contextmanager
 def held_while_profiling(worker: Worker) -> Iterator[None]:
-    """Within it, the worker's profile run counts attention's partial results."""
+    """Within this context, the worker's profile run counts the memory for attention's partial results."""
     runner = worker.model_runner
     profile_run = runner.profile_run
 
     def profile_run_with_workspace(*args, **kwargs) -> None:
         workspace = torch.empty(most_bytes(worker), dtype=torch.uint8, device=runner.device)
-        profile_run(*args, **kwargs)  # 0.33 gives an argument
+        profile_run(*args, **kwargs)  # vLLM 0.33 passes an argument
         del workspace
 
     runner.profile_run = profile_run_with_workspace
@@ -34,7 +35,7 @@ def held_while_profiling(worker: Worker) -> Iterator[None]:
 
 
 def most_bytes(worker: Worker) -> int:
-    """What partial results take in a step of this engine, at most."""
+    """The most bytes that partial results take in a step of this engine."""
     runner, scheduler = worker.model_runner, worker.scheduler_config
     num_reqs = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     layers = worker.vllm_config.compilation_config.static_forward_context.values()

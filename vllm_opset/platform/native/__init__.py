@@ -1,1 +1,1 @@
-"""vLLM's own CUDA platform, with its compiled kernels, and opset's parts where they are better."""
+"""vLLM's own CUDA platform, with its compiled kernels, and with opset's parts where they are better."""

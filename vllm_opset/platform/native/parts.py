@@ -1,16 +1,17 @@
-"""Which of opset's parts serve on stock vLLM.
+"""The parts of opset that are on, on stock vLLM.
 
 - attention: opset's attention backend, as by `--attention-backend CUSTOM`.
-- sampler: temperature, min-p, top-k, top-p and the draw by one kernel.
-- linear: layers with unquantised weights, by a kernel for the one row of a lone request. If the attention is on too,
-  steps of up to 2,048 tokens are captured in pieces (`platform/cuda/graphs.py`): they do not wait for its operator.
-- ops: norms, activations and rotary embeddings, fused by hand; torch.compile is off then.
+- sampler: one kernel for temperature, min-p, top-k, top-p and the draw.
+- linear: layers with unquantised weights, with a kernel for batches of one row. If attention is on too, steps of up to
+  2,048 tokens are captured in pieces (`platform/cuda/graphs.py`), so that they do not wait for the launch of linear's
+  operator.
+- ops: norms, activations and rotary embeddings, fused by hand. torch.compile is off then.
 
-defaults.yaml says what is on by default on a GPU family; a part is off all the same where it was not measured, or where
-vLLM's own is faster in some cases. Users say otherwise by `--additional-config
+defaults.yaml lists the parts that are on by default on a GPU family. A part stays off for a configuration in which it
+was not measured, or in which vLLM's own code is faster in some cases. Users override this by `--additional-config
 '{"opset": {"native": {"attention": "on"}}}'`, by the key `native` of the file that OPSET_CONFIG names, or by
-OPSET_NATIVE="attention=on,sampler=off". Where a part that is on by default does not cover the configuration, vLLM's own
-serves; where a user asked for it, that is an error.
+OPSET_NATIVE="attention=on,sampler=off". If a part that is on by default does not support the configuration, vLLM's own
+code runs. If a user asked for the part, that is an error.
 """
 
 import functools
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 STOCK_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 WORKER = "vllm_opset.platform.native.worker.OpsetNativeWorker"
 WHERE = "on vLLM's own CUDA platform"
-# Settings of vLLM's own attention backends, but not those for MLA, which the part leaves to vLLM.
+# Settings of vLLM's own attention backends. Settings for MLA are not among them, because the part leaves MLA to vLLM.
 OF_ANOTHER_BACKEND = frozenset(
     {
         "backend_per_kind",
@@ -70,9 +71,10 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """cannot: what the part does not do. unmeasured: where it is not on by default, though it can be asked for.
+    """The rules of a part. cannot: configurations that the part does not support.
 
-    slower: the same, where vLLM's own was measured to be faster in some cases, whatever the configuration.
+    unmeasured: configurations in which it is off by default, but can be asked for. slower: the same, if vLLM's own code
+    was measured to be faster in some cases. A rule in `slower` does not depend on the model or the configuration.
     """
 
     cannot: tuple[Rule, ...]
@@ -92,12 +94,12 @@ def _our_backend(config: "VllmConfig") -> bool:
 def _another_backend(config: "VllmConfig") -> bool:
     attention = config.attention_config
     named = attention.backend is not None and not _our_backend(config)
-    # What is set for a backend is meant for it.
+    # Such a setting is only meaningful for vLLM's own backend.
     return named or bool(OF_ANOTHER_BACKEND & set(settings.changed(config, "attention_config")))
 
 
 def _flashinfer_samples(config: "VllmConfig | None") -> bool:
-    """Whether vLLM's own sampler would be FlashInfer's, as it is by default where FlashInfer is installed."""
+    """Whether vLLM's own sampler would be FlashInfer's. That is the default if FlashInfer is installed."""
     return environment("VLLM_USE_FLASHINFER_SAMPLER") and importlib.util.find_spec("flashinfer") is not None
 
 
@@ -142,7 +144,7 @@ _MOE = Rule("mixture-of-experts (MoE) models", _LEAVE_IT_OUT, _model("is_moe"))
 _LORA = Rule("adapters (LoRA)", _LEAVE_IT_OUT, given("lora_config"))
 _POOLING = Rule("pooling models", _LEAVE_IT_OUT, of_model(lambda model: model.runner_type == "pooling"))
 
-# Engines were compared with stock vLLM on one GPU, with dense language models and their weights as they are.
+# opset was compared with stock vLLM on one GPU, with unquantised dense language models. These were not compared.
 _NOT_COMPARED = (
     _SPECULATIVE,
     _HYBRID,
@@ -156,7 +158,7 @@ _NOT_COMPARED = (
     Rule("data parallelism", _LEAVE_IT_OUT, several("data_parallel_size")),
     Rule("two batches at a time (DBO)", _LEAVE_IT_OUT, two_batches),
 )
-# What replaces vLLM's layers meets these too.
+# Parts that replace vLLM's layers were not measured in these configurations either.
 _NOT_MEASURED = (
     *_NOT_COMPARED,
     _POOLING,
@@ -171,7 +173,7 @@ PARTS: Mapping[str, Part] = {
             Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla")),
             Rule("a KV cache in that dtype", "leave out --kv-cache-dtype", caches_neither_alike_nor_in_fp8),
             Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
-            # vLLM makes a connector of it once the configuration is checked.
+            # vLLM makes a connector for it after the configuration is checked.
             Rule("KV cache offloading", "leave out --kv-offloading-size", _offloads_cache),
             Rule("decode context parallelism", _LEAVE_IT_OUT, several("decode_context_parallel_size")),
             Rule("prefill context parallelism", _LEAVE_IT_OUT, several("prefill_context_parallel_size")),
@@ -180,9 +182,9 @@ PARTS: Mapping[str, Part] = {
             _BATCH_INVARIANT,
         ),
         unmeasured=(
-            *_NOT_COMPARED,  # besides, encoders of some multimodal models derive backends from vLLM's own alone
+            *_NOT_COMPARED,  # also, encoders of some multimodal models derive backends from vLLM's own only
             _POOLING,
-            # Prompts of these are not for the kernel that was measured.
+            # For these, prompts run on another kernel than the one that was measured.
             Rule("an fp8 KV cache", _LEAVE_IT_OUT, _caches_fp8),
             Rule("soft-capped attention", _LEAVE_IT_OUT, of_model(_soft_caps)),
             Rule("ALiBi", _LEAVE_IT_OUT, _model("uses_alibi")),
@@ -202,7 +204,7 @@ PARTS: Mapping[str, Part] = {
             _BATCH_INVARIANT,
         ),
         unmeasured=_NOT_COMPARED,
-        # It is faster for many rows of which top-p alone keeps many tokens (docs/log/wide-top-p.md).
+        # FlashInfer is faster for many rows in which top-p alone keeps many tokens (docs/log/wide-top-p.md).
         slower=(
             Rule("sampling where FlashInfer is installed", "set VLLM_USE_FLASHINFER_SAMPLER=0", _flashinfer_samples),
         ),
@@ -228,10 +230,10 @@ PARTS: Mapping[str, Part] = {
 
 
 def decide(config: "VllmConfig", family: int) -> dict[str, Decision]:
-    """Whether each part serves, and why.
+    """Whether each part is on, and why.
 
-    family: the GPUs' compute capability, such as 90. Raises Refusal for a part that was asked for and does not cover
-    the configuration, and OverrideError for words that cannot be understood.
+    family: the GPUs' compute capability, such as 90. Raises Refusal if a user asked for a part that does not support
+    the configuration. Raises OverrideError for a setting that is not valid.
     """
     said = _switches(config)
     return {name: _decide(name, part, said.get(name), config, family) for name, part in PARTS.items()}
@@ -244,7 +246,7 @@ def is_asked_for(name: str, config: "VllmConfig") -> bool:
 
 
 def decide_without_model(family: int) -> dict[str, Decision]:
-    """What `decide` answers for a model and configuration that every part can do, by variables and files alone."""
+    """The result of `decide` by variables and files alone, for a model and configuration that all parts support."""
     said = switches.read({})
     return {
         name: Decision(*said[name]) if name in said else _by_default(name, family, PARTS[name].slower) for name in PARTS
@@ -257,7 +259,7 @@ def defaults() -> Mapping[str, Mapping[str, object]]:
 
 
 def _switches(config: "VllmConfig") -> dict[str, Switch]:
-    """The user's switch of each part that has one; what is read later counts."""
+    """The user's switch of each part that has one; a later source overrides an earlier one."""
     backend = {"attention": Switch(True, "--attention-backend CUSTOM")} if _our_backend(config) else {}
     return backend | switches.read(config.additional_config)
 
@@ -275,7 +277,7 @@ def _decide(name: str, part: Part, switch: Switch | None, config: "VllmConfig", 
 
 
 def _by_default(name: str, family: int, rules: tuple[Rule, ...], config: "VllmConfig | None" = None) -> Decision:
-    """Whether a part serves if nobody says so: where it was measured to be faster, unless one of the rules applies."""
+    """Whether a part is on if no user sets it: if it was measured to be faster, and none of the rules applies."""
     row = defaults().get(f"sm{family}", {})
     if not row.get(name):
         return Decision(False, f"not measured to be faster on GPUs of compute capability {family // 10}.{family % 10}")

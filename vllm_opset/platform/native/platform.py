@@ -1,6 +1,6 @@
-"""The platform: vLLM's own for CUDA, with its compiled kernels and all of its features.
+"""vLLM's own CUDA platform, with its compiled kernels and all of its features.
 
-With every part off (`parts`) nothing that vLLM does is changed.
+If every part (`parts`) is off, it behaves exactly like vLLM.
 """
 
 from typing import TYPE_CHECKING
@@ -25,13 +25,13 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class OpsetNativePlatform(CudaPlatform):
-    """See `vllm.platforms.cuda.CudaPlatform`: `_enum` stays CUDA."""
+    """A subclass of `vllm.platforms.cuda.CudaPlatform`, whose `_enum` stays CUDA."""
 
     attention_backend = BACKEND
 
     @classmethod
     def decide(cls, config: "VllmConfig") -> dict[str, parts.Decision]:
-        """Whether each part serves under a configuration, the same in every process."""
+        """Whether each part is on under a configuration. Every process gets the same answer."""
         return parts.decide(config, cls.get_device_capability().to_int())
 
     @classmethod
@@ -66,8 +66,8 @@ class OpsetNativePlatform(CudaPlatform):
         for name, part in decisions.items():
             logger.info_once(f"vllm-opset's {name} is {'on' if part.on else 'off'}: {part.why}")
         super().check_and_update_config(vllm_config)
-        # linear's operator takes Python longer to launch than what the compiler would have called. FlashAttention,
-        # instead of opset's attention, would allocate for 32 splits of every step that is as short as a captured one.
+        # Launching linear's operator takes Python longer than launching the compiler's own call. Without opset's
+        # attention, FlashAttention would allocate memory for 32 splits of every step up to the longest captured size.
         if {"attention", "linear"} <= on:
             graphs.capture_longer_steps(vllm_config)
 
@@ -90,7 +90,7 @@ class OpsetNativePlatform(CudaPlatform):
 
 
 def _why_not(wanted, num_heads: int | None, capability) -> list[str]:
-    """Why opset's attention cannot be what a layer asks for: nothing if it can."""
+    """The reasons why opset's attention cannot serve a layer; empty if it can."""
     from vllm_opset.attention.backend import OpsetAttentionBackend
 
     reasons = OpsetAttentionBackend.validate_configuration(device_capability=capability, **wanted._asdict())

@@ -1,7 +1,7 @@
-"""The draw of vLLM's samplers by opset's kernel, from the logits to one token a row.
+"""vLLM's samplers with opset's kernel for the draw, from the logits to one token a row.
 
-The second model runner's sampler has no state of a request's random numbers: the key of a draw is made of the request's
-seed and the position of the token, so a seeded request draws the same tokens whatever else is in its batch.
+The second model runner's sampler keeps no random state for a request. The key of a draw is made from the request's seed
+and the position of the token. So a seeded request draws the same tokens in any batch.
 """
 
 import functools
@@ -20,17 +20,17 @@ from vllm_opset.ops.sampling.top_k_top_p_sample import TopKTopPSampleProblem
 
 logger = init_logger(f"vllm.{__name__}")
 
-# The golden ratio in 64 bits: multiples of it are far apart, so the keys of two requests with small seeds never meet.
+# The golden ratio in 64 bits. Its multiples are far apart, so the keys of two requests with small seeds never collide.
 KEY_STEP = 0x9E3779B97F4A7C15 - 2**64
-# Whose rows a step has, by the names of vLLM's parameters.
+# The names of vLLM's parameters that say which request each row of a step belongs to.
 ROWS = ("expanded_idx_mapping", "idx_mapping_np")
 PROCESSED = ("processed_logits", "processed_logprobs")
 
 
 class OpsetSampler(Sampler):
-    """See `vllm.v1.worker.gpu.sample.sampler.Sampler`, whose state it takes over.
+    """opset's version of `vllm.v1.worker.gpu.sample.sampler.Sampler`, which takes over the state of vLLM's sampler.
 
-    stock: what vLLM built. logits_dtype: of the model's logits; where vLLM changes them first, they are fp32.
+    stock: vLLM's sampler. logits_dtype: of the model's logits; if vLLM modifies the logits first, they are fp32.
     """
 
     def __init__(self, stock: Sampler, logits_dtype: torch.dtype, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class OpsetSampler(Sampler):
         }
 
     def warm_up(self, device: torch.device) -> None:
-        """Calls all that a request can ask for, so that nothing is compiled then."""
+        """Call every variant of the kernel that a request can ask for, so that no request waits for a compilation."""
         vocab_size = self.sampling_states.vocab_size
         ones, twos = torch.ones(2, device=device), torch.full((2,), 2, dtype=torch.int32, device=device)
         for dtype, draw in self._draw.items():
@@ -62,7 +62,7 @@ class OpsetSampler(Sampler):
         top_p: torch.Tensor | None,
         *whether_others_can,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens and the processed logits, or, if nothing is made of these, the logits."""
+        """The tokens, and the processed logits if a request needs them; otherwise the logits."""
         states, rows = self.sampling_states, expanded_idx_mapping
         min_p = states.min_p.gpu[rows] if states.min_p.np[idx_mapping_np].any() else None
         processed = "logits" if self.logprobs_mode in PROCESSED and self._gives_logprobs(idx_mapping_np) else None
@@ -85,19 +85,19 @@ class OpsetSampler(Sampler):
 
 
 class OpsetSamplerInOneStep(OpsetSampler):
-    """For 0.26 to 0.29, whose sampler does in `sample` what later ones split into `sample` and `_sample_random`."""
+    """For 0.26 to 0.29, whose `sample` does the work that later releases split into `sample` and `_sample_random`."""
 
     def sample(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes what vLLM's takes, by its names: 0.28 has one more."""
+        """Take the parameters of vLLM's `sample` by their names, because 0.28 has one more."""
         given = dict(zip(_parameters(Sampler, "sample"), args, strict=False)) | kwargs
-        given.pop("return_logprobs", None)  # `_sample_random` finds that out
+        given.pop("return_logprobs", None)  # `_sample_random` determines it
         logits = self.apply_sampling_params(**given, skip_top_k_top_p=True)
         rows = [given[name] for name in ROWS]
         return self._sample_random(logits, *rows, given["pos"], *self.sampling_states.get_top_k_top_p(*rows))
 
 
 class _States(SamplingStates):
-    """What each request asked for. Temperature and min-p are steps of the op."""
+    """The sampling parameters of all requests. The op applies temperature and min-p, so these methods do nothing."""
 
     def __init__(self, stock: SamplingStates) -> None:
         vars(self).update(vars(stock))
@@ -110,12 +110,12 @@ class _States(SamplingStates):
 
 
 def draw_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The key of the draw at each position, int64: another for each position of a seed."""
+    """The key of the draw at each position, int64. Each position of a seed has another key."""
     return torch.add(seeds, positions, alpha=KEY_STEP)
 
 
 def fitting() -> type[OpsetSampler] | None:
-    """The sampler for this vLLM, by the parameters of the methods that draw; None if these are not known."""
+    """The sampler that fits the parameters of this vLLM's drawing methods; None if the parameters are unknown."""
     if _parameters(Sampler, "_sample_random")[1:6] == (*ROWS, "pos", "top_k", "top_p"):
         return OpsetSampler
     *batch, _ = _parameters(Sampler, "apply_sampling_params")
@@ -131,7 +131,7 @@ def _parameters(cls: type, method: str) -> tuple[str, ...]:
 
 
 def install(runner) -> bool:
-    """Replaces the sampler of a model runner of either kind, whose model was loaded, if it is one that is known."""
+    """Replace the sampler of a runner whose model was loaded, and return whether the sampler's class is a known one."""
     kind = type(runner.sampler)
     if kind is FirstSampler:
         first.install(runner)

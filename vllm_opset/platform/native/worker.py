@@ -1,4 +1,4 @@
-"""vLLM's own worker on a GPU, with the parts of opset that are on."""
+"""vLLM's own worker on a GPU, with those parts of opset that are on."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -67,7 +67,7 @@ class OpsetNativeWorker(Reporting, Worker):
 
 @contextmanager
 def _opset_layers() -> Iterator[None]:
-    """Within it, models are built of opset's layers. Another engine of this process may want vLLM's."""
+    """Within this context, models are built with opset's layers. Another engine of this process may need vLLM's."""
     layers.register()
     try:
         yield

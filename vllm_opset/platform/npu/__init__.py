@@ -1,1 +1,1 @@
-"""vLLM on Ascend NPUs, by torch_npu. Not run on Ascend hardware yet: see docs/ascend.md."""
+"""vLLM on Ascend NPUs, by torch_npu. It has not run on Ascend hardware yet: see docs/ascend.md."""

@@ -1,4 +1,4 @@
-"""opset's attention with keys and values apart, as the NPU's operators want them (`kernels/ascend/_cache.py`)."""
+"""opset's attention with separate keys and values, as the NPU's operators need them (`kernels/ascend/_cache.py`)."""
 
 from typing import ClassVar
 
@@ -27,17 +27,17 @@ class NpuAttentionBackend(OpsetAttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple:
-        """A piece of memory for each layer, which `apart` divides. Asked from 0.29 on."""
+        """One piece of memory for each layer, which `apart` divides. vLLM calls this from 0.29 on."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return (KVCacheLayout.LBHNC,)
 
 
 def apart(kv_cache: torch.Tensor) -> torch.Tensor:
-    """The same memory with all keys before all values: [num_blocks, num_kv_heads, block_size, 2, head_size].
+    """View a layer's KV cache with all keys before all values: [num_blocks, num_kv_heads, block_size, 2, head_size].
 
-    kv_cache: as vLLM laid it out, [num_blocks, num_kv_heads, block_size, 2 * head_size], in one piece. It holds nothing
-    yet. Raises ValueError for a cache in several pieces, as vLLM makes it where layers share blocks.
+    kv_cache: vLLM's layout, [num_blocks, num_kv_heads, block_size, 2 * head_size], in one piece. It must be unused so
+    far. Raises ValueError for a cache in several pieces, which vLLM makes if layers share blocks.
     """
     if not kv_cache.is_contiguous():
         raise ValueError(
@@ -51,9 +51,10 @@ def apart(kv_cache: torch.Tensor) -> torch.Tensor:
 def prepare_blocks(
     kv_caches: list[torch.Tensor], num_blocks: int, to_zero: list[int] | None, copies: list | None
 ) -> None:
-    """Zeroes blocks, and then copies some (from, to). One of vLLM's num_blocks may be several of the kernels'.
+    """Zero blocks, and then copy some (from, to). One of vLLM's num_blocks may be several of the kernels' blocks.
 
-    Layers may share a cache, which is then done once: what was copied may be the source of another copy.
+    Layers may share a cache, which is then processed once: a second pass could copy from a block that the first has
+    overwritten.
     """
     for kv_cache in {kv_cache.data_ptr(): kv_cache for kv_cache in kv_caches}.values():
         blocks = kv_cache.unflatten(0, (num_blocks, -1))

@@ -1,9 +1,9 @@
-"""ACL graphs of steps of decode, which vLLM captures and replays as CUDA graphs. Off unless asked for; never run on
-hardware.
+"""ACL graphs of decode steps, which vLLM captures and replays as CUDA graphs.
 
-`compat.name_npu_as_cuda` gives vLLM's wrapper of graphs these two for torch.cuda's. Everything that a step brings anew
-lies in vLLM's own tensors, but for the lengths, which attention's operators take from the host: torch_npu keeps each of
-their calls in a group of its own, and launches it anew with what `NPUGraph.update` is given.
+They are off unless users ask for them, and they have never run on hardware. `compat.name_npu_as_cuda` replaces
+torch.cuda's graph class and capture function by the two here, for vLLM's graph wrapper. vLLM's own tensors hold all new
+data of a step except the lengths. Attention operators take the lengths from the host. So torch_npu keeps each attention
+call in a group of its own, and launches it again with the arguments of `NPUGraph.update`.
 """
 
 from typing import Any
@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 
-# vLLM fills a batch up to the size that was captured with requests of no length, which all have a query in the graph.
-# ATB's attention refuses lengths of zero, and the documents of the other do not speak of them. So each is given one
-# key, the first of the block that vLLM names for them and keeps free; what it attends to is never looked at.
+# vLLM pads a batch to the captured size with requests of length 0, each of which has a query in the graph. ATB's
+# attention refuses lengths of 0, and the documents of the other operator do not mention them. So each padding request
+# gets one key: the first of the block that vLLM reserves for padding. Nobody reads its output.
 PADDED_LENGTH = 1
 
 
 class DecodeGraph(torch.npu.NPUGraph):
-    """One captured size of batch."""
+    """A graph for one captured batch size."""
 
     def __init__(self) -> None:
         super().__init__()
         self.replayed = torch.npu.Event()
 
     def replay(self) -> None:
-        """Runs the graph with the lengths of the step that vLLM is about to run."""
-        # The last replay may still run, and would take the new lengths for its own.
+        """Replay the graph with the lengths of the step that vLLM is about to run."""
+        # The previous replay may still run, and would read the new lengths.
         self.replayed.synchronize()
         self.update(cpu_update_input=[new_lengths()])
         super().replay()
@@ -34,15 +34,15 @@ class DecodeGraph(torch.npu.NPUGraph):
 
 
 def capture(graph: DecodeGraph, *, pool: Any, stream: Any) -> torch.npu.graph:
-    """The stream is not used: where vLLM has its own account of streams, an NPU's are not in it."""
+    """A capture context. The stream is ignored: where vLLM keeps its own account of streams, an NPU's are not in it."""
     return torch.npu.graph(graph, pool=pool, auto_dispatch_capture=True)
 
 
 def new_lengths() -> dict[str, Any]:
-    """How many keys each request of the step has, by the names of the operators' parameters.
+    """The number of keys of each request in the step, by the names of the operators' parameters.
 
-    The same in all layers: what vLLM derives from the batch for some of them, as for attention in chunks, it does not
-    capture (`AttentionMetadataBuilder.get_cudagraph_support`).
+    It is the same in all layers. vLLM derives other lengths for some layers, such as chunked attention, but does not
+    capture those (`AttentionMetadataBuilder.get_cudagraph_support`).
     """
     metadata = next(iter(get_forward_context().attn_metadata.values()))
     _, seq_lens = metadata.batch.host_lengths()

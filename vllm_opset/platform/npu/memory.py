@@ -1,4 +1,4 @@
-"""How much of an NPU's memory the KV cache gets."""
+"""The amount of an NPU's memory for the KV cache."""
 
 from collections.abc import Callable
 
@@ -12,9 +12,9 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class Budget:
-    """Made when a worker has its device, before it loads its model.
+    """The memory budget of a worker. It is made when the worker has its device, before it loads its model.
 
-    gpu_memory_utilization is the worker's share of the NPU's memory, which must be free by then. Raises ValueError.
+    gpu_memory_utilization is the worker's share of the NPU's memory. Raises ValueError if less than that is free.
     """
 
     def __init__(self, device: torch.device, cache_config: CacheConfig) -> None:
@@ -29,10 +29,10 @@ class Budget:
             )
 
     def for_kv_cache(self, run: Callable[[], None]) -> int:
-        """Bytes. run: a step as large as any, without a cache.
+        """Bytes for the KV cache. run: runs a step of the largest size, without a cache.
 
-        What is left of the share without all that was taken since the start, and what `run` needs on top of it while
-        it runs; or what --kv-cache-memory-bytes asks for.
+        It is the share, less the memory taken since the start, less the peak that `run` needs in addition. If
+        --kv-cache-memory-bytes is given, it is that number.
         """
         torch.npu.empty_cache()
         torch.npu.reset_peak_memory_stats(self.device)
@@ -47,7 +47,7 @@ class Budget:
         return left
 
     def _free_or_cached(self) -> tuple[int, int]:
-        """Bytes that nobody uses, with those that PyTorch keeps for itself, and all that the NPU has."""
+        """Bytes that nobody uses, including those that PyTorch's allocator caches, and the total bytes of the NPU."""
         torch.npu.empty_cache()
         free, total = torch.npu.mem_get_info(self.device)
         return free + torch.npu.memory_reserved(self.device) - torch.npu.memory_allocated(self.device), total

@@ -1,4 +1,4 @@
-"""The platform: an out-of-tree vLLM platform whose device is an Ascend NPU, for a vLLM without compiled kernels."""
+"""The out-of-tree vLLM platform whose device is an Ascend NPU, for a vLLM without compiled kernels."""
 
 import os
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ class OpsetNpuPlatform(OpsetPlatform):
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         super().check_and_update_config(vllm_config)
         if torch.npu.is_initialized():
-            # As vLLM does for GPUs: a process that is forked from this one could not use the NPU.
+            # vLLM does the same for GPUs: a process that is forked from this one could not use the NPU.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
     @classmethod
@@ -51,14 +51,14 @@ class OpsetNpuPlatform(OpsetPlatform):
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
-        """vLLM's wrapper of CUDA graphs is given the NPU's: see `npu/graphs.py`."""
+        """vLLM's CUDA graph wrapper captures the NPU's graphs: see `npu/graphs.py`."""
         return True
 
     def get_global_graph_pool(self) -> tuple[int, int]:
-        """One for each engine of a process: torch_npu does not take a pool up again whose graphs are gone."""
+        """A new pool for each engine of a process: torch_npu does not reuse a pool whose graphs are gone."""
         return self.graph_pool_handle()
 
-    # The device. What may be asked before an engine's processes are started must not initialise it: see above.
+    # The device. Methods that may run before an engine's processes start must not initialise it: see above.
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
@@ -97,4 +97,4 @@ class OpsetNpuPlatform(OpsetPlatform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """Several attention layers may share a place in the model: asked since 0.28."""
+        """Accept several attention layers at one place in the model. vLLM asks for this since 0.28."""

@@ -1,4 +1,4 @@
-"""What opset does not do on Ascend NPUs."""
+"""The features that opset does not support on Ascend NPUs."""
 
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ def _captures_more_than_decode(config: "VllmConfig") -> bool:
     return captures(config) and config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY
 
 
-# These are checked before vLLM resolves the configuration. Later, users' words have been overridden.
+# These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
 ASKED: tuple[Rule | Settings, ...] = (
     *COMMON_ASKED,
     Settings("torch.compile", "compilation_config", but=WITHOUT_COMPILER | GRAPHS),
@@ -67,7 +67,7 @@ RULES: tuple[Rule, ...] = (
     Rule("adapters (LoRA)", "merge the adapter into the weights, and leave out --enable-lora", given("lora_config")),
     Rule("weight offloading", "leave out --cpu-offload-gb and --offload-*, or take a smaller model", offloads),
     Rule("speculative decoding", "leave out --speculative-config", given("speculative_config")),
-    # It has not been run on two NPUs yet.
+    # opset has not been run on two NPUs yet.
     Rule("tensor parallelism", "leave out --tensor-parallel-size, and use one NPU", several("tensor_parallel_size")),
     Rule("torch.compile", "leave the mode out of --compilation-config, or give --enforce-eager", compiles),
     Rule("a KV cache in another dtype than the model's", "leave out --kv-cache-dtype", caches_in_another_dtype),

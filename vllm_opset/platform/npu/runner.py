@@ -1,4 +1,4 @@
-"""vLLM's V1 model runner on an NPU, without vLLM's Triton kernels, and with keys and values apart."""
+"""vLLM's V1 model runner on an NPU, without vLLM's Triton kernels, and with separate keys and values in the cache."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ class OpsetNpuRunner(GPUModelRunner):
         slots.bind(self.input_batch.block_table)
 
     def initialize_kv_cache_tensors(self, *args, **kwargs) -> dict[str, torch.Tensor]:
-        """vLLM allocates the memory, shares it among layers, and hands it out; here is said what lies where in it."""
+        """Split the KV caches into keys and values after vLLM has allocated and shared their memory among layers."""
         kv_caches = super().initialize_kv_cache_tensors(*args, **kwargs)
         self.kv_caches[:] = map(apart, self.kv_caches)
         for name in kv_caches:
@@ -30,10 +30,10 @@ class OpsetNpuRunner(GPUModelRunner):
         return {name: apart(kv_cache) for name, kv_cache in kv_caches.items()}
 
     def _init_kv_zero_meta(self) -> None:
-        """vLLM's addresses for its Triton kernel: not needed."""
+        """Do nothing: vLLM collects addresses here for a Triton kernel that does not run on an NPU."""
 
     def _update_states(self, scheduler_output):
-        """Blocks are zeroed and copied here: vLLM's code is Triton's, or (until 0.28) takes a block for one piece."""
+        """Zero and copy blocks here: vLLM uses Triton, or (until 0.28) takes a block for one piece of memory."""
         to_zero, copies = scheduler_output.new_block_ids_to_zero, scheduler_output.kv_cache_block_copies
         if to_zero or copies:
             prepare_blocks(self.kv_caches, self.kv_cache_config.num_blocks, to_zero, copies)

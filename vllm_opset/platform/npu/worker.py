@@ -1,4 +1,4 @@
-"""One worker process on an NPU."""
+"""The worker process on an NPU."""
 
 import torch
 from vllm.platforms import current_platform
@@ -24,7 +24,7 @@ class OpsetNpuWorker(OpsetWorker):
         compat.name_npu_as_cuda(graphs.DecodeGraph, graphs.capture)
         self.device = torch.device("npu", self.local_rank)
         torch.npu.set_device(self.device)
-        # The operators' documents presume it; otherwise some products compile PyTorch's for every shape that they meet.
+        # The operators' documents assume it. Without it, some products compile PyTorch's operators for every new shape.
         torch.npu.set_compile_mode(jit_compile=False)
         current_platform.check_if_supports_dtype(self.model_config.dtype)
         init_worker_distributed_environment(
@@ -54,5 +54,5 @@ class OpsetNpuWorker(OpsetWorker):
 
 
 def _one_step(worker: Worker) -> None:
-    """The operators come compiled, and are called before graphs are captured."""
+    """Run one step before graphs are captured. The operators are already compiled."""
     warm_up.one_step(worker.model_runner)
