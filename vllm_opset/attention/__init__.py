@@ -1,10 +1,10 @@
-"""vLLM's attention backend, written against ops.paged_attention and ops.reshape_and_cache."""
+"""vLLM's attention backend, built on ops.paged_attention and ops.reshape_and_cache."""
 
 BACKEND = "vllm_opset.attention.backend.OpsetAttentionBackend"
 
 
 def register(backend: str = BACKEND) -> None:
-    """Makes `--attention-backend CUSTOM` mean opset's. The platform names the backend in any case.
+    """Register opset's backend as `--attention-backend CUSTOM`. The platform names the backend even without this.
 
     backend: the qualified name of the platform's class.
     """

@@ -1,7 +1,7 @@
-"""What opset's attention can do, as vLLM asks it, and how its KV cache is laid out.
+"""The capabilities of opset's attention, as vLLM queries them, and the layout of its KV cache.
 
-The cache of a layer is [num_blocks, num_kv_heads, block_size, 2 * head_size], the key in the first half of the last
-dimension and the value in the second, in whatever order vLLM laid it out in memory: every kernel goes by its strides.
+The cache of a layer is [num_blocks, num_kv_heads, block_size, 2 * head_size]. The last dimension holds the key in its
+first half and the value in its second half. vLLM chooses the order in memory, and every kernel uses the strides.
 """
 
 from typing import ClassVar
@@ -16,12 +16,12 @@ from vllm_opset.attention.metadata import OpsetMetadataBuilder
 class OpsetAttentionBackend(AttentionBackend):
     supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
-    # One call from vLLM for each layer, which writes the cache and attends.
+    # vLLM makes one call for each layer, which writes the cache and attends.
     forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_name() -> str:
-        """A member of vLLM's AttentionBackendEnum, which looks the name up."""
+        """The name of a member of vLLM's AttentionBackendEnum, in which vLLM looks it up."""
         return "CUSTOM"
 
     @staticmethod
@@ -34,7 +34,7 @@ class OpsetAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int | MultipleOf]:
-        """Any. The argument came with 0.31."""
+        """Any block size. vLLM passes the argument from 0.31 on."""
         return [MultipleOf(1)]
 
     @classmethod
@@ -55,12 +55,12 @@ class OpsetAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple:
-        """Any, and best with the tokens of a head side by side, which kernels read head by head. Asked from 0.29 on."""
+        """All layouts; first the one with a head's tokens next to each other, as kernels read them. Since vLLM 0.29."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return tuple(sorted(KVCacheLayout, key=lambda layout: layout is not KVCacheLayout.LBHNC))
 
-    # The cache's layout, the same, until 0.28.
+    # The same layout of the cache for vLLM up to 0.28.
 
     @staticmethod
     def get_kv_cache_shape(

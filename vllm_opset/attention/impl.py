@@ -1,4 +1,4 @@
-"""The attention of one layer."""
+"""The attention implementation of one layer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,20 +12,20 @@ from vllm_opset import ops, selection
 from vllm_opset.attention.metadata import OpsetMetadata
 from vllm_opset.ops.attention.paged_batch import PagedBatch, packed_cache
 
-FP8 = torch.float8_e4m3fn  # what vLLM calls fp8 for short
+FP8 = torch.float8_e4m3fn  # vLLM's fp8
 
 
 class Before(Protocol):
-    """Work on query and key that a kernel does while it writes the cache."""
+    """Work on query and key that a kernel does together with writing the cache."""
 
     def write_with(self, **problem) -> Callable[..., None]:
-        """The function to call with query, key, value, kv_cache and slot_mapping. problem: what the layer knows."""
+        """The function to call with query, key, value, kv_cache and slot_mapping. problem: fields the layer knows."""
 
 
 class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
-    """vLLM gives the arguments by position up to `kv_sharing_target_layer_name`.
+    """The attention of a layer. vLLM passes the arguments up to `kv_sharing_target_layer_name` by position.
 
-    kv_apart: whether the platform's caches have keys and values in dimensions of their own (`ops.paged_batch`).
+    kv_apart: whether the platform's caches have separate dimensions for keys and values (`ops.paged_batch`).
     """
 
     kv_apart = False
@@ -61,7 +61,7 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         self.before: Before | None = None
 
     def choose_kernels(self, kv_cache_dtype: torch.dtype, block_size: int) -> None:
-        """Called when the cache's geometry is known, before the first step. kv_cache_dtype: uint8 for fp8, by vLLM."""
+        """Choose kernels once the cache's geometry is known, before the first step. kv_cache_dtype: uint8 means fp8."""
         cache = {
             "device": current_platform.device_type,
             "dtype": self.dtype,
@@ -110,9 +110,10 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query, output: [num_tokens, num_heads, head_size]. key, value: [num_tokens, num_kv_heads, head_size].
+        """Write the cache and attend.
 
-        attn_metadata is None while vLLM only measures: there is no cache yet.
+        query, output: [num_tokens, num_heads, head_size]. key, value: [num_tokens, num_kv_heads, head_size].
+        attn_metadata is None while vLLM only measures memory: there is no cache yet.
         """
         if attn_metadata is None:
             return output.fill_(0)
@@ -132,12 +133,12 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         batch: PagedBatch,
         output: torch.Tensor,
     ) -> None:
-        """What `forward` does once the cache is written."""
+        """Attend after the cache is written, as the second half of `forward`."""
         kv_cache, scales = self._stored(layer, kv_cache)
         self._attend(query, kv_cache, batch, output, **scales)
 
     def _stored(self, layer: torch.nn.Module, kv_cache: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The cache in the dtype that it holds, and the scales of an fp8 one, which vLLM keeps with the layer."""
+        """The cache in the dtype that it holds, and the scales of an fp8 cache, which vLLM keeps in the layer."""
         if not self.caches_fp8:
             return kv_cache, {}
         return kv_cache.view(FP8), {"k_scale": layer._k_scale, "v_scale": layer._v_scale}

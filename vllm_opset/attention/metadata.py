@@ -1,4 +1,4 @@
-"""What all layers of a step share: the batch as ops.paged_attention takes it, and where the new tokens go."""
+"""Metadata that all layers of a step share: the batch for ops.paged_attention, and the slots of the new tokens."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,22 +17,22 @@ from vllm_opset.ops.attention.paged_batch import PACKED_BLOCK_SIZE, PagedBatch, 
 
 @dataclass(slots=True)
 class OpsetMetadata(AttentionMetadata):
-    """slot_mapping: int64, a slot for every new token."""
+    """The metadata of one step. slot_mapping: int64, a slot for every new token."""
 
     slot_mapping: torch.Tensor
     batch: PagedBatch
 
 
 class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
-    # Kernels take what changes from step to step from tensors; how many queries a request has, from the launch.
+    # Kernels read values that change from step to step from tensors. The queries per request are part of the launch.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.encoder_only = isinstance(kv_cache_spec, EncoderOnlyAttentionSpec)
-        # What vLLM has of seq_lens on the host is an upper bound by its name, and exact unless drafts are verified
-        # (CommonAttentionMetadata, 0.26 to 0.33). Builders that vLLM derives from this one, for static sinks or cross
-        # attention say, change the batch on the device alone.
+        # On the host vLLM has seq_lens as an upper bound, as the name says. It is exact unless drafts are verified
+        # (CommonAttentionMetadata, 0.26 to 0.33). vLLM derives builders from this one, for example for static sinks or
+        # cross attention. Those change the batch on the device only.
         self.lengths_on_host = vllm_config.speculative_config is None and type(self) is OpsetMetadataBuilder
         block_size = PACKED_BLOCK_SIZE if self.encoder_only else kv_cache_spec.block_size
         layers = vllm_config.compilation_config.static_forward_context
@@ -43,7 +43,7 @@ class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> OpsetMetadata:
         common = common_attn_metadata
-        max_query_len = int(common.max_query_len)  # of chunked local attention NumPy's, which is no int
+        max_query_len = int(common.max_query_len)  # chunked local attention gives NumPy's integer, which is no int
         if self.encoder_only:
             batch = packed_batch(common.query_start_loc, max_query_len)
         else:
