@@ -1,1 +1,1 @@
-"""How fast: device time of kernels and their peers, beside the ceilings of the machine, measured in the same run."""
+"""Benchmarks: the device time of kernels and their peers, and the machine's ceilings, measured in the same run."""

@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured: reading memory, and multiplying matrices."""
+"""The measured ceilings of this machine: the rate of reading memory, and the rate of multiplying matrices."""
 
 from dataclasses import dataclass
 
@@ -13,19 +13,19 @@ MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 
 @dataclass(frozen=True)
 class Ceilings:
-    """bytes_per_second: reading. flops_per_second: of a matrix product in `dtype`, on random data."""
+    """bytes_per_second: of reading memory. flops_per_second: of a matrix product in `dtype`, on random data."""
 
     bytes_per_second: float
     flops_per_second: float
     dtype: torch.dtype
 
     def floor(self, cost: Cost) -> float:
-        """The seconds that a call of this cost takes at least."""
+        """The least seconds that a call of this cost can take."""
         return max(cost.bytes / self.bytes_per_second, cost.flops / self.flops_per_second)
 
 
 def measure(device: str, dtype: torch.dtype) -> Ceilings:
-    """Measures both, on idle hardware, in about a second."""
+    """Measure both ceilings, on idle hardware, in about a second."""
     buffer = torch.randn(READ_BYTES[device] // 4, device=device)
     reading = time_call(torch.sum, ((buffer,), {}), device)
     size = MATMUL_SIZE[device]

@@ -1,4 +1,4 @@
-"""Whole engines beside each other: the same prompts, by turns or apart, each engine in processes of its own."""
+"""A comparison of whole engines on the same prompts, by turns or apart. Each engine has its own processes."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,21 +9,21 @@ from pathlib import Path
 from vllm_opset.bench.engines import GREEDY, Answer, Engine, RunningEngine, Started
 from vllm_opset.bench.shapes import Case, Shape
 
-# vLLM does not start where less than this share of the device is free. What it then takes follows from the model and
-# from the size of the KV cache, which is given; the engines that are up already have their parts.
+# vLLM does not start if less than this share of the device's memory is free. After that, its memory depends on the
+# model and on the size of the KV cache, which is given. The engines that already run have allocated theirs.
 FREE_SHARE = 0.1
-# Where vLLM, torch, Triton, CUDA and opset's C++ kernels keep what they have compiled.
+# The variables for the folders in which vLLM, torch, Triton, CUDA and opset's C++ kernels cache compiled code.
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "OPSET_CACHE")
 
-# Of each engine, for each repetition: one token for one prompt, one for all, and all tokens.
+# By engine, for each repetition: the answers to one token for one prompt, one token for all prompts, and all tokens.
 Answers = dict[str, list[list[Answer]]]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One repetition. ttft: seconds until every request has one token. total: until all tokens are there.
+    """One repetition. ttft: seconds until every request has one token. total: seconds until all tokens are there.
 
-    compiled: the Triton kernels that were compiled, or loaded from Triton's cache, meanwhile.
+    compiled: the Triton kernels that were compiled, or loaded from Triton's cache, during it.
     """
 
     ttft: float
@@ -33,7 +33,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """One engine in one case. first: the run before those that count. same: requests with the first engine's tokens."""
+    """One engine in one case. first: the uncounted run. same: number of requests with the first engine's tokens."""
 
     case: Case
     engine: str
@@ -42,7 +42,7 @@ class Result:
     same: int | None
 
     def metrics(self) -> dict[str, list[float]]:
-        """Of each run: seconds to the first token, milliseconds for each further one, output tokens per second."""
+        """For each run: seconds to the first token, milliseconds for each further one, output tokens per second."""
         case = self.case
         return {
             "TTFT, s": [run.ttft for run in self.runs],
@@ -53,9 +53,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """started, peak_bytes: by engine. In every case the first engine's result comes first.
+    """The results of all engines. started, peak_bytes: by engine. In every case the first engine's result comes first.
 
-    Of a comparison that was interrupted, it has the cases that were done.
+    If the comparison was interrupted, it has only the finished cases.
     """
 
     engines: list[Engine]
@@ -64,7 +64,7 @@ class Comparison:
     results: list[Result]
 
     def as_json(self) -> dict:
-        """Plain data; times in seconds where nothing else is said."""
+        """Plain data; times are in seconds unless the name says otherwise."""
         return {
             "engines": [
                 {"name": engine.name, "args": dict(engine.args), "env": dict(engine.env)}
@@ -81,9 +81,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be compared.
+    """The plan of a comparison.
 
-    cold: each engine starts with empty caches, which are dropped afterwards. apart: one engine is up at a time.
+    cold: each engine starts with empty caches, which are deleted afterwards. apart: only one engine runs at a time.
     """
 
     shape: Shape
@@ -95,13 +95,13 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """As often as `run` tells of its progress."""
+        """The number of calls of `progress` in `run`."""
         return len(self.engines) * (1 + len(self.cases) * (1 + self.repetitions))
 
     def run(self, folder: Path, logs: Path, progress: Callable[[str], None]) -> Comparison:
-        """folder: for what is gone afterwards. progress: told what is done before each step. Raises EngineError.
+        """Run the comparison. folder: for temporary files. progress: is called before each step. Raises EngineError.
 
-        If it is interrupted, or told to exit, once every engine has answered a case, it returns what is there.
+        If it is interrupted or terminated after every engine has answered a case, it returns the finished cases.
         """
         (folder / "config.json").write_text(json.dumps(self.shape.config))
         started: dict[str, Started] = {}
@@ -133,7 +133,7 @@ class Plan:
         return [case for case in self.cases if len(answers[case.name]) == len(self.engines)]
 
     def engine_args(self, folder: Path) -> dict:
-        """Of every engine, if it has no others. folder: with a config.json."""
+        """The arguments of every engine, which its own arguments override. folder: contains a config.json."""
         return {
             "model": str(folder),
             "dtype": self.shape.dtype,
@@ -147,13 +147,13 @@ class Plan:
         }
 
     def _ask(self, case: Case, running: Sequence[RunningEngine], progress: Callable[[str], None]) -> Answers:
-        """The answers of these engines, by turns if they are several."""
+        """The answers of these engines, which run by turns if there are several."""
         prompts = case.prompts(self.shape.config["vocab_size"])
-        # The first step of an engine that was stopped takes longer: one prompt goes before.
+        # An engine's first step after it was stopped takes longer, so it answers one prompt first.
         asked = ((prompts[:1], 1), (prompts, 1), (prompts, case.output))
         answers: Answers = {one.engine.name: [] for one in running}
         for repetition in range(1 + self.repetitions):
-            # Back and forth, so that what drifts meets all alike.
+            # The order alternates, so that drift of the machine affects all engines alike.
             for one in running if repetition % 2 == 0 else reversed(running):
                 progress(f"{case.name}, run {repetition} of {self.repetitions}: {one.engine.name}")
                 with one.awake():
@@ -162,7 +162,7 @@ class Plan:
 
 
 def _results(case: Case, answers: Answers) -> Iterator[Result]:
-    """Of each engine."""
+    """The result of each engine in one case."""
     expected = next(iter(answers.values()))[0][-1].tokens
     for name, found in answers.items():
         first, *runs = [

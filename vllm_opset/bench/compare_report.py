@@ -1,4 +1,4 @@
-"""What a comparison of engines found: tables for the terminal, JSON, and a section of a page of documentation."""
+"""Reports of a comparison of engines: tables for the terminal, JSON, and a section of a documentation page."""
 
 import datetime
 import statistics
@@ -18,7 +18,7 @@ Table = tuple[list[str], list[list[str]]]
 
 @dataclass(frozen=True)
 class Report:
-    """command: that makes it again."""
+    """The report of one comparison. command: repeats the comparison."""
 
     plan: Plan
     found: Comparison
@@ -30,7 +30,7 @@ class Report:
 
     @property
     def missing(self) -> list[str]:
-        """The cases that were not done, since it was interrupted."""
+        """The cases without results, because the comparison was interrupted."""
         done = {result.case.name for result in self.found.results}
         return [case.name for case in self.plan.cases if case.name not in done]
 
@@ -51,7 +51,7 @@ class Report:
         }
 
     def as_markdown(self) -> str:
-        """A section: how it was made, both tables, and how to read them."""
+        """A section with the command, both tables, and a legend."""
         lines = [
             f"## End to end: {self.plan.shape.name}, {self.plan.shape.dtype}",
             "",
@@ -67,9 +67,9 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def speed(self, spread: bool = True) -> Table:
-        """(columns, rows): three rows for each case, and beside the first engine what it is to each of the others.
+        """(columns, rows): three rows for each case, and a column with the first engine's ratio to each other engine.
 
-        spread: with the least and the most of each median.
+        spread: whether to add the range of the runs to each median.
         """
         first, *others = [engine.name for engine in self.found.engines]
         compared = [column for other in others for column in (other, f"{first} to {other}")]
@@ -123,13 +123,13 @@ class Report:
 
 
 def as_plain(table: Table) -> list[dict[str, str]]:
-    """The rows by column."""
+    """The rows as dictionaries by column."""
     columns, rows = table
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 def _rows(results: list[Result], spread: bool) -> Iterator[list[str]]:
-    """Of one case."""
+    """The rows of one case."""
     first, *others = results
     text = median_and_range if spread else median
     for metric, values in first.metrics().items():

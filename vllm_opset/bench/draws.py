@@ -1,4 +1,4 @@
-"""Samplers with a randomness of their own: their tokens are not the reference's, but must be some that it keeps."""
+"""A check of samplers with their own random numbers: each token must be one of those that the reference keeps."""
 
 import torch
 
@@ -9,14 +9,15 @@ from vllm_opset.ops.sampling.top_k_top_p_sample import GREEDY_BELOW
 from vllm_opset.parity import Check
 
 DRAWN = (ops.top_k_top_p_sample.name,)
-# Of the probability: sums of tens of thousands of fp32 numbers in another order move the cut of top-p by less.
+# A share of probability. Summing tens of thousands of fp32 numbers in another order moves top-p's cut by less than
+# this.
 SLACK = 1e-3
 
 
 def check_draws(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> Check:
-    """Whether each token is one that the sample's filters keep, or would with a top-p that is larger by SLACK.
+    """Whether the sample's filters keep each token, or would keep it with a top-p that is larger by SLACK.
 
-    Raises NotImplementedError for a sample that nothing is drawn in.
+    Raises NotImplementedError for a sample in which no token is drawn.
     """
     args, kwargs = sample.make()
     if kwargs.get("temperature") is not None and bool((kwargs["temperature"] < GREEDY_BELOW).all()):

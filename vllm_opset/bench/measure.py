@@ -1,4 +1,4 @@
-"""One row of a benchmark: one implementation of one op on one case, checked against the reference, then timed."""
+"""One row of a benchmark: one implementation of an op on one case, checked against the reference and then timed."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -15,14 +15,14 @@ from vllm_opset.kernel import REFERENCE, Kernel, kernels_of
 from vllm_opset.ops.contract import Op, Sample
 from vllm_opset.parity import check_sample
 
-# A time is doubtful where half the distance between its quartiles is more than this share of it, or where it beats the
-# floor by more than ceilings vary that are measured twice.
+# A time is doubtful if half the distance between its quartiles is more than UNSTEADY of it. It is also doubtful if it
+# beats the floor by more than two measurements of the same ceiling differ.
 UNSTEADY, ABOVE_CEILING = 0.25, 1.1
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is timed: a kernel of this package (peer is False), or a peer, dressed as a kernel."""
+    """An implementation to time: a kernel of this package (peer is False), or a peer wrapped as a kernel."""
 
     kernel: Kernel
     peer: bool
@@ -32,9 +32,9 @@ class Candidate:
 class Result:
     """One measurement.
 
-    seconds, spread: of one call. bytes, flops: from the contract's cost. floor: the seconds that the ceilings allow at
-    best. check: None if the result agrees with the reference, else how it does not, or what a kernel of ours raised in
-    its place. skipped: why what cannot do the case was not timed.
+    seconds, spread: of one call. bytes, flops: from the contract's cost. floor: the least seconds by the ceilings.
+    check: None if the result agrees with the reference; else the difference, or the exception of a kernel of ours.
+    skipped: why an implementation was not timed that cannot do the case.
     """
 
     op: str
@@ -53,12 +53,12 @@ class Result:
 
     @property
     def share(self) -> float | None:
-        """Of the ceiling: 1 would be the floor."""
+        """The share of the ceiling that was reached: 1 means that the time equals the floor."""
         return None if self.seconds is None else self.floor / self.seconds
 
     @property
     def doubt(self) -> str | None:
-        """Why the time says little, or None."""
+        """Why the time is doubtful, or None."""
         if self.seconds is None:
             return None
         if self.spread > UNSTEADY * self.seconds:
@@ -69,7 +69,7 @@ class Result:
 
 
 def candidates(op: Op, device: str, kernel_name: str | None, against: list[str]) -> Iterator[Candidate]:
-    """The device's kernels of the op, and the peers that have it. The reference is one of them only where it serves."""
+    """The op's kernels for the device, and the peers with this op. The reference: on a CPU or if named."""
     for kernel in kernels_of(op.name).values():
         serves = kernel.provider != REFERENCE or device == "cpu"
         if kernel.runs_on(device) and kernel_name in ((None, kernel.name) if serves else (kernel.name,)):
@@ -85,17 +85,17 @@ def cases(op: Op, device: str, dtype: torch.dtype, pattern: str) -> list[Sample]
 
 
 def dtype_of(op: Op, asked: torch.dtype) -> torch.dtype:
-    """The dtype that is asked for, if the op's contract has it; else the contract's first."""
+    """The requested dtype, if the op's contract has it; else the contract's first dtype."""
     return asked if asked in op.dtypes else op.dtypes[0]
 
 
 def measure(
     op: Op, sample: Sample, candidate: Candidate, device: str, dtype: torch.dtype, ceilings: Ceilings
 ) -> Result:
-    """Checks the candidate against the reference, then times it."""
+    """Check the candidate against the reference, then time it."""
     name = str(dtype).removeprefix("torch.")
     which = "--against" if candidate.peer else "--kernel"
-    in_dtype = f" --dtype {name}" if dtype.is_floating_point else ""  # an op of integers has no other
+    in_dtype = f" --dtype {name}" if dtype.is_floating_point else ""  # an op of integers takes no --dtype
     result = Result(
         op.name, sample.name, name, candidate.kernel.name, candidate.peer,
         f"vllm-opset bench {op.name} --case '{sample.name}'{in_dtype} {which} {candidate.kernel.name}",
@@ -114,7 +114,7 @@ def measure(
             return dataclasses.replace(result, check=_first_line(verdict or f"raised {type(error).__name__}: {error}"))
         if not isinstance(error, (NotImplementedError, RuntimeError)):
             raise
-        # It cannot do the case, or not in a CUDA graph.
+        # The implementation cannot do the case, or cannot do it in a CUDA graph.
         return dataclasses.replace(result, skipped=_first_line(str(error).strip() or type(error).__name__))
     cost = op.cost_of(*call[0], **call[1])
     return dataclasses.replace(

@@ -22,7 +22,7 @@ MICROSECOND = 1e-6
 
 @dataclass(frozen=True)
 class Report:
-    """All of one run. skipped: peers that were not used, and why."""
+    """The report of one run. skipped: peers that were not used, and why."""
 
     device: str
     ceilings: Ceilings
@@ -47,7 +47,7 @@ class Report:
         }
 
     def described(self) -> str:
-        """One line on the machine and its ceilings."""
+        """One line about the machine and its ceilings."""
         return (
             f"{self.device}: reading {_rate(self.ceilings.bytes_per_second)}B/s, "
             f"{_plain(self.ceilings.dtype)} matmul {_rate(self.ceilings.flops_per_second)}FLOP/s"
@@ -66,7 +66,7 @@ class Report:
             yield op, ["case", "floor", *implementations], rows
 
     def as_markdown(self, command: str, picture: str | None) -> str:
-        """A page: what was run where, a table for each op, what is not right or not there, how to repeat a case."""
+        """A page: the machine and the command, a table for each op, notes, and the commands to repeat a case."""
         lines = [
             f"# {self.device}",
             "",
@@ -86,7 +86,7 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def notes(self) -> list[str]:
-        """Lists results off the reference, doubtful times, what was not timed, and peers that were not used."""
+        """Notes on results that are off the reference, doubtful times, cases that were not timed, and unused peers."""
         cases: dict[str, list[str]] = {}
         for result in self.results:
             if result.check:
@@ -111,7 +111,7 @@ LEGEND = (
 
 
 def versions() -> dict[str, str]:
-    """What is installed of the packages that matter here."""
+    """The versions of the installed packages among PACKAGES."""
     installed = {}
     for package in PACKAGES:
         try:
@@ -122,9 +122,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this runs from, marked when it was changed; None where nobody knows.
+    """The commit of the checkout that this runs from, marked if it has changes; None if it is not known.
 
-    OPSET_COMMIT says it for a copy without history, as on a machine that is only lent.
+    OPSET_COMMIT overrides it for a copy without history, for example on a borrowed machine.
     """
     if "OPSET_COMMIT" in os.environ:
         return os.environ["OPSET_COMMIT"]
@@ -136,14 +136,14 @@ def commit() -> str | None:
 
 
 def device_name(device: str) -> str:
-    """What the hardware is called."""
+    """The name of the hardware."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{describe_cpu()}, {torch.get_num_threads()} threads"
 
 
 def draw(report: Report, file: Path) -> None:
-    """The roofline: FLOP/s over FLOP per byte, a colour per implementation."""
+    """Draw the roofline: FLOP/s over FLOP per byte, with a colour for each implementation."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
@@ -185,7 +185,7 @@ def _cell(results: list[Result], case: str, implementation: str) -> str:
 
 
 def _rate(value: float) -> str:
-    """With the prefix that suits a GPU or a CPU."""
+    """The value with the unit prefix that suits a GPU or a CPU."""
     return f"{value / 1e12:.3g} T" if value >= 1e12 else f"{value / 1e9:.3g} G"
 
 

@@ -1,4 +1,4 @@
-"""Model shapes and what engines are asked for in a comparison. Weights are random: speed does not depend on them."""
+"""Model shapes, and the cases of a comparison of engines. Weights are random: speed does not depend on them."""
 
 import random
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ import yaml
 from vllm_opset.selection import nearest
 
 FOLDER = Path(__file__).parent
-# No engine's KV cache has larger blocks than this many tokens; requests fill them to the end, and a few are spare.
+# No engine's KV cache has larger blocks than this many tokens. Requests fill their blocks, and a few blocks stay spare.
 BLOCK, SPARE_BLOCKS = 128, 8
 # The first token ids have special meanings in many vocabularies.
 SPECIAL_IDS = 10
@@ -19,7 +19,7 @@ SPECIAL_IDS = 10
 
 @dataclass(frozen=True)
 class Case:
-    """batch: requests at a time. prompt, output: tokens of each. sampling: of SamplingParams; greedy where empty."""
+    """batch: requests at a time. prompt, output: tokens of each. sampling: of SamplingParams; greedy if it is empty."""
 
     batch: int
     prompt: int
@@ -35,14 +35,14 @@ class Case:
         return self.prompt + self.output
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
-        """Random token ids: the same in every run, different ones in every request."""
+        """Random token ids, which are the same in every run and differ between requests."""
         draw = random.Random(self.name)
         return [draw.choices(range(SPECIAL_IDS, vocab_size), k=self.prompt) for _ in range(self.batch)]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """name: in tables. config: a config.json. cases: that fit into the model's context."""
+    """name: for tables. config: a config.json. cases: those that fit into the model's context."""
 
     name: str
     config: Mapping
@@ -53,7 +53,7 @@ class Shape:
         return self.config["torch_dtype"]
 
     def kv_cache_bytes(self, cases: Iterable[Case]) -> int:
-        """So large a KV cache that no request of any of these cases waits for another, nor the longest of any case."""
+        """A size of the KV cache with which no request of these cases waits, nor the longest request of any case."""
         config = self.config
         head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         itemsize = getattr(torch, self.dtype).itemsize
@@ -71,7 +71,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Shape:
-    """The shape of that name, in whatever case. Raises ValueError, which names the nearest one."""
+    """The shape of that name, in upper or lower case. Raises ValueError, which suggests the nearest name."""
     if name.lower() not in names():
         raise ValueError(f"unknown: {name!r}; {nearest(name.lower(), names())}")
     shape = yaml.safe_load((FOLDER / "models" / f"{name.lower()}.yaml").read_text())

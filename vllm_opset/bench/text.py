@@ -1,4 +1,4 @@
-"""What the reports of benchmarks have in common: tables in Markdown, numbers with their spread, the machine's name."""
+"""Text for the reports of benchmarks: tables in Markdown, numbers with their spread, and the machine's name."""
 
 import shlex
 import statistics
@@ -11,18 +11,18 @@ from vllm_opset.platform.cpu import machine
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Its lines."""
+    """The lines of a table."""
     head = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     return [*head, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
 def median(values: Sequence[float], digits: int) -> str:
-    """digits: after the point."""
+    """The median as text. digits: after the decimal point."""
     return f"{statistics.median(values):,.{digits}f}"
 
 
 def median_and_range(values: Sequence[float], digits: int) -> str:
-    """The median, and the least and the most. digits: after the point."""
+    """The median, and the least and the greatest value. digits: after the decimal point."""
     low, high = min(values), max(values)
     return f"{median(values, digits)} ({low:,.{digits}f} to {high:,.{digits}f})"
 
@@ -32,13 +32,13 @@ def versions_text(versions: dict[str, str]) -> str:
 
 
 def asked_for(outputs: Collection[str]) -> str:
-    """The words of this process's command line, without the options `outputs`, which say where things are or go."""
+    """The words of this process's command line, without the options `outputs` and their values, which are paths."""
     words = iter(sys.argv[1:])
     return shlex.join(word for word in words if word not in outputs or next(words) is None)
 
 
 def describe_cpu() -> str:
-    """Cores, processor, what it has for matrices, and memory."""
+    """The number of cores, the processor with its vector and matrix instructions, and the memory."""
     cores, memory = psutil.cpu_count(), round(psutil.virtual_memory().total / 2**30)
     found = machine.processor()
     return f"{cores} cores of an {found.name} with {found.vectors}, {memory} GiB"

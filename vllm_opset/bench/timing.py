@@ -1,7 +1,7 @@
-"""Times one call of an operator: on a GPU by replayed CUDA graphs, on a CPU by the clock; cold caches on both.
+"""Timing of one call of an operator, with cold caches: on a GPU by replayed CUDA graphs, on a CPU by the clock.
 
-Every timed call has inputs and outputs of its own, and together they are larger than the last-level cache, or the cache
-is swept between rounds: no call finds its operands there.
+Every timed call has its own inputs and outputs. Together these are larger than the last-level cache, or the cache is
+swept between rounds. So no call finds its operands in the cache.
 """
 
 import copy
@@ -14,12 +14,13 @@ import torch
 
 ROUNDS = 21  # replays whose times are compared
 MAX_CALLS = 256  # in one replay
-ROUND_SECONDS = 1e-3  # what a replay should last: events tick in half a microsecond
-MEMORY_SHARE = 0.2  # of the device's memory that is free, for operands
-CPU_SECONDS = 0.5  # to spend on one case
-SWEEP_BYTES = 1 << 30  # larger than any cache; long enough to hide the launch of a replay behind
-# The driver zeroes memory that is given back, in its own time, which costs what runs meanwhile a tenth of its speed: 52
-# GB kept an H200 at that for a tenth of a second. A third of that rate, to be on the safe side.
+ROUND_SECONDS = 1e-3  # the length of a replay: events have a resolution of half a microsecond
+MEMORY_SHARE = 0.2  # of the device's free memory, for operands
+CPU_SECONDS = 0.5  # for one case
+SWEEP_BYTES = 1 << 30  # larger than any cache, and takes long enough to hide the launch of a replay
+
+# The driver zeroes freed memory in the background, which takes a tenth of the speed from other work. 52 GB slowed an
+# H200 for a tenth of a second. This constant is a third of that rate, to be safe.
 ZEROED_BYTES_PER_SECOND = 170e9
 
 Call = tuple[tuple, dict]
@@ -38,10 +39,10 @@ def as_it_is(args: tuple, kwargs: dict) -> Call:
 
 
 def time_call(run: Callable, call: Call, device: str, prepare: Callable[..., Call] = as_it_is) -> Timing:
-    """Seconds that `run(*args, **kwargs)` takes on the device, for inputs like `call`, which it may mutate.
+    """Time `run(*args, **kwargs)` on the device, for inputs like `call`, which `run` may mutate.
 
-    prepare: what is done to the arguments before, in time that does not count.
-    Raises RuntimeError if it cannot be captured in a CUDA graph: then it cannot be used where speed matters either.
+    prepare: converts the arguments before the call; its time does not count.
+    Raises RuntimeError if the call cannot be captured in a CUDA graph. Such a call is of no use where speed matters.
     """
     return _time_cuda(run, call, prepare) if device == "cuda" else _time_cpu(run, call, prepare)
 
@@ -59,7 +60,7 @@ def _time_cuda(run: Callable, call: Call, prepare: Callable) -> Timing:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
         try:
-            outputs = [run(*args, **kwargs) for args, kwargs in calls]  # kept, so that each call has its own
+            outputs = [run(*args, **kwargs) for args, kwargs in calls]  # kept, so that no two calls share an output
         finally:
             graph.capture_end()
         rounds = [_replay(graph, sweep) for _ in range(ROUNDS + 1)][1:]
@@ -69,11 +70,11 @@ def _time_cuda(run: Callable, call: Call, prepare: Callable) -> Timing:
 
 
 def _make_room() -> None:
-    """Gives back what earlier graphs held, when it is much: PyTorch keeps it for graphs that will never come."""
+    """Free the memory of earlier graphs, if it is much: PyTorch would keep it for graphs that never come."""
     free, total = torch.cuda.mem_get_info()
     if free < total / 2:
         torch.cuda.empty_cache()
-        given_back = torch.cuda.mem_get_info()[0] - free  # others may have taken some
+        given_back = torch.cuda.mem_get_info()[0] - free  # other processes may have taken some of it
         time.sleep(max(0, given_back) / ZEROED_BYTES_PER_SECOND)
 
 
@@ -107,7 +108,7 @@ def _time_cpu(run: Callable, call: Call, prepare: Callable) -> Timing:
 
 
 def _copies(run: Callable, call: Call, prepare: Callable, limit: int) -> list[Call]:
-    """Copies of the inputs, at least two, as many as the limit and the memory for them and their outputs allow."""
+    """At least two copies of the inputs. The limit, and memory for inputs and outputs, bound their number."""
     args, kwargs = prepare(*call)
     operands = (call, run(*args, **kwargs))
     size = sum({s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, _tensors(operands))}.values())
@@ -118,7 +119,7 @@ def _copies(run: Callable, call: Call, prepare: Callable, limit: int) -> list[Ca
 def _free_memory(call: Call) -> int:
     if any(tensor.is_cuda for tensor in _tensors(call)):
         return torch.cuda.mem_get_info()[0]
-    return SWEEP_BYTES  # a CPU's memory is shared with all else
+    return SWEEP_BYTES  # a CPU's memory is shared with all other processes
 
 
 def _tensors(value) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Finds launch parameters by measuring all candidates on the benchmark cases of their op."""
+"""A search for launch parameters that measures all candidates on the benchmark cases of their op."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -11,13 +11,14 @@ from vllm_opset.bench.timing import time_call
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import _launch
 
-# A candidate serves a size if it is at most so much slower than the best one there. Fewer entries are fewer variants.
+# A candidate is good enough for a size if it is at most this much slower than the best. Fewer entries mean fewer kernel
+# variants to compile.
 GOOD_ENOUGH = 1.02
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate on one case. values: sorted (name, value). size: what the launch was chosen by."""
+    """One candidate on one case. values: sorted (name, value). size: the number that decides the launch."""
 
     case: str
     size: int
@@ -26,7 +27,7 @@ class Trial:
 
 
 def trials(launch: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Iterator[Trial]:
-    """Times every candidate of a launch on every case that it is asked for in."""
+    """Time every candidate of a launch on every case that uses this launch."""
     op = ops.BY_NAME[_launch.table()[launch]["op"]]
     kernel = kernels_of(op.name)["triton"]
     for sample in op.bench_samples(device, dtype):
@@ -40,7 +41,7 @@ def trials(launch: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat1
 
 
 def entries(measured: list[Trial]) -> list[dict[str, int]]:
-    """The fewest entries of launch.yaml that serve every size well enough."""
+    """The fewest entries of launch.yaml that are good enough for every size."""
     slowness = _slowness(measured)
     groups: list[tuple[list[int], set]] = []
     for size in sorted(slowness):
@@ -56,7 +57,7 @@ def entries(measured: list[Trial]) -> list[dict[str, int]]:
 
 
 def _slowness(measured: list[Trial]) -> Mapping[int, Mapping[tuple, float]]:
-    """For each size and candidate, how many times slower it is than the best one, in the worst case of that size."""
+    """For each size and candidate: its time over the best candidate's, in the worst case of that size."""
     fastest: dict[str, float] = {}
     for trial in measured:
         fastest[trial.case] = min(trial.seconds, fastest.get(trial.case, trial.seconds))
@@ -68,5 +69,5 @@ def _slowness(measured: list[Trial]) -> Mapping[int, Mapping[tuple, float]]:
 
 
 def _between(low: int, high: int) -> int:
-    """The power of two next to the geometric mean."""
+    """The power of two at or below the geometric mean."""
     return 1 << round((low * high) ** 0.5).bit_length() - 1

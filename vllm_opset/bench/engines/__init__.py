@@ -1,4 +1,4 @@
-"""Engines that are up at the same time, of which one computes: the others are stopped by signal, and cannot spin."""
+"""Engines that run at the same time, of which only one computes. A signal stops the others, so they cannot spin."""
 
 import json
 import os
@@ -16,20 +16,20 @@ import psutil
 
 CHILD = Path(__file__).with_name("engine_process.py")
 GREEDY = {"temperature": 0.0}
-# How variables begin that configure vLLM, opset and what they compute with; and those that every engine has.
+# Prefixes of variables that configure vLLM, opset and OpenMP, and the variables that every engine gets.
 CONFIGURES = ("OMP_", "VLLM_", "OPSET_")
 ALWAYS = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-# Lines of an engine's log that are shown when it ends: vLLM prints what went wrong twice, with a traceback each.
+# Lines of an engine's log to show when it ends. vLLM prints an error twice, each time with a traceback.
 LAST_LINES = 60
-# A vLLM that has nothing to do ends in seconds.
+# Seconds to wait for an engine's end. An idle vLLM ends within seconds.
 PATIENCE = 60
 
 
 @dataclass(frozen=True)
 class Engine:
-    """name: in tables. args: of `LLM`, over those that all engines are started with. env: of its processes.
+    """The settings of an engine. name: for tables. args: of `LLM`, which override the common ones. env: its variables.
 
-    python: of its environment. site: a folder whose packages come before those of that environment.
+    python: the interpreter of its environment. site: a folder whose packages come before those of that environment.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Started:
-    """What an engine says of itself when it is up. seconds: since its process was started.
+    """An engine's own report when it is up. seconds: since its process was started.
 
-    versions: of Python and packages. platform: vLLM's, by its class. device: what it is called; None for a CPU.
-    compiled: the Triton kernels that were compiled, or loaded from Triton's cache, on the way.
+    versions: of Python and packages. platform: the class of vLLM's platform. device: its name; None for a CPU.
+    compiled: the Triton kernels that were compiled, or loaded from Triton's cache, until then.
     """
 
     seconds: float
@@ -56,10 +56,11 @@ class Started:
 
 @dataclass(frozen=True)
 class Answer:
-    """seconds: of the generation as its user waits. cpu_seconds: what all its processes used of the cores meanwhile.
+    """The answer to one request. seconds: of the generation, as a user waits for it.
 
-    compiled: the Triton kernels that were compiled, or loaded from Triton's cache, meanwhile. peak_bytes: the most that
-    one of its workers has held so far: on an accelerator by PyTorch's allocator, on a CPU resident memory.
+    cpu_seconds: CPU time of all the engine's processes during it. compiled: the Triton kernels that
+    were compiled, or loaded from Triton's cache, for it. peak_bytes: the largest memory of one worker so far. On an
+    accelerator that is the memory of PyTorch's allocator, and on a CPU resident memory.
     """
 
     seconds: float
@@ -70,13 +71,14 @@ class Answer:
 
 
 class EngineError(RuntimeError):
-    """An engine ended. The message holds the end of its log."""
+    """An engine ended. The message contains the end of its log."""
 
 
 class RunningEngine:
-    """An engine in processes of its own, stopped except while it starts or is `awake`. Use in a `with`.
+    """An engine in its own processes, which are stopped except at the start or while `awake`. Use it in a `with`.
 
-    args: of `LLM`, before those of the engine. folder: for its log. env: variables for its processes, before its own.
+    args: of `LLM`, which the engine's own override. folder: for its log. env: variables, which the engine's own
+    override.
     """
 
     def __init__(self, engine: Engine, args: Mapping, folder: Path, env: Mapping[str, str] | None = None) -> None:
@@ -95,7 +97,7 @@ class RunningEngine:
                 stderr=errors,
                 text=True,
                 env=self._env,
-                start_new_session=True,  # a process group of its own, for the signals
+                start_new_session=True,  # a separate process group, for the signals
             )
         try:
             said = self._read()
@@ -111,14 +113,14 @@ class RunningEngine:
             if failure is None:
                 self._signal(signal.SIGCONT)
                 self._process.stdin.close()
-                with suppress(subprocess.TimeoutExpired):  # it has answered all that it was asked
+                with suppress(subprocess.TimeoutExpired):  # it has answered all requests
                     self._process.wait(timeout=PATIENCE)
         finally:
             self._kill()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Within it the engine answers."""
+        """Within this context the engine answers."""
         self._signal(signal.SIGCONT)
         try:
             yield
@@ -126,16 +128,16 @@ class RunningEngine:
             self._signal(signal.SIGSTOP)
 
     def ask(self, prompts: list[list[int]], max_tokens: int, sampling: Mapping = GREEDY) -> Answer:
-        """Generates max_tokens for each prompt of token ids, while it is awake. sampling: of vLLM's SamplingParams."""
+        """Generate max_tokens for each prompt of token ids, while awake. sampling: arguments of SamplingParams."""
         request = {"prompts": prompts, "sampling": {**sampling, "max_tokens": max_tokens}}
         before = self._cpu_seconds()
-        with suppress(BrokenPipeError):  # of an engine that has ended, which reading finds
+        with suppress(BrokenPipeError):  # the engine has ended, and reading will report it
             print(json.dumps(request), file=self._process.stdin, flush=True)
         answer = self._read()
         return Answer(cpu_seconds=self._cpu_seconds() - before, **answer)
 
     def _read(self) -> dict:
-        # Not the end of the pipe alone: a process that the engine forked may hold that open after the engine's end.
+        # Waiting for the end of the pipe is not enough: a forked child may hold the pipe open after the engine's end.
         while not select.select([self._process.stdout], [], [], 1)[0]:
             if self._process.poll() is not None:
                 break
@@ -152,7 +154,7 @@ class RunningEngine:
     def _kill(self) -> None:
         self._signal(signal.SIGKILL)
         self._process.wait()
-        with suppress(BrokenPipeError):  # what was still to be written
+        with suppress(BrokenPipeError):  # data that is still buffered
             self._process.stdin.close()
         self._process.stdout.close()
 
@@ -162,7 +164,7 @@ class RunningEngine:
 
 
 def environment(engine: Engine, env: Mapping[str, str]) -> dict[str, str]:
-    """Of an engine's processes: this one's without what configures vLLM or opset, offline, then `env`, then its own."""
+    """The variables of an engine: this process's without those for vLLM or opset, then ALWAYS, `env`, and its own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(CONFIGURES)}
     if engine.site is not None:
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(engine.site), kept.get("PYTHONPATH")]))

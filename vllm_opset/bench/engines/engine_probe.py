@@ -1,4 +1,4 @@
-"""What a benchmark asks of an engine's workers, through vLLM's `worker_extension_cls`. Needs vLLM and torch alone."""
+"""A benchmark's probe of an engine's workers, through vLLM's `worker_extension_cls`. Needs only vLLM and torch."""
 
 import importlib.util
 import resource
@@ -15,12 +15,13 @@ def _note(*, metadata: dict, **_) -> None:
 if importlib.util.find_spec("triton"):
     from triton import knobs
 
-    # Told of every kernel that a process compiles or finds in Triton's cache on disk: either way somebody waits.
+    # Triton calls it for every kernel that a process compiles or loads from the cache on disk. Both make a request
+    # wait.
     knobs.compilation.listener = _note
 
 
 class Probe:
-    """Mixed into the worker's class."""
+    """A mixin for the worker's class."""
 
     def benchmark_probe(self) -> dict:
         """device: its name, None for a CPU. compiled: the Triton kernels since the last call. peak_bytes: so far."""

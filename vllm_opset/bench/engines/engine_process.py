@@ -1,9 +1,9 @@
-"""One vLLM engine behind a pipe: what a benchmark of engines runs in the environment of each.
+"""One vLLM engine behind a pipe. A benchmark of engines runs this file in the environment of each engine.
 
 argv[1]: the arguments of `LLM` as JSON. Writes {"versions", "platform", "device", "compiled"} when the engine is up.
-Then reads one request a line, {"prompts": [[token id]], "sampling": arguments of SamplingParams}, and answers each with
-a line {"seconds", "tokens": [[token id]], "compiled", "peak_bytes"}.
-Needs vLLM alone: it runs where this project is not installed.
+Then it reads one request a line, {"prompts": [[token id]], "sampling": arguments of SamplingParams}. It answers each
+with a line {"seconds", "tokens": [[token id]], "compiled", "peak_bytes"}.
+It needs only vLLM, because it runs in environments without this project.
 """
 
 import json
@@ -18,7 +18,7 @@ def serve(engine_args: dict, answers) -> None:
     import vllm
     from vllm.platforms import current_platform
 
-    # Beside this file, in the first folder of sys.path.
+    # engine_probe lies next to this file, in the first folder of sys.path.
     llm = vllm.LLM(**engine_args, worker_extension_cls="engine_probe.Probe")
     versions = {"vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version()}
     name = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
@@ -37,7 +37,7 @@ def serve(engine_args: dict, answers) -> None:
 
 
 def probe(llm, *what: str) -> dict:
-    """What one worker says: the one that has compiled the most kernels since last asked, or else uses most memory."""
+    """The values of one worker: the one with the most kernels since the last probe, or else with the most memory."""
     busiest = max(
         llm.collective_rpc("benchmark_probe"), key=lambda worker: (len(worker["compiled"]), worker["peak_bytes"])
     )
@@ -46,7 +46,7 @@ def probe(llm, *what: str) -> dict:
 
 # A process that vLLM spawns imports this file again.
 if __name__ == "__main__":
-    # vLLM prints to stdout what it likes; the answers have the pipe to themselves.
+    # vLLM may print anything to stdout, so the answers get a pipe of their own.
     pipe = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     serve(json.loads(sys.argv[1]), pipe)

@@ -1,7 +1,7 @@
-"""What users would pick instead: one file per peer, in it a function per op, of the op's name and signature.
+"""Alternatives that users could choose: one file per peer, with one function per op of the op's name and signature.
 
-A peer's `unavailable(device)` answers why it cannot be had here, or None. A function raises NotImplementedError, with
-the reason, for a case that its peer cannot do. A peer that can do any op has `any_op(op)` instead.
+A peer's `unavailable(device)` returns why the peer cannot be used here, or None. A function raises NotImplementedError,
+with the reason, for a case that its peer cannot do. A peer for any op has `any_op(op)` instead.
 """
 
 import importlib
@@ -20,6 +20,6 @@ def peer(name: str) -> ModuleType:
 
 
 def implementation(name: str, op: Op) -> Callable | None:
-    """The peer's function for an op, with the signature of the op's reference; None if it has none."""
+    """The peer's function for an op, with the signature of the op's reference; None if the peer lacks the op."""
     module = peer(name)
     return module.any_op(op) if hasattr(module, "any_op") else getattr(module, op.name, None)

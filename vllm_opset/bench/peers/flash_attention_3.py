@@ -1,6 +1,6 @@
-"""FlashAttention 3, as it comes with a stock vLLM wheel (`vllm.vllm_flash_attn`).
+"""FlashAttention 3 from a stock vLLM wheel (`vllm.vllm_flash_attn`).
 
-What a step prepares once for all layers, its schedule, is not part of the time.
+A step makes FlashAttention's schedule once for all layers, so its time does not count.
 """
 
 import importlib
@@ -11,11 +11,11 @@ import torch
 
 from vllm_opset.ops.attention.paged_batch import PagedBatch, window_sides
 
-HOPPER = 9  # the compute capability, major, that it is for
+HOPPER = 9  # the major compute capability that it needs
 
 
 def unavailable(device: str) -> str | None:
-    """It is a CUDA kernel for Hopper, and only in a wheel that was built with it."""
+    """Why it is missing: it is a CUDA kernel for Hopper, and only in a wheel that was built with it."""
     if device != "cuda" or torch.cuda.get_device_capability()[0] != HOPPER:
         return "FlashAttention 3 is for Hopper GPUs"
     vllm = importlib.util.find_spec("vllm")
@@ -29,7 +29,7 @@ def paged_attention(
     query, kv_cache, batch, out, *, scale, window=None, soft_cap=0.0, alibi_slopes=None, sinks=None, k_scale=None,
     v_scale=None,
 ):  # fmt: skip
-    """Keys and values are taken as they lie."""
+    """Attention on keys and values without moving them."""
     if alibi_slopes is not None or k_scale is not None:
         raise NotImplementedError("FlashAttention 3 is not set up here for ALiBi or fp8")
     flash = importlib.import_module("vllm.vllm_flash_attn")
@@ -48,7 +48,7 @@ def _schedule(
     batch: PagedBatch, heads: tuple[int, int], pages: tuple[int, int], dtype: torch.dtype, sides: tuple[int, int],
     soft_cap: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """heads: how many, and their size. pages: KV heads, and tokens of a page."""
+    """FlashAttention's schedule. heads: how many, and their size. pages: KV heads, and tokens of a page."""
     flash = importlib.import_module("vllm.vllm_flash_attn")
     return flash.get_scheduler_metadata(
         batch_size=len(batch.seq_lens), max_seqlen_q=batch.max_query_len, max_seqlen_k=batch.max_seq_len,

@@ -1,6 +1,6 @@
-"""FlashInfer, which compiles its kernels when they are first used.
+"""FlashInfer, which compiles its kernels at their first use.
 
-What a step prepares once for all layers, its plan, is not part of the time.
+A step makes FlashInfer's plan once for all layers, so its time does not count.
 """
 
 import functools
@@ -12,12 +12,12 @@ import torch
 
 from vllm_opset.ops.attention.paged_batch import PagedBatch, window_sides
 
-WORKSPACE_BYTES = 512 << 20  # for partial results; FlashInfer asks for 128 MiB or more
+WORKSPACE_BYTES = 512 << 20  # for partial results; FlashInfer requires 128 MiB or more
 SEEDED = {"seed": 1, "offset": 0}
 
 
 def unavailable(device: str) -> str | None:
-    """It needs a GPU, and nvcc."""
+    """Why it is missing: it needs a GPU, and nvcc."""
     if device != "cuda":
         return "FlashInfer is for NVIDIA GPUs"
     if not importlib.util.find_spec("flashinfer"):
@@ -29,7 +29,7 @@ def paged_attention(
     query, kv_cache, batch, out, *, scale, window=None, soft_cap=0.0, alibi_slopes=None, sinks=None, k_scale=None,
     v_scale=None,
 ):  # fmt: skip
-    """Keys and values are taken as they lie."""
+    """Attention on keys and values without moving them."""
     if alibi_slopes is not None or sinks is not None or k_scale is not None:
         raise NotImplementedError("FlashInfer is not set up here for ALiBi, sinks or fp8")
     left, right = window_sides(window, batch.causal)
@@ -41,7 +41,7 @@ def paged_attention(
 
 
 class _Planned:
-    """A wrapper with its plan. Copies of a batch share it: it has its own copy of the block table."""
+    """A wrapper with its plan. Copies of a batch can share it, because it has its own copy of the block table."""
 
     def __init__(self, wrapper) -> None:
         self.wrapper = wrapper
@@ -53,7 +53,7 @@ class _Planned:
 def _plan(
     batch: PagedBatch, sizes: tuple[int, int, int, int], dtype: torch.dtype, scale: float, left: int, soft_cap: float
 ) -> _Planned:
-    """Reads lengths back from the device. sizes: query heads, their size, KV heads, tokens of a page."""
+    """Plan a step, which reads lengths back from the device. sizes: query heads, head size, KV heads, page's tokens."""
     flashinfer = importlib.import_module("flashinfer")
     num_heads, head_size, num_kv_heads, block_size = sizes
     num_pages = (batch.seq_lens + block_size - 1) // block_size
@@ -77,7 +77,7 @@ def _plan(
 
 
 def top_k_top_p_sample(logits, keys, temperature=None, top_k=None, top_p=None, min_p=None, processed=None):
-    """As vLLM calls it, but with a fixed seed: a generator's state cannot be read while a graph is captured."""
+    """Sample as vLLM does, but with a fixed seed: a generator's state cannot be read while a graph is captured."""
     if temperature is None or min_p is not None or processed is not None:
         raise NotImplementedError("FlashInfer draws tokens by top-k and top-p, and nothing else")
     sampling, x = importlib.import_module("flashinfer").sampling, logits / temperature[:, None]
@@ -94,5 +94,5 @@ def top_k_top_p_sample(logits, keys, temperature=None, top_k=None, top_p=None, m
 
 @functools.cache
 def _workspace() -> torch.Tensor:
-    """One for all: calls follow each other."""
+    """One workspace for all calls, because they run one after the other."""
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")

@@ -1,4 +1,4 @@
-"""PyTorch's compiler over the references."""
+"""The references compiled by torch.compile."""
 
 import importlib.util
 import shutil
@@ -8,15 +8,15 @@ import torch
 
 from vllm_opset.ops.contract import Op
 
-# Each case is a shape of its own and is compiled for it; beyond this many the compiler would quietly run eagerly.
+# Each case has a new shape and is compiled for it. Beyond this limit, torch.compile would silently run eagerly.
 torch._dynamo.config.recompile_limit = 1024
 
-# Ops whose references read lengths back from the device, which no CUDA graph can hold.
+# Ops whose references read lengths back from the device. A CUDA graph cannot capture that.
 READ_BACK = ("paged_attention",)
 
 
 def unavailable(device: str) -> str | None:
-    """It generates Triton for a GPU and C++ for a CPU."""
+    """Why it is missing: it generates Triton for a GPU and C++ for a CPU."""
     if device == "cpu" and not (shutil.which("g++") or shutil.which("clang++")):
         return "torch.compile needs a C++ compiler for a CPU"
     if device == "cuda" and not importlib.util.find_spec("triton"):

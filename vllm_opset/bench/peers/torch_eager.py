@@ -1,10 +1,10 @@
-"""PyTorch as a user would write it: its own operator where there is one, in the dtype of the case."""
+"""PyTorch as a user would write it: with PyTorch's own operator if there is one, in the dtype of the case."""
 
 import torch.nn.functional as F
 
 
 def unavailable(device: str) -> str | None:
-    """It is always there."""
+    """None, because it is always available."""
     return None
 
 

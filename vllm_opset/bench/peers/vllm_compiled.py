@@ -5,11 +5,11 @@ import importlib.util
 
 import torch
 
-LIBRARIES = ("vllm._C", "vllm._C_stable_libtorch")  # which of them there are depends on the release
+LIBRARIES = ("vllm._C", "vllm._C_stable_libtorch")  # depending on the release, one may be missing
 
 
 def unavailable(device: str) -> str | None:
-    """They are CUDA kernels, and only in a wheel that was built with them."""
+    """Why they are missing: they are CUDA kernels, and only in a wheel that was built with them."""
     if device != "cuda":
         return "vLLM's compiled ops are CUDA kernels"
     if not importlib.util.find_spec("vllm"):
@@ -85,7 +85,7 @@ def reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=
 def rope_cache(
     query, key, value, positions, cos_sin_cache, is_neox_style, kv_cache, slot_mapping, k_scale=None, v_scale=None
 ):
-    """Two ops. The key is rotated where it lies, which the contract of ours forbids."""
+    """Run two ops. They rotate the key in place, which our contract forbids."""
     rotary_embedding(positions, query, key, key.shape[2], cos_sin_cache, is_neox_style)
     reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale, v_scale)
 
@@ -94,7 +94,7 @@ def qk_norm_rope_cache(
     query, key, value, q_weight, k_weight, epsilon, positions, cos_sin_cache, is_neox_style, kv_cache, slot_mapping,
     k_scale=None, v_scale=None, weight_offset=0.0,
 ):  # fmt: skip
-    """Two ops. The key is changed where it lies, which the contract of ours forbids."""
+    """Run two ops. They change the key in place, which our contract forbids."""
     _refuse("weight_offset", weight_offset)
     (tokens, heads, head_size), kv_heads = query.shape, key.shape[1]
     qkv = query.as_strided(

@@ -1,4 +1,4 @@
-"""vLLM's own Triton kernels: attention (`unified_attention`), launched as its backend does, and top-k and top-p."""
+"""vLLM's own Triton kernels: `unified_attention`, launched as vLLM's backend does, and top-k and top-p."""
 
 import importlib
 import importlib.util
@@ -9,14 +9,14 @@ from vllm_opset.ops.attention.paged_batch import PagedBatch, window_sides
 
 MODULE = "vllm.v1.attention.ops.triton_unified_attention"
 SAMPLER = "vllm.v1.sample.ops.topk_topp_sampler"
-# As in vLLM's backend: it splits the keys of a decode step where requests times KV heads are fewer than this …
+# vLLM's backend splits the keys of a decode step if requests times KV heads are fewer than this …
 PROGRAMS = 128
 # … into this many parts.
 PARTS = 16
 
 
 def unavailable(device: str) -> str | None:
-    """It needs Triton on a GPU."""
+    """Why it is missing: it needs Triton on a GPU."""
     if device != "cuda":
         return "vLLM's Triton kernels are for GPUs"
     return None if importlib.util.find_spec("vllm") else "vLLM is not installed"
@@ -26,7 +26,7 @@ def paged_attention(
     query, kv_cache, batch, out, *, scale, window=None, soft_cap=0.0, alibi_slopes=None, sinks=None, k_scale=None,
     v_scale=None,
 ):  # fmt: skip
-    """Keys and values are taken as they lie."""
+    """Attention on keys and values without moving them."""
     if k_scale is not None:
         raise NotImplementedError("vLLM's Triton kernel is not set up here for fp8")
     left, right = window_sides(window, batch.causal)
@@ -43,7 +43,7 @@ def paged_attention(
 
 
 def top_k_top_p_sample(logits, keys, temperature=None, top_k=None, top_p=None, min_p=None, processed=None):
-    """vLLM's sampler where FlashInfer is not installed: its kernel from 8 rows on, and below that a sort."""
+    """vLLM's sampler without FlashInfer: vLLM's kernel for 8 or more rows, and a sort for fewer."""
     if temperature is None or min_p is not None or processed is not None:
         raise NotImplementedError("what vLLM has kernels for here is top-k and top-p")
     sampler = importlib.import_module(SAMPLER)
@@ -52,7 +52,7 @@ def top_k_top_p_sample(logits, keys, temperature=None, top_k=None, top_p=None, m
 
 
 def _parts(batch: PagedBatch, num_heads: int, num_kv_heads: int, head_size: int) -> tuple[torch.Tensor, ...]:
-    """Room for partial results, their maxima and sums."""
+    """Buffers for partial results, their maxima and sums."""
     shape, device = (PROGRAMS // num_kv_heads, num_heads, PARTS), batch.seq_lens.device
     padded = 1 << (head_size - 1).bit_length()
     return tuple(torch.empty(size, dtype=torch.float32, device=device) for size in ((*shape, padded), shape, shape))
