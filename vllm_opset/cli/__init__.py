@@ -1,4 +1,4 @@
-"""The command `vllm-opset`: what there is, what would run here and why, whether it is right, and how fast."""
+"""The command `vllm-opset`: lists kernels, explains the choice among them, checks them and times them."""
 
 import importlib.util
 
@@ -20,7 +20,7 @@ app = typer.Typer(
 
 @app.callback()
 def read_overrides() -> None:
-    """Imports the user's kernels and checks the overrides in the environment, whatever the command."""
+    """Import the user's kernels and check the overrides in the environment, before any command."""
     try:
         selection.configure()
     except selection.OverrideError as error:
@@ -42,5 +42,5 @@ if importlib.util.find_spec("triton"):
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command line: the package's entry point."""
     app()

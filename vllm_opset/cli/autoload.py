@@ -1,7 +1,7 @@
-"""Lets the commands run where torch_npu is installed and CANN is not: there `import torch` loads it, and fails.
+"""A guard for environments with torch_npu but without CANN, in which `import torch` loads torch_npu and fails.
 
-To be imported before torch. That it would have failed is for `doctor` to say. Where nothing is missing and torch_npu
-fails all the same, PyTorch's own error says why, and names the variable.
+Import this module before torch. It disables the loading, and `doctor` reports it. If CANN is present and torch_npu
+fails anyway, nothing is disabled: PyTorch's own error gives the reason and names the variable.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""`vllm-opset bench`: how fast kernels are, beside their peers and the ceilings of this machine."""
+"""`vllm-opset bench`: times kernels and compares them with their peers and with the ceilings of this machine."""
 
 import json
 import os
@@ -22,13 +22,13 @@ from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Op, Sample
 from vllm_opset.selection import nearest
 
-DEVICES = ("cpu", "cuda")  # that can be timed
+DEVICES = ("cpu", "cuda")  # the devices on which kernels can be timed
 OUTPUTS = ("--json", "--plot", "--page")
 KERNELS = "kernels"
 
 
 class KernelsByDefault(TyperGroup):
-    """`bench e2e` is a command of its own; whatever else follows `bench` is for the kernels."""
+    """A group in which `bench e2e` is a separate command. All other words after `bench` go to the kernels' command."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args if args and args[0] in self.commands else [KERNELS, *args])
@@ -48,7 +48,7 @@ def bench(
         Path | None, typer.Option(callback=writable, help="Write a page of documentation here (Markdown).")
     ] = None,
 ) -> None:
-    """Time kernels and their peers; device time, cold caches, checked against the reference in the same run.
+    """Time kernels and their peers on the device with cold caches, and check them against the reference.
 
     `vllm-opset bench e2e` times whole engines.
     """
@@ -81,7 +81,7 @@ def bench(
 def _work(
     chosen: list[Op], device: str, dtype: torch.dtype, kernel: str | None, against: list[str], pattern: str
 ) -> list[tuple[Op, Sample, Candidate]]:
-    """Every measurement to make; what belongs to one case stands side by side."""
+    """All measurements to make. Measurements of one case are next to each other."""
     implementations = {op.name: list(candidates(op, device, kernel, against)) for op in chosen}
     ours = {one.name for op in chosen for one in kernels_of(op.name).values() if one.runs_on(device)}
     if kernel is not None and kernel not in ours:
@@ -97,7 +97,7 @@ def _work(
 
 
 def _peers(names: list[str], device: str) -> tuple[list[str], dict[str, str]]:
-    """Those that can be had here, and why the others cannot."""
+    """The peers that are available here, and the reasons why the others are not."""
     reasons = {name: peers.peer(known(name, peers.NAMES, "--against")).unavailable(device) for name in names}
     return [name for name in names if not reasons[name]], {name: why for name, why in reasons.items() if why}
 

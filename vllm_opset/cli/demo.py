@@ -1,4 +1,4 @@
-"""`vllm-opset demo`: real questions, answered by vLLM's engine through this plugin's kernels."""
+"""`vllm-opset demo`: vLLM's engine answers real questions with this plugin's kernels."""
 
 import importlib.metadata
 import json
@@ -57,7 +57,7 @@ def answer(
 
 
 def _tiny() -> Path:
-    """The model of the project: of the checkout, or as it was installed beside the package."""
+    """The project's model, from the checkout or from its installed copy."""
     if IN_CHECKOUT.is_dir():
         return IN_CHECKOUT
     files = importlib.metadata.files("vllm-opset") or ()
@@ -71,7 +71,7 @@ def _load(model: Path, dtype: str):
 
 
 def _sampling(count: int) -> list:
-    """Every fourth question is sampled with every option, the others are greedy."""
+    """The sampling parameters of each question: every fourth one uses every option, the others are greedy."""
     from vllm import SamplingParams
 
     greedy, sampled = SamplingParams(temperature=0.0, max_tokens=64), SamplingParams(**SAMPLING, max_tokens=64)
@@ -90,7 +90,7 @@ def _print_answers(asked: list[dict], outputs: list) -> None:
 
 
 def _by_op(llm) -> list[dict]:
-    """The engine's report, summed over the layers of the first worker."""
+    """The engine's report, with calls summed over the layers of the first worker."""
     rows: dict[tuple, dict] = {}
     for choice in llm.collective_rpc("opset_report")[0]:
         row = rows.setdefault((choice["op"], choice["kernel"]), {**choice, "calls": 0, "variants": Counter()})

@@ -1,4 +1,4 @@
-"""`vllm-opset doctor`: this machine, the platform that vLLM would use here, and every op's kernel, with reasons."""
+"""`vllm-opset doctor`: reports this machine, the platform that vLLM would use, and every op's kernel, with reasons."""
 
 import importlib.metadata
 import importlib.util
@@ -28,7 +28,7 @@ ENTRY_POINT_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 
 @dataclass(frozen=True)
 class Fault:
-    """Why vLLM would not use the plugin here, and what to do about it."""
+    """A reason why vLLM would not use the plugin here, and the cure."""
 
     what: str
     cure: str
@@ -38,9 +38,9 @@ def examine(
     dtype: Annotated[str, typer.Option(help=f"Of the model: one of {', '.join(DTYPES)}.")] = "bfloat16",
     as_json: AsJson = False,
 ) -> None:
-    """Say what would run here and why; exits with 1, and the cure, where vLLM would not use the plugin."""
+    """Report which kernels would run here and why; exit with 1, and name the cure, if vLLM would not use the plugin."""
     known(dtype, DTYPES, "--dtype")
-    # Its default is standard output, which is for what is found.
+    # vLLM logs to standard output by default, but that is for the report.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     faults = list(_faults())
     active = None
@@ -114,7 +114,7 @@ def _gpu() -> str:
 
 
 def _faults() -> Iterator[Fault]:
-    """What can be told without asking vLLM."""
+    """The faults that can be found without importing vLLM."""
     if autoload.IMPORT_FAILS:
         yield Fault(
             f"`import torch` fails in this environment, because it loads torch_npu: {ascend.missing()}",
@@ -144,7 +144,7 @@ def _faults() -> Iterator[Fault]:
 
 
 def _active_platform() -> tuple[str | None, list[Fault]]:
-    """opset's platform if vLLM uses it, or why it does not."""
+    """opset's platform if vLLM uses it; otherwise None and the reasons."""
     try:
         from vllm.platforms import current_platform
     except PluginError as error:
@@ -160,7 +160,7 @@ def _active_platform() -> tuple[str | None, list[Fault]]:
 
 
 def _cure_without_platform() -> str:
-    """vLLM takes one platform plugin at most, and loads all that are installed unless it is told which."""
+    """The cure. vLLM accepts only one platform plugin, but loads all installed ones unless VLLM_PLUGINS is set."""
     others = {point.name for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUPS[0])} - {"opset"}
     if not others:
         return "see the log above"
@@ -168,7 +168,7 @@ def _cure_without_platform() -> str:
 
 
 def _what_and_cure(message: str) -> tuple[str, str]:
-    """An error's first sentence, and the others. Where there is no other, the first names what would do."""
+    """The first sentence of an error, and the rest as the cure. Without a rest, the first sentence implies the cure."""
     what, _, cure = message.partition(". ")
     return what.rstrip("."), cure.rstrip(".") or "correct that, or leave it out"
 
@@ -180,7 +180,7 @@ def _check_words() -> None:
 
 
 def _device(active: str | None) -> str:
-    """The device of opset's platform if vLLM uses that, else the one that it would have."""
+    """The device of opset's platform if vLLM uses that, else the device that the platform would have."""
     if active:
         from vllm.platforms import current_platform
 
@@ -189,7 +189,7 @@ def _device(active: str | None) -> str:
 
 
 def _family() -> int:
-    """Its compute capability, such as 90."""
+    """The compute capability of the GPU, such as 90."""
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 
@@ -205,7 +205,7 @@ def _kernels(device: str, dtype: torch.dtype) -> list[dict]:
         for problem in problems:
             try:
                 choice = selection.select(op, type(problem)(**{**vars(problem), "device": device}))
-            except selection.OverrideError as error:  # of samples: a model may have none of these problems
+            except selection.OverrideError as error:  # not a fault: a model may have none of these sample problems
                 refused.append(str(error).partition(". ")[0])
             else:
                 chosen.setdefault(choice.name, []).append(choice)

@@ -1,4 +1,4 @@
-"""`vllm-opset bench e2e`: how fast whole engines are beside each other."""
+"""`vllm-opset bench e2e`: compares the speed of whole engines."""
 
 import fnmatch
 import json
@@ -24,7 +24,7 @@ from vllm_opset.platform import stock
 from vllm_opset.selection import nearest
 
 OUTPUTS = ("--json", "--markdown", "--logs")
-# What an engine can be given beside arguments of LLM.
+# Keys of an engine's settings that are not arguments of LLM.
 SETTINGS = ("env", "site")
 MEMORY_HINT = "All engines are up together: fewer of them, or of the cases (--case), or --apart need less memory."
 
@@ -60,9 +60,9 @@ def compare(
 ) -> None:
     """Time whole engines side by side: random weights, the same prompts, each engine in a process of its own.
 
-    No engine is given this shell's variables of vLLM, opset and OpenMP; --variant gives it others.
+    Engines do not inherit this shell's variables for vLLM, opset and OpenMP; --variant sets variables for them.
 
-    Interrupted by Ctrl-C or SIGTERM, it reports the cases that all engines have done.
+    After Ctrl-C or SIGTERM, it reports the cases that all engines have finished.
     """
     shape = _shape(model)
     if dropped := not_inherited():
@@ -98,7 +98,7 @@ def _print(report: Report) -> None:
 
 @contextmanager
 def _progress(steps: int):
-    """A function that is told what is done next."""
+    """A progress bar. It yields a function to call with the name of the next step."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=steps, completed=-1)
@@ -107,7 +107,7 @@ def _progress(steps: int):
 
 @contextmanager
 def _ended_by_sigterm():
-    """SIGTERM ends the command as an exception does, and with it the engines."""
+    """Make SIGTERM end the command by an exception, so that the engines end too."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
@@ -147,7 +147,7 @@ def _engines(against: list[str], variants: list[str]) -> list[Engine]:
         settings["stock"] = {"env": {"OPSET_PLATFORM": "off"}} | ({"site": site} if site else {})
     for word in variants:
         name, _, text = word.partition("=")
-        if not name.isidentifier():  # a log is named by it
+        if not name.isidentifier():  # the name is also the file name of a log
             raise typer.BadParameter(f"{name!r} is no name", param_hint="--variant")
         given, known = _settings(text), settings.setdefault(name, {})
         settings[name] = known | given | {"env": known.get("env", {}) | given.get("env", {})}

@@ -1,4 +1,4 @@
-"""`vllm-opset ops`: every op, its kernels, and what each supports."""
+"""`vllm-opset ops`: lists every op, its kernels, and the problems that each supports."""
 
 import inspect
 
@@ -8,7 +8,7 @@ from vllm_opset.kernel import REFERENCE, Kernel, kernels_of, unavailable
 
 
 def list_ops(as_json: AsJson = False) -> None:
-    """List every op, its kernels, and what each supports; also those that cannot be had on this machine."""
+    """List every op, its kernels, and what each supports, including kernels that are unavailable on this machine."""
     kernels = [kernel for op in ops.ALL for kernel in kernels_of(op.name, elsewhere=True).values()]
     missing = unavailable()
     for kernel in kernels:
@@ -35,7 +35,7 @@ def _row(kernel: Kernel) -> dict:
 
 
 def _limits(kernel: Kernel) -> str:
-    """The first paragraph of what the author of `supports` wrote about it, on one line."""
+    """The first paragraph of the docstring of the kernel's `supports` function, on one line."""
     if kernel.provider == REFERENCE:
         return "everything in the contract"
     text = inspect.getdoc(kernel.supports) or "not documented"

@@ -1,4 +1,4 @@
-"""`vllm-opset parity`: every sample input and property of the contracts, against the reference."""
+"""`vllm-opset parity`: checks kernels against the reference on all sample inputs and properties of the contracts."""
 
 import itertools
 import multiprocessing
@@ -31,12 +31,12 @@ def check(
     ] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Check kernels against the references; exits with 1 if one disagrees."""
+    """Check kernels against the references; exit with 1 if one disagrees."""
     found = _chosen(names or list(ops.BY_NAME), device, kernel)
     chosen = [(op.name, candidate.name, dtype) for op, candidate in found for dtype in op.dtypes]
     if not chosen:
         raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}{missing(device)}", param_hint="--kernel")
-    require_device(device, DEVICES)  # once kernels are loaded, and with them what PyTorch needs for an NPU
+    require_device(device, DEVICES)  # after kernels are loaded, because that also loads PyTorch's extension for NPUs
     results = _in_processes(chosen, device, jobs) if jobs > 1 else (_check(*one, device) for one in chosen)
     checks = list(itertools.chain(*track(results, "checking", total=len(chosen), disable=as_json, transient=True)))
     counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in OUTCOMES}
@@ -56,8 +56,8 @@ def _check(op: str, kernel: str, dtype: torch.dtype, device: str) -> list[Check]
 
 
 def _in_processes(chosen: list[tuple[str, str, torch.dtype]], device: str, jobs: int) -> Iterator[list[Check]]:
-    """The checks of each, in their order."""
-    # Not forked: a process that has used a GPU leaves its children none.
+    """The checks of each kernel and dtype, in the given order."""
+    # Processes are spawned, because a child that is forked from a process that has used a GPU cannot use the GPU.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), selection.configure) as pool:
         for future in [pool.submit(_check, *one, device) for one in chosen]:
             yield future.result()

@@ -1,4 +1,4 @@
-"""How the commands speak: a rich table for a person, JSON for a program."""
+"""The output of the commands: a rich table for people, JSON for programs."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,12 +12,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 def print_json(value: Any) -> None:
-    """Machine-readable, on standard output, and nothing else there."""
+    """Print JSON on standard output, and nothing else there."""
     print(json.dumps(value, indent=2, default=str))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """One row per mapping; the column names are its keys."""
+    """Print one row per mapping, whose keys are the column names."""
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", expand=False)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -27,6 +27,6 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, 
 
 
 def print_missing(providers: Mapping[str, str]) -> None:
-    """The providers whose kernels this machine cannot have, and why."""
+    """Print the providers whose kernels are unavailable on this machine, and why."""
     for provider, reason in providers.items():
         print(f"The kernels of {provider!r} cannot be had here: {reason}")

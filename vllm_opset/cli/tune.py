@@ -1,4 +1,4 @@
-"""`vllm-opset tune`: finds launch parameters for this GPU's family, to be kept in launch.yaml."""
+"""`vllm-opset tune`: finds launch parameters for the family of this GPU, for use in launch.yaml."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from vllm_opset.cli.words import writable
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.selection import nearest
 
-BEST = 3  # candidates of each case that are shown
+BEST = 3  # the number of candidates to show for each case
 
 
 def find(

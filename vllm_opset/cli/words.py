@@ -1,4 +1,4 @@
-"""What commands are told: words of a list, dtypes, devices and files, refused where they cannot be had."""
+"""Checks of the commands' arguments: known names, dtypes, devices and files, with errors for invalid ones."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -15,14 +15,14 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def known(word: str, words: Collection[str], hint: str) -> str:
-    """The word, if it is one of these. hint: the option that it was given by."""
+    """Return the word if it is one of `words`. hint: the option for which it was given."""
     if word not in words:
         raise typer.BadParameter(f"unknown: {word!r}; {nearest(word, words)}", param_hint=hint)
     return word
 
 
 def require_device(device: str, devices: Collection[str]) -> None:
-    """Refuses a device that is none of these, or that nothing can be put on here."""
+    """Refuse a device that is not one of `devices`, or on which no tensor can be created here."""
     if device not in devices:
         able = [other for other in devices if other in here()]
         raise typer.BadParameter(
@@ -36,20 +36,20 @@ def require_device(device: str, devices: Collection[str]) -> None:
 
 
 def writable(file: Path | None) -> Path | None:
-    """A file to write when the work is done."""
+    """Return a file to write at the end of the work. Refuse it if its folder does not exist."""
     if file is not None and not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}")
     return file
 
 
 def picture(file: Path | None) -> Path | None:
-    """The same, for matplotlib to draw."""
+    """Return a file for matplotlib to write. Refuse it as `writable` does, or if matplotlib lacks its format."""
     if file is not None and file.suffix not in PICTURES:
         raise typer.BadParameter(f"{file} has none of the endings {', '.join(PICTURES)}")
     return writable(file)
 
 
 def missing(device: str) -> str:
-    """Why kernels for NPUs cannot be had, where they are asked for."""
+    """Why kernels for NPUs are unavailable, if the device is an NPU."""
     reason = unavailable().get("ascend")
     return f"; ascend: {reason}" if device == "npu" and reason else ""
