@@ -1,7 +1,7 @@
-"""How far a kernel's results are from the reference's, and where they are furthest off.
+"""The deviation of a kernel's results from the reference's, with the index of the worst element.
 
-A deviation is described as by `torch.testing.assert_close`: how many elements mismatch, the index of the worst one,
-both values, their absolute difference and what was allowed there.
+The description is like that of `torch.testing.assert_close`: the number of mismatched elements, the index of the worst
+one, both values, their absolute difference and the allowed difference.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,8 +16,8 @@ from vllm_opset.ops.contract import Tolerance
 class Deviation:
     """The worst element of one result.
 
-    share: its deviation, as a share of the tolerance there; 0 if all elements are equal. describe: what an author needs
-    to find it, in one line.
+    share: its deviation divided by the tolerance there; 0 if all elements are equal. describe: one line with all that a
+    kernel's author needs to find it.
     """
 
     share: float
@@ -25,17 +25,17 @@ class Deviation:
 
 
 def worst(deviations: Iterable[Deviation]) -> Deviation:
-    """The one with the largest share; none of no results."""
+    """The deviation with the largest share; 0 if there are no results."""
     return max(deviations, key=lambda deviation: deviation.share, default=Deviation(0.0, lambda: "there is no result"))
 
 
 def deviation(
     name: str, have: torch.Tensor, want: torch.Tensor, tolerances: Mapping[torch.dtype, Tolerance], scale: float
 ) -> Deviation:
-    """How far the kernel's tensor `have` is from the reference's `want`. Both have one shape and device.
+    """The deviation of the kernel's tensor `have` from the reference's `want`. Both have the same shape and device.
 
-    tolerances: by the dtype of `have`; none is needed where that is not floating point, since it must be equal. scale:
-    what the absolute tolerance is multiplied by.
+    tolerances: by the dtype of `have`. A dtype that is not floating point needs none, since its values must be equal.
+    scale: a factor for the absolute tolerance.
     """
     if not have.is_floating_point():
         return _of_integers(name, have, want)
@@ -71,12 +71,12 @@ def _of_integers(name: str, have: torch.Tensor, want: torch.Tensor) -> Deviation
 
 
 def _same(have: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """Where both are NaN, or round to the same: what overflows the kernel's dtype is infinite by contract."""
+    """True where both are NaN, or equal in the kernel's dtype: by contract, values that overflow it become infinite."""
     return (want.to(have.dtype) == have) | (want.isnan() & have.isnan())
 
 
 def _index_of_largest(values: torch.Tensor) -> tuple[int, ...]:
-    """Of the first of the largest elements."""
+    """The index of the largest element; if there are several, of the first."""
     return tuple(int(i) for i in torch.unravel_index(values.argmax(), values.shape))
 
 

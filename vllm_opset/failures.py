@@ -1,4 +1,4 @@
-"""What a kernel was given when it raised, added to the exception: op, kernel, and each argument's shape and strides."""
+"""A note for exceptions that a kernel raises: the op, the kernel, and the shape and strides of each argument."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from vllm_opset.kernel import Kernel
 
 
 def explained(kernel: Kernel, run: Callable) -> Callable:
-    """`run`, with a note on whatever it raises. It raises all the same: no other kernel steps in."""
+    """`run` with a note on every exception. The exception is raised again: no other kernel is tried."""
 
     @functools.wraps(run)
     def explained(*args, **kwargs):
@@ -27,7 +27,7 @@ def explained(kernel: Kernel, run: Callable) -> Callable:
 
 
 def given(op: str, args: tuple, kwargs: dict) -> str:
-    """The arguments of a call of an op in words. No tensor is read, since its device may have failed."""
+    """The arguments of a call of an op as text. No tensor is read, because its device may have failed."""
     names = [*ops.BY_NAME[op].signature.parameters]
     named = [*zip(names, args, strict=False), *kwargs.items()]
     return "; ".join(text for name, value in named for text in _words(name, value))

@@ -1,16 +1,16 @@
-"""What a kernel is: one implementation of one op, with what it supports, and where kernels are found.
+"""The definition of a kernel, which is one implementation of one op, and the registry of all kernels.
 
-A kernel file says
+A kernel file declares
 
     @kernel(ops.rms_norm, name="triton", supports=supports)
     def rms_norm(x, weight, epsilon, ...): ...
 
-`supports(problem)` answers None, or in a few words why not; its docstring is what `vllm-opset ops` shows. It looks at
-nothing but the problem: no environment, no data. Which kernel runs is decided elsewhere, in `selection`.
+`supports(problem)` returns None, or in a few words the reason why the kernel does not support the problem. `vllm-opset
+ops` shows its docstring. It reads only the problem: no environment, no data. `selection` decides which kernel runs.
 
-A kernel that wants an argument in a form of its own, a weight packed for its processor say, names what makes it:
-`@kernel(…, prepare={"weight": pack})`. It is made once, when a model is loaded, and `run` is given nothing else. The op
-says which of its parameters are prepared.
+A kernel may need an argument in its own format, for example a weight that is packed for its processor. It then names a
+function for the conversion: `@kernel(…, prepare={"weight": pack})`. The conversion runs once, when a model is loaded,
+and `run` gets only the result. The op declares which of its parameters are prepared.
 """
 
 import importlib
@@ -40,8 +40,8 @@ class Kernel:
     """An implementation of an op.
 
     provider: the folder of `kernels/` it came from, or the user's module. devices: the torch device types that its
-    provider runs on; () for any. prepare: what makes of an argument what `run` wants in its place. variants: None if
-    the kernel runs all calls alike.
+    provider runs on; () for any. prepare: for each prepared parameter, the function that converts its argument for
+    `run`. variants: None if the kernel runs all calls alike.
     """
 
     op: str
@@ -59,15 +59,15 @@ class Kernel:
         return f"{self.op}={self.name}"
 
     def runs_on(self, device: str) -> bool:
-        """Whether its provider runs on this type of device at all."""
+        """Whether the kernel's provider runs on this type of device at all."""
         return not self.devices or device in self.devices
 
     def prepared(self, parameter: str, argument: torch.Tensor) -> torch.Tensor:
-        """What `run` takes for an argument of its op."""
+        """The value to pass to `run` for an argument of the op."""
         return self.prepare[parameter](argument) if parameter in self.prepare else argument
 
     def prepared_call(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments of a call of the op, as `run` takes them."""
+        """The arguments of a call of the op, converted for `run`."""
         if not self.prepare:
             return args, kwargs
         bound = ops.BY_NAME[self.op].signature.bind(*args, **kwargs)
@@ -76,7 +76,7 @@ class Kernel:
         return bound.args, bound.kwargs
 
     def call(self, *args, **kwargs):
-        """One call of the op, with what is to be prepared prepared for it alone."""
+        """Call the op once, preparing its arguments for this call only."""
         args, kwargs = self.prepared_call(args, kwargs)
         return self.run(*args, **kwargs)
 
@@ -99,11 +99,12 @@ def kernel(
     prepare: Mapping[str, Callable] | None = None,
     variants: Variants | None = None,
 ) -> Callable[[Callable], Callable]:
-    """Registers the decorated function as an implementation of `op`, with the signature of the op's reference.
+    """Register the decorated function as an implementation of `op`, with the signature of the op's reference.
 
-    The function may have further parameters after those of the reference, if these have defaults. One with variants
-    takes the wanted one as `variant`. Raises ValueError if its signature is another one, if the op already has a kernel
-    of that name, or if its callers do not prepare such a parameter.
+    The function may have further parameters after those of the reference, if these have defaults. The function of a
+    kernel with variants takes the name of the wanted one as `variant`. Raises ValueError if its signature differs
+    otherwise, if the op already has a kernel of that name, or if `prepare` names a parameter that the op's callers do
+    not prepare.
     """
     unprepared = set(prepare or {}) - set(op.prepared)
     if unprepared:
@@ -128,7 +129,7 @@ def kernel(
 
 
 def _differences(op: inspect.Signature, kernel: inspect.Signature) -> Iterator[str]:
-    """The reasons why some call that the op takes would bind to other parameters or defaults of the kernel."""
+    """The reasons why a valid call of the op would bind to other parameters or defaults of the kernel."""
     for name, wanted in op.parameters.items():
         found = kernel.parameters.get(name)
         if found is None:
@@ -149,7 +150,7 @@ def _differences(op: inspect.Signature, kernel: inspect.Signature) -> Iterator[s
 
 
 def _positional(signature: inspect.Signature) -> list[str]:
-    """The parameters that can be given by position, in their order."""
+    """The parameters that can be passed by position, in their order."""
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     return [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
 
@@ -160,10 +161,10 @@ def _without_annotations(signature: inspect.Signature) -> inspect.Signature:
 
 
 def kernels_of(op_name: str, elsewhere: bool = False, device: str | None = None) -> dict[str, Kernel]:
-    """Every kernel of an op that can be had on this machine, by name, in the order they were registered.
+    """Every kernel of an op that is available on this machine, by name, in the order of registration.
 
-    elsewhere: also those of providers that cannot be had here but whose files say LISTED_ANYWHERE; they do not run.
-    device: only those for this type; whether others can be had is not asked, since it may take compiling them.
+    elsewhere: whether to add kernels of unavailable providers whose files say LISTED_ANYWHERE; they cannot run. device:
+    only kernels for this type. Other providers are not checked for availability, because the check may compile them.
     """
     for provider in PROVIDERS:
         if device is not None and device not in _package(provider).DEVICES:
@@ -179,17 +180,17 @@ def kernels_of(op_name: str, elsewhere: bool = False, device: str | None = None)
 
 
 def unavailable() -> dict[str, str]:
-    """The providers whose kernels cannot be had on this machine, and why."""
+    """The providers whose kernels are unavailable on this machine, and why."""
     return {provider: reason for provider in PROVIDERS if (reason := why_unavailable(provider))}
 
 
 def why_unavailable(provider: str) -> str | None:
-    """Why a provider's kernels cannot be had on this machine, or None."""
+    """Why a provider's kernels are unavailable on this machine, or None."""
     return _package(provider).unavailable()
 
 
 def load(provider: str) -> str | None:
-    """Imports the kernel files of a provider, once. Answers None, or why the provider cannot be had here."""
+    """Import the kernel files of a provider, once. Returns None, or why the provider is unavailable here."""
     reason = why_unavailable(provider)
     if reason is None and provider not in _loaded:
         _import_files(provider)
@@ -203,7 +204,7 @@ def _import_files(provider: str) -> None:
 
 
 def modules(provider: str) -> list[str]:
-    """The kernel files of a provider, not imported. Raises ImportError for one that is named after no op."""
+    """The kernel files of a provider, not imported. Raises ImportError for a file that is not named after an op."""
     package = _package(provider)
     names = [module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_")]
     for name in names:

@@ -1,8 +1,9 @@
-"""This module reads what users say to vllm-opset, and refuses what means nothing.
+"""The user's settings for vllm-opset, and errors for those that are not valid.
 
-Most specific first: `--additional-config '{"opset": {"kernels": {"rms_norm": "reference"}}}'`, a YAML file with the
-same keys that OPSET_CONFIG names, and variables such as OPSET_KERNELS="rms_norm=reference,paged_attention=cpu". No word
-is ignored: an unknown variable or key, a name that is there twice and a value that cannot be read are errors.
+There are three sources. `--additional-config '{"opset": {"kernels": {"rms_norm": "reference"}}}'` comes before a YAML
+file with the same keys, which OPSET_CONFIG names. That file comes before variables such as
+OPSET_KERNELS="rms_norm=reference,paged_attention=cpu". No setting is ignored: an unknown variable or key, a name that
+occurs twice and a value that cannot be read are errors.
 """
 
 import difflib
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-# Of the environment, for users. The README says what each is for.
+# Environment variables for users. The README explains each.
 VARIABLES = (
     "OPSET_CACHE",
     "OPSET_CONFIG",
@@ -23,23 +24,23 @@ VARIABLES = (
     "OPSET_NUM_THREADS",
     "OPSET_PLATFORM",
 )
-# What opset and its benchmarks say to their own processes.
+# Variables that opset and its benchmarks set for their own processes.
 INTERNAL = ("OPSET_COMMIT", "OPSET_SET_BREAKABLE_CUDAGRAPH")
-# What users can say something about; `native` is for platform/native/parts.py.
+# The keys of the settings. platform/native/parts.py reads `native`.
 CONFIG_KEYS = ("kernels", "native")
 PAIR = {"OPSET_KERNELS": "op=kernel", "OPSET_NATIVE": "part=on"}
-# The key of vLLM's additional configuration that is ours, and how it is misspelled. Its other keys are other people's:
-# only one as close as "opsett" is an error.
+# Our key of vLLM's additional configuration, and its likely misspellings. Other packages may use other keys, so only a
+# key as close as "opsett" is an error.
 OURS = "opset"
 OURS_PERHAPS, CLOSE = (OURS, "vllm-opset", "vllm_opset"), 0.8
 
 
 class OverrideError(ValueError):
-    """An override that cannot be read, names nothing, or names a kernel that cannot do what is asked of it."""
+    """An override that cannot be read, names nothing known, or names a kernel that does not support the problem."""
 
 
 def check(additional_config: Mapping) -> None:
-    """Raises OverrideError for a variable or key that means nothing. additional_config: vLLM's own."""
+    """Raise OverrideError for an unknown variable or key. additional_config: vLLM's own."""
     for variable in os.environ:
         if variable.startswith("OPSET_") and variable not in (*VARIABLES, *INTERNAL):
             raise OverrideError(
@@ -54,7 +55,7 @@ def check(additional_config: Mapping) -> None:
 
 
 def counts_calls() -> bool:
-    """Whether the calls of every kernel are counted. Raises OverrideError for another value than 0 and 1."""
+    """Whether to count the calls of every kernel. Raises OverrideError for a value other than 0 and 1."""
     value = os.environ.get("OPSET_COUNT_CALLS") or "0"
     if value not in ("0", "1"):
         raise OverrideError(f"OPSET_COUNT_CALLS is 1 or 0, not {value!r}")
@@ -62,7 +63,7 @@ def counts_calls() -> bool:
 
 
 def said(key: str, additional_config: Mapping) -> Iterator[tuple[str, object, object]]:
-    """(source, name, value) for all that users say under one of CONFIG_KEYS, what counts most last."""
+    """(source, name, value) for each setting under one of CONFIG_KEYS. A later one overrides an earlier one."""
     variable = f"OPSET_{key.upper()}"
     sources = {variable: {key: _pairs(variable)}}
     if path := os.environ.get("OPSET_CONFIG"):
@@ -77,19 +78,19 @@ def said(key: str, additional_config: Mapping) -> Iterator[tuple[str, object, ob
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint to close an error about an unknown name: the nearest known ones, or all of them."""
+    """A hint for the end of an error about an unknown name: the nearest known name, or all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
 def words(variable: str) -> list[str]:
-    """Those between the commas of a variable of the environment."""
+    """The words between the commas of an environment variable."""
     return [word.strip() for word in os.environ.get(variable, "").split(",") if word.strip()]
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, of which the last would count."""
+    """A YAML loader that refuses a key that occurs twice in a mapping. YAML would silently keep the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = []

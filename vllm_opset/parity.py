@@ -1,6 +1,6 @@
-"""Checks a kernel against its contract: every sample against the reference in fp64, every refusal, every property.
+"""Checks of a kernel against its contract: all samples against the reference in fp64, all refusals, all properties.
 
-The same checks serve the test suite, `vllm-opset parity` and a kernel's author.
+The test suite, `vllm-opset parity` and the authors of kernels use the same checks.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ from vllm_opset.ops.contract import Op, Problem, Sample
 
 Tensors = Mapping[str, torch.Tensor]
 
-# Devices that have fp64 and all of PyTorch's operators. What comes from another is checked on the CPU.
+# Devices that have fp64 and all of PyTorch's operators. Results from other devices are checked on the CPU.
 CHECKED_ON = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One verdict.
+    """The verdict of one check.
 
-    error: the largest share of the tolerance that was used up; over 1 fails. failure: what is wrong, None if nothing.
-    skipped: why the kernel does not support the case, None if it was run. A check that was skipped has not passed.
+    error: the largest deviation as a share of the tolerance; more than 1 fails. failure: the fault, or None. skipped:
+    why the kernel does not support the case; None if it ran. A skipped check has not passed.
     """
 
     op: str
@@ -46,7 +46,7 @@ class Check:
 
 
 def check_kernel(op: Op, kernel: Kernel, device: str, dtypes: Iterable[torch.dtype] | None = None) -> Iterator[Check]:
-    """Every sample, illegal sample and property of the op, in every dtype or in these."""
+    """Check every sample, illegal sample and property of the op, in every dtype or in these."""
     for dtype in op.dtypes if dtypes is None else dtypes:
         for sample in op.samples(device, dtype):
             yield check_sample(op, kernel, sample, dtype)
@@ -59,7 +59,7 @@ def check_kernel(op: Op, kernel: Kernel, device: str, dtypes: Iterable[torch.dty
 
 
 def check_sample(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> Check:
-    """Runs kernel and reference on the sample's inputs and compares what they return and what they leave behind."""
+    """Run kernel and reference on the sample's inputs, and compare the results and the arguments they have written."""
     args, kwargs = sample.make()
     error = failure = None
     unsupported = kernel.supports(op.describe(*args, **kwargs))
@@ -75,7 +75,7 @@ def check_sample(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> 
 
 
 def check_replay(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> Check:
-    """As `check_sample`, after which it must come: captured in a CUDA graph, on a stream of its own, and replayed."""
+    """`check_sample` on a captured and replayed CUDA graph, on a separate stream. Run `check_sample` itself before."""
     check = check_sample(op, dataclasses.replace(kernel, run=_replayed(kernel.run)), sample, dtype)
     return dataclasses.replace(check, case=f"{check.case}, captured and replayed")
 
@@ -90,7 +90,7 @@ def _replayed(run: Callable) -> Callable:
                 returned = run(*args, **kwargs)
             finally:
                 with warnings.catch_warnings():
-                    # That of no tokens is; for others the results would tell.
+                    # The graph of a call with no tokens is empty. For other calls, wrong results would reveal it.
                     warnings.filterwarnings("ignore", "The CUDA Graph is empty")
                     graph.capture_end()
             graph.replay()
@@ -101,7 +101,7 @@ def _replayed(run: Callable) -> Callable:
 
 
 def check_refusal(op: Op, kernel: Kernel, sample: Sample, device: str, dtype: torch.dtype) -> Check:
-    """Runs the kernel on inputs that its contract forbids. It is skipped if the kernel does not support the problem."""
+    """Run the kernel on inputs that its contract forbids. It is skipped if the kernel does not support the problem."""
     args, kwargs = sample.make()
     failure = None
     unsupported = kernel.supports(_problem_of_refusal(op, sample, device, dtype))
@@ -115,7 +115,7 @@ def check_refusal(op: Op, kernel: Kernel, sample: Sample, device: str, dtype: to
 
 
 def _problem_of_refusal(op: Op, sample: Sample, device: str, dtype: torch.dtype) -> Problem:
-    """The problem that illegal inputs name; for inputs too wrong to name one, that of the op's first sample."""
+    """The problem of illegal inputs. If they are too wrong to describe one, the problem of the op's first sample."""
     args, kwargs = sample.make()
     problem, error = _raised(op.describe, args, kwargs)
     if error is None:
@@ -125,7 +125,7 @@ def _problem_of_refusal(op: Op, sample: Sample, device: str, dtype: torch.dtype)
 
 
 def check_property(op: Op, kernel: Kernel, name: str, device: str, dtype: torch.dtype) -> Check:
-    """Runs one law of the op against the kernel. It is skipped if the kernel does not support what the law runs."""
+    """Run one property of the op against the kernel. It is skipped if the kernel does not support its inputs."""
     law = op.properties[name]
     skipped: list[str] = []
 
@@ -142,7 +142,7 @@ def check_property(op: Op, kernel: Kernel, name: str, device: str, dtype: torch.
 
 
 def _attempt(run: Callable, args: tuple, kwargs: dict) -> tuple[Any, str | None]:
-    """What `run` returns, and what is wrong, so that one broken case does not hide all others."""
+    """The return value of `run`, and its failure as text, so that one broken case does not hide all others."""
     returned, error = _raised(run, args, kwargs)
     if error is None:
         return returned, None
@@ -152,7 +152,7 @@ def _attempt(run: Callable, args: tuple, kwargs: dict) -> tuple[Any, str | None]
 
 
 def _raised(run: Callable, args: tuple, kwargs: dict) -> tuple[Any, Exception | None]:
-    """What `run` returns, or what it raised."""
+    """The return value of `run`, or the exception that it raised."""
     try:
         return run(*args, **kwargs), None
     except Exception as error:
@@ -166,9 +166,10 @@ def _summary(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an implementation, after the fact.
+    """One finished call of an implementation.
 
-    tensors: what it was given, by the names of the parameters. outcome: what it returned, and what it was to write.
+    tensors: its tensor arguments, by the names of the parameters. outcome: its return values and the arguments that it
+    must write.
     """
 
     tensors: Tensors
@@ -189,13 +190,13 @@ class Call:
         return cls.of(op, args, kwargs, op.reference(*args, **kwargs))
 
     def inputs_behind(self, name: str) -> list[str]:
-        """The inputs whose memory a piece of the outcome lies in."""
+        """The inputs that share the memory of a part of the outcome."""
         tensor = self.outcome[name]
         return [name for name, other in self.tensors.items() if tensor.numel() and _base(other) == _base(tensor)]
 
 
 def _tensors(arguments: Mapping[str, Any]) -> Tensors:
-    """The tensors among the arguments and, as "argument.field", in the dataclasses among them."""
+    """The tensors among the arguments. A tensor in a dataclass among them has the name "argument.field"."""
     found: dict[str, torch.Tensor] = {}
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
@@ -219,12 +220,12 @@ def _where_checked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _base(tensor: torch.Tensor) -> int:
-    """Where the memory behind a view starts."""
+    """The address at which the memory behind a view starts."""
     return tensor.untyped_storage().data_ptr()
 
 
 def _malformed(got: Call, expected: Call) -> str | None:
-    """What a caller relies on besides the values: shape, dtype, density, and which results are new tensors."""
+    """A result's fault in shape, dtype or contiguity, or in the memory that it shares with inputs; None without one."""
     if got.outcome.keys() != expected.outcome.keys():
         return f"gave {sorted(got.outcome)} where the contract says {sorted(expected.outcome)}"
     for name, want in expected.outcome.items():
@@ -241,7 +242,7 @@ def _malformed(got: Call, expected: Call) -> str | None:
 
 
 def _trespassed(op: Op, call: Call, sample: Sample) -> str | None:
-    """Nothing may be written but the mutated tensors, and of those nothing outside the view that was passed."""
+    """A write to a tensor that is not in `mutates`, or outside the view of one that is; None if there is none."""
     before = Call.of(op, *sample.make(), None).tensors
     for name in before:
         if not torch.equal(_untouchable(op, before, name), _untouchable(op, call.tensors, name)):
@@ -262,7 +263,7 @@ def _untouchable(op: Op, tensors: Tensors, name: str) -> torch.Tensor:
 
 
 def _deviation(op: Op, got: Call, expected: Call, scale: float) -> Deviation:
-    """That of the result that is furthest off."""
+    """The deviation of the worst result."""
     return worst(
         deviation(name, _where_checked(got.outcome[name]), want, op.tolerances, scale)
         for name, want in expected.outcome.items()

@@ -1,9 +1,9 @@
-"""WHICH: one kernel for an op and a problem, chosen once, with the reason.
+"""The choice of one kernel for an op and a problem (WHICH). It is made once, with the reason.
 
-A layer or a backend calls `select` when it is built and keeps what it gets. During a call, only the kernel's own table
-of `variants` is asked. A kernel that fails raises, with a note of its arguments (`failures`). Users override the choice
-(`overrides` says by which means). OPSET_IMPORT="module,…" imports modules with the user's own kernels, which run where
-an override names them. OPSET_COUNT_CALLS=1 counts the calls of every kernel, for reports.
+A layer or a backend calls `select` when it is built and keeps the result. During a call, only the kernel's own table of
+`variants` decides. A kernel that fails raises, with a note of its arguments (`failures`). Users override the choice
+(`overrides` lists the ways). OPSET_IMPORT="module,…" imports modules with the user's own kernels, which run only if an
+override names them. OPSET_COUNT_CALLS=1 counts the calls of every kernel, for reports.
 """
 
 import functools
@@ -17,13 +17,13 @@ from vllm_opset.kernel import PROVIDERS, REFERENCE, Kernel, kernels_of, load
 from vllm_opset.ops.contract import Op, Problem
 from vllm_opset.overrides import OverrideError, nearest, said
 
-# Which providers are tried on a device, first to last. The reference closes every list: it runs anywhere.
+# The providers to try on a device, first to last. The reference comes last in every list: it runs anywhere.
 PREFERENCE: Mapping[str, tuple[str, ...]] = {"cpu": ("cpp", "cpu"), "cuda": ("triton",), "npu": ("ascend",)}
 
 
 @dataclass(frozen=True)
 class Override:
-    """A user's word for one op: the kernel's name, where it was said, and one of the kernel's variants or None."""
+    """A user's override for one op: the kernel's name, the source of the override, and a variant or None."""
 
     kernel: str
     source: str
@@ -32,10 +32,10 @@ class Override:
 
 @dataclass(eq=False)
 class Choice:
-    """The kernel chosen for an op and a problem, why, and why not the others.
+    """The kernel chosen for an op and a problem, with the reason and the reasons against the others.
 
-    Call `run`. An argument that the op calls prepared goes through `kernel.prepared` first, once. calls: how many calls
-    each variant ran, if they are counted.
+    Call `run`. An argument that the op declares as prepared goes through `kernel.prepared` once before. calls: how many
+    calls each variant ran, if they are counted.
     """
 
     op: str
@@ -75,10 +75,10 @@ _choices: Choices = {}
 
 
 def configure(additional_config: Mapping | None = None) -> dict[str, Override]:
-    """Reads the user's overrides, from every source. Raises OverrideError for a wrong one, and for unknown settings.
+    """Read the user's overrides from every source. Raises OverrideError for wrong overrides and unknown settings.
 
-    Earlier choices stand, since vLLM checks its configuration more than once. An op whose override has changed gets a
-    new choice. additional_config: vLLM's own, whose key "opset" is ours.
+    Earlier choices remain, because vLLM checks its configuration more than once. An op whose override has changed gets
+    a new choice. additional_config: vLLM's own, whose key "opset" is ours.
     """
     global _overrides
     additional_config = additional_config or {}
@@ -89,7 +89,7 @@ def configure(additional_config: Mapping | None = None) -> dict[str, Override]:
 
 
 def require_device(device: str) -> None:
-    """Raises OverrideError if a user's word names a kernel that does not run on this type of device at all."""
+    """Raise OverrideError if an override names a kernel that does not run on this type of device at all."""
     for name, override in (configure() if _overrides is None else _overrides).items():
         kernels = kernels_of(name)
         if not (kernel := kernels[override.kernel]).runs_on(device):
@@ -101,9 +101,10 @@ def require_device(device: str) -> None:
 
 
 def select(op: Op, problem: Problem) -> Choice:
-    """The kernel for `op` on `problem`: the user's word if there is one, else the first preferred one that supports it.
+    """The kernel for `op` on `problem`: the user's override if there is one, else the first that supports the problem.
 
-    Raises OverrideError if the user's word names a kernel that does not support the problem.
+    Kernels are tried in the order of PREFERENCE. Raises OverrideError if the override names a kernel that does not
+    support the problem.
     """
     override = (configure() if _overrides is None else _overrides).get(op.name)
     key = (op.name, problem, override)
@@ -113,9 +114,9 @@ def select(op: Op, problem: Problem) -> Choice:
 
 
 def forget() -> Choices:
-    """Begins anew for an engine, and returns where its choices will be found, also when the next engine has begun.
+    """Start a new set of choices for an engine, and return it. It stays valid when the next engine has started.
 
-    An engine is built before the next one of its process begins, so its choices do not mix with theirs.
+    An engine is built before the next one of its process starts, so their choices do not mix.
     """
     global _choices
     _choices = {}
@@ -123,9 +124,9 @@ def forget() -> Choices:
 
 
 def choices(made: Choices | None = None) -> list[Choice]:
-    """All choices that an engine has made, from `forget`; without it the latest one's, by the overrides as they are.
+    """All choices of an engine, in the order of the ops.
 
-    They come in the order of the ops.
+    made: the engine's set, from `forget`. Without it, the choices are the latest engine's under the current overrides.
     """
     order = [op.name for op in ops.ALL]
     by_now = _overrides or {}
@@ -138,7 +139,7 @@ def choices(made: Choices | None = None) -> list[Choice]:
 
 
 def why_no_kernel(op: Op, problem: Problem) -> str | None:
-    """Why only the reference can do it on the problem's device, or None if a kernel can. Nothing is chosen."""
+    """Why only the reference supports the problem on its device, or None if a kernel does. It makes no choice."""
     known = kernels_of(op.name, device=problem.device)
     kernels = [k for k in _in_order_of_preference(known, problem) if k.provider != REFERENCE]
     reasons = [_why_not(kernel, problem) for kernel in kernels]
@@ -193,7 +194,7 @@ def _why_not(kernel: Kernel, problem: Problem) -> str | None:
 
 
 def _why_after(kernel: Kernel, chosen: Kernel, problem: Problem, override: Override | None) -> str:
-    """Why not a kernel that could do it."""
+    """Why a kernel was not chosen although it supports the problem."""
     if override is not None:
         return f"{override.source} asks for {chosen.name}"
     if kernel.provider not in _providers(problem.device):
@@ -213,7 +214,7 @@ def _import_users_kernels() -> None:
 
 
 def _read_overrides(additional_config: Mapping) -> dict[str, Override]:
-    """The kernel asked for of each op; what is read later counts."""
+    """The kernel that users ask for, by op; a later source overrides an earlier one."""
     overrides: dict[str, Override] = {}
     for source, op_name, asked in said("kernels", additional_config):
         kernel_name, _, variant = str(asked).partition(":")
