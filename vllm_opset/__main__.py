@@ -1,4 +1,4 @@
-"""`python -m vllm_opset` is `vllm-opset`."""
+"""The module form of the command: `python -m vllm_opset` runs `vllm-opset`."""
 
 from vllm_opset.cli import main
 

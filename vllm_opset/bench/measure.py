@@ -15,8 +15,8 @@ from vllm_opset.kernel import REFERENCE, Kernel, kernels_of
 from vllm_opset.ops.contract import Op, Sample
 from vllm_opset.parity import check_sample
 
-# A time is doubtful if half the distance between its quartiles is more than UNSTEADY of it. It is also doubtful if it
-# beats the floor by more than two measurements of the same ceiling differ.
+# A time is doubtful if half the distance between its quartiles is more than this share of it. It is also doubtful if
+# it beats the floor by more than two measurements of the same ceiling differ.
 UNSTEADY, ABOVE_CEILING = 0.25, 1.1
 
 
@@ -34,7 +34,7 @@ class Result:
 
     seconds, spread: of one call. bytes, flops: from the contract's cost. floor: the least seconds by the ceilings.
     check: None if the result agrees with the reference; else the difference, or the exception of a kernel of ours.
-    skipped: why an implementation was not timed that cannot do the case.
+    skipped: why an implementation that cannot do the case was not timed.
     """
 
     op: str

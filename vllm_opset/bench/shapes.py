@@ -11,7 +11,7 @@ import yaml
 from vllm_opset.selection import nearest
 
 FOLDER = Path(__file__).parent
-# No engine's KV cache has larger blocks than this many tokens. Requests fill their blocks, and a few blocks stay spare.
+# No engine's KV cache has larger blocks than this many tokens. A request takes whole blocks, and a few are spare.
 BLOCK, SPARE_BLOCKS = 128, 8
 # The first token ids have special meanings in many vocabularies.
 SPECIAL_IDS = 10
@@ -53,7 +53,7 @@ class Shape:
         return self.config["torch_dtype"]
 
     def kv_cache_bytes(self, cases: Iterable[Case]) -> int:
-        """A size of the KV cache with which no request of these cases waits, nor the longest request of any case."""
+        """The size of a KV cache in which no request of these cases waits, and the longest of any case fits."""
         config = self.config
         head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         itemsize = getattr(torch, self.dtype).itemsize

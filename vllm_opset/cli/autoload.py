@@ -1,7 +1,7 @@
 """A guard for environments with torch_npu but without CANN, in which `import torch` loads torch_npu and fails.
 
-Import this module before torch. It disables the loading, and `doctor` reports it. If CANN is present and torch_npu
-fails anyway, nothing is disabled: PyTorch's own error gives the reason and names the variable.
+Import this module before torch. It disables the loading, and `doctor` reports the cause. If CANN is present and
+torch_npu fails anyway, nothing is disabled: PyTorch's own error gives the reason and names the variable.
 """
 
 import importlib.util

@@ -176,7 +176,7 @@ def install(runner: "GPUModelRunner") -> None:
     """Replace the sampler of a V1 model runner that was just built."""
     model_config = runner.model_config
     runner.sampler = OpsetSampler(model_config.logprobs_mode, model_config.get_vocab_size(), runner.device)
-    if hasattr(runner, "rejection_sampler"):  # of drafts; it samples the token after the last draft
+    if hasattr(runner, "rejection_sampler"):  # for drafts; its sampler draws the token after the last draft
         runner.rejection_sampler.sampler = runner.sampler
 
 

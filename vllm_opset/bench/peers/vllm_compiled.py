@@ -99,7 +99,7 @@ def qk_norm_rope_cache(
     (tokens, heads, head_size), kv_heads = query.shape, key.shape[1]
     qkv = query.as_strided(
         (tokens, (heads + 2 * kv_heads) * head_size), (query.stride(0), 1)
-    )  # one projection's result
+    )  # query, key and value lie in one projection's output
     torch.ops._C.fused_qk_norm_rope(
         qkv, heads, kv_heads, kv_heads, head_size, epsilon, q_weight, k_weight, cos_sin_cache, is_neox_style, positions
     )

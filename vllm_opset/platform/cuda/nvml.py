@@ -16,7 +16,7 @@ pynvml = import_pynvml()
 
 
 class Gpu(NamedTuple):
-    """total_memory: in bytes."""
+    """The name and memory of a GPU. total_memory: in bytes."""
 
     name: str
     total_memory: int

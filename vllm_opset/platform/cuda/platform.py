@@ -84,7 +84,7 @@ class OpsetCudaPlatform(OpsetPlatform):
 
     @classmethod
     def begin_graph_pool(cls) -> None:
-        """Start a new pool for another engine of this process: PyTorch 2.11 adds no graph to a pool of freed graphs."""
+        """Start a new pool for another engine of this process: PyTorch 2.11 adds no graph to a pool of gone graphs."""
         cls._global_graph_pool = None
 
     @classmethod

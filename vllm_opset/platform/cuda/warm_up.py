@@ -24,7 +24,7 @@ from vllm_opset.platform.warm_up import sampler, slot_mapping
 from vllm_opset.variants import Limits, powers_up_to
 
 AHEAD_TOKENS = 2048  # in a step: longer ones run long, and beyond it only one activation's launch parameters change
-DRAFTING = (1, 9, 16)  # requests: Triton compiles anew for 1 and for multiples of 16, and vLLM has two ways to top-k
+DRAFTING = (1, 9, 16)  # requests: Triton compiles anew for 1 and for multiples of 16; vLLM has two versions of top-k
 
 
 def kernels(worker: Worker) -> None:
@@ -53,7 +53,7 @@ def model(worker: Worker) -> None:
 
 
 def _takes_any_values(runner: GPUModelRunner) -> bool:
-    """Whether a step may compute with memory that no kernel has written. Other layers could choose experts by it."""
+    """Whether a step may compute on memory that no kernel wrote: some layers would pick experts or states by it."""
     return all(isinstance(layer, Attention) for layer in runner.compilation_config.static_forward_context.values())
 
 

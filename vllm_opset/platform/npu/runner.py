@@ -30,7 +30,7 @@ class OpsetNpuRunner(GPUModelRunner):
         return {name: apart(kv_cache) for name, kv_cache in kv_caches.items()}
 
     def _init_kv_zero_meta(self) -> None:
-        """Do nothing: vLLM collects addresses here for a Triton kernel that does not run on an NPU."""
+        """Do nothing: vLLM collects addresses here for its Triton kernel, which this runner does not use."""
 
     def _update_states(self, scheduler_output):
         """Zero and copy blocks here: vLLM uses Triton, or (until 0.28) takes a block for one piece of memory."""
