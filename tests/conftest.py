@@ -1,30 +1,30 @@
-"""What several folders of tests share."""
+"""Fixtures and hooks that several folders of tests share."""
 
 import pytest
 from processes import OUR_FRAME, Server
 
 from vllm_opset.platform.cpu import machine
 
-# Tests that take long begin first, so that those that are left at the end are short, and no core waits for another.
+# Long tests begin first. The tests left at the end are then short, and no core waits for another.
 LONG = ("long", "serve", "engine")
-# Tests that share a server or an engine stay in one process where there are several: by the start of their names.
+# Tests that share a server or an engine stay in one process if there are several. Keys are the starts of their names.
 TOGETHER = {f"tests/serve/test_{name}.py": "server" for name in ("accuracy", "api", "bad_input", "load")}
 TOGETHER |= {"tests/examples/": "server", "tests/engine/test_features.py": "engine of test_features.py"}
-# A process of tests needs at most this much: it holds one engine, and may start another one.
+# The largest memory of a test process: it holds one engine, and may start another one.
 MEMORY_OF_A_PROCESS = 4 << 30
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """A process for each core, while there is memory for them."""
+    """One process for each core, as long as there is memory for them."""
     return max(1, min(machine.physical_cores(), machine.memory().available // MEMORY_OF_A_PROCESS))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Gives a process one test at a time, or those of TOGETHER at once.
+    """Gives a process one test at a time, or the tests of one TOGETHER group at once.
 
-    Instead of pytest-xdist's own --dist=loadgroup, which keeps nothing together with pytest 9.2: its issue 1386.
+    It replaces pytest-xdist's own --dist=loadgroup, which keeps no group together with pytest 9.2: see its issue 1386.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _turn(item) -> int:
-    """A test with an earlier mark of LONG runs earlier; one without any runs last."""
+    """The rank of a test: an earlier mark of LONG runs earlier, and a test without any mark runs last."""
     return next((turn for turn, mark in enumerate(LONG) if item.get_closest_marker(mark)), len(LONG))
 
 
@@ -58,7 +58,7 @@ def server(tmp_path_factory):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Shows the end of a server's log beside the failure of a test that uses it."""
+    """Shows the end of a server's log beside the failure of a test that uses the server."""
     report = yield
     if report.failed:
         for name, value in item.funcargs.items():

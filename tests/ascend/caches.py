@@ -1,4 +1,4 @@
-"""The contracts' samples with a KV cache as the NPU's operators want it: keys and values apart, in blocks of 128."""
+"""The contracts' samples with the KV cache that the NPU's operators expect: keys and values apart, in blocks of 128."""
 
 import contextlib
 import importlib
@@ -14,15 +14,15 @@ BLOCK_SIZE = 128
 def case(
     requests: Sequence[tuple[int, int]], *, layout: str = APART, block_size: int = BLOCK_SIZE, **options
 ) -> PagedCase:
-    """A case with such a cache, unless it asks for another. Shared pages need sequences that are as long."""
+    """Makes a case with such a cache, unless it asks for another one. Shared pages need sequences at least as long."""
     if options.get("shared_pages", 0) * block_size > min(seq_len for _, seq_len in requests):
         requests = tuple((query_len, 8 * seq_len) for query_len, seq_len in requests)
     return PagedCase(requests, layout=layout, block_size=block_size, **options)
 
 
-# In place of the contract's, so that its laws are held to over several blocks.
+# This replaces the contract's MIXED, so that its laws are checked over several blocks.
 MIXED = case(((1, 377), (150, 150), (70, 300), (1, 34)))
-# What spans several blocks, and meets their ends.
+# Sequences that span several blocks and meet their ends.
 LONG = {
     "decode over blocks": case(((1, 128), (1, 129), (1, 700), (1, 1), (1, 256))),
     "chunks that begin and end at a block": case(((128, 384), (127, 384), (129, 385), (1, 385))),
@@ -37,7 +37,7 @@ LONG = {
 
 @contextlib.contextmanager
 def caches_apart() -> Iterator[None]:
-    """Within it, all samples and laws that say nothing about their cache have such a one."""
+    """Within it, all samples and laws that do not specify their cache get such a cache."""
     attention = importlib.import_module("vllm_opset.ops.attention.paged_attention")
     cache = importlib.import_module("vllm_opset.ops.cache.reshape_and_cache")
     with (

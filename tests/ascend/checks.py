@@ -1,4 +1,4 @@
-"""What is checked: every Ascend kernel, by the parity suite of its op, on the CPU."""
+"""The checks: every Ascend kernel, by the parity suite of its op, on the CPU."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ KERNELS = [(op, kernel) for op in ops.ALL for kernel in kernels_of(op.name).valu
 
 
 def by_name(func: torch._ops.OpOverload, args: tuple, kwargs: dict | None) -> dict:
-    """The arguments of a call of an operator, without those that are left at their defaults."""
+    """The arguments of an operator call, without those left at their defaults."""
     names = (argument.name for argument in func._schema.arguments)
     return dict(zip(names, args, strict=False)) | (kwargs or {})
 
 
 def run_checks(op: Op, kernel: Kernel, limits: Limits) -> Iterator[parity.Check]:
-    """The checks that the kernel does not refuse. Relaxed, it is given in fp32 what it supports in bf16."""
+    """The checks that the kernel does not refuse. RELAXED gives it problems in fp32 that it supports in bf16."""
     kernel = _taking_fp32(kernel) if limits is Limits.RELAXED else kernel
     return (check for check in _all_checks(op, kernel) if check.skipped is None)
 

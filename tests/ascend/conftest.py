@@ -1,7 +1,7 @@
 """Loads torch_npu over stand-ins for the driver, and the emulation of its operators.
 
-torch_npu has an environment of its own, which `make test-ascend` makes: beside any other tests it would break the
-import of torch. Where it is not installed, nothing of this folder is collected.
+torch_npu has an environment of its own, made by `make test-ascend`, because it would break the import of torch for
+other tests. Where it is not installed, no test of this folder is collected.
 """
 
 import importlib.util
@@ -25,5 +25,5 @@ else:
 
 @pytest.fixture(scope="session")
 def missing_libraries() -> list[str]:
-    """The libraries of Ascend's driver that this machine lacks."""
+    """The libraries of Ascend's driver that this machine does not have."""
     return STUBS

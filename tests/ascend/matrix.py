@@ -1,7 +1,7 @@
-"""matrix.py: prints the support matrix of docs/ascend.md, from what the kernels' own `supports` answer.
+"""matrix.py: prints the support matrix of docs/ascend.md, from the answers of the kernels' own `supports`.
 
-Over the stand-ins for the driver: see README.md. A kernel is asked about every sample problem of its op, with keys and
-values apart, as each product.
+It runs over the stand-ins for the driver: see README.md. For each product, a kernel's `supports` is called with every
+sample problem of its op, with keys and values apart.
 """
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""schemas.py WHEEL NAME...: prints the schemas of torch_npu's operators that stand as text in a wheel's libraries.
+"""schemas.py WHEEL NAME...: prints the schemas of torch_npu's operators that a wheel's libraries contain as text.
 
-For releases that are not installed: each wants a PyTorch of its own. From 2.13 on, those of the ATB operators do not
-stand there.
+It is for releases that are not installed, because each needs a PyTorch of its own. From 2.13 on, the libraries do not
+contain the schemas of the ATB operators.
 """
 
 import re
@@ -21,7 +21,7 @@ def in_wheel(wheel: str, names: list[str]) -> list[str]:
 
 
 def recorded(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """By release, the schemas that were printed of these operators, which are named like "npu::npu_swiglu"."""
+    """By release, the printed schemas of these operators, which are named like "npu::npu_swiglu"."""
     return {path.stem: _named(path.read_text().splitlines(), names) for path in sorted(FOLDER.glob("*.txt"))}
 
 

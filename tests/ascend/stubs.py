@@ -1,10 +1,10 @@
-"""Stand-ins for the libraries of Ascend's driver, so that torch_npu can be imported where there is none.
+"""Stand-ins for the libraries of Ascend's driver, so that torch_npu can be imported without the driver.
 
-torch_npu's wheel is linked against seven libraries of CANN. What the wheel itself says it wants of them is compiled
-here: a function of each name, which does nothing and returns 0. Over them torch_npu imports, with its real operator
-schemas, its real Meta kernels and its real Python wrappers, finds no device, and can run nothing on one.
+torch_npu's wheel is linked against seven libraries of CANN. This module reads the symbols that the wheel needs from
+them and compiles a function of each name, which does nothing and returns 0. With these, torch_npu imports with its real
+operator schemas, Meta kernels and Python wrappers. It finds no device, and can run nothing on one.
 
-Needs `nm`, `readelf` and `g++`, which come together.
+Needs `nm`, `readelf` and `g++`, which are usually installed together.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# What holds the functions; the other libraries are empty and linked against it, for torch_npu asks each by its name.
+# This library holds the functions. The others are empty and linked against it, since torch_npu loads each by name.
 ALL_FUNCTIONS = "libascendcl.so"
 
 
@@ -32,9 +32,9 @@ def load() -> list[str]:
 
 
 def build(folder: Path, *driver: Path) -> list[Path]:
-    """Compiles them into the folder, and answers in which order to load them.
+    """Compiles them into the folder, and returns the libraries in the order in which to load them.
 
-    driver: object files with functions that are to do something.
+    driver: object files whose functions replace the empty ones.
     """
     torch_npu, torch = _package("torch_npu"), _package("torch")
     wanting = [*torch_npu.glob("_C*.so"), *(torch_npu / "lib").glob("lib*.so")]
@@ -48,7 +48,7 @@ def build(folder: Path, *driver: Path) -> list[Path]:
 
 
 def _package(name: str) -> Path:
-    """Where a package lies, without importing it."""
+    """The folder of a package, found without importing it."""
     return Path(importlib.util.find_spec(name).origin).parent
 
 
@@ -67,7 +67,7 @@ def _exists(name: str, *folders: Path) -> bool:
 
 
 def _undefined(libraries: list[Path]) -> set[str]:
-    """The functions that must come from elsewhere, but for those of the system, most of which bear versions."""
+    """The functions that other libraries must define, except the system's, most of which carry versions."""
     symbols = re.findall(r"^ +U (\w+)$", _run("nm", "--dynamic", "--undefined-only", *libraries), re.MULTILINE)
     here = ctypes.CDLL(None)
     return {symbol for symbol in symbols if not hasattr(here, symbol)}

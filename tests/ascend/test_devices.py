@@ -1,7 +1,7 @@
-"""Every kernel on tensors of the meta device, which have shapes but no values, as it runs on one that is not the CPU.
+"""Every kernel on tensors of the meta device, which have shapes but no values, to test devices other than the CPU.
 
-What runs on the CPU may make a tensor there, or read one back, and not notice; here both are errors. torch_npu's real
-Meta kernels answer for its operators.
+On the CPU, a kernel may create a CPU tensor or read a tensor back without an error. On the meta device both are errors.
+torch_npu's real Meta kernels compute the results of its operators.
 """
 
 import emulation
@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from vllm_opset.ops.attention.paged_batch import PagedBatch
 
-# The largest k is read back, by design.
+# This op reads the largest k back, by design.
 READS_BACK = "top_k_top_p_sample"
 OTHERS = [(op, kernel) for op, kernel in KERNELS if op.name != READS_BACK]
 
 
 class OneDevice(TorchDispatchMode):
-    """No operator of torch_npu may see a tensor of the CPU, but for lengths where it wants them there."""
+    """Asserts that no operator of torch_npu sees a CPU tensor, except lengths where it expects them there."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in ("npu", "atb"):
@@ -34,7 +34,7 @@ class OneDevice(TorchDispatchMode):
 
 @pytest.fixture
 def meta_kernels_of_atb():
-    """torch_npu has none: these write in place and return nothing."""
+    """Meta kernels for the ATB operators, which torch_npu lacks: these write in place and return nothing."""
     library = torch.library.Library("atb", "IMPL")
     for operator in ("_npu_reshape_and_cache", "_npu_rotary_embedding", "_npu_paged_attention"):
         library.impl(operator, lambda *args, **kwargs: None, "Meta")
@@ -47,7 +47,7 @@ def on_meta(values):
 
 
 def batch_on_meta(batch: PagedBatch) -> PagedBatch:
-    """Its lengths are on the host as well, so that a kernel that reads them back fails."""
+    """The batch on the meta device. The host has its lengths as well, so that a kernel that reads them back fails."""
     on_host = {"query_start_loc_cpu": batch.query_start_loc, "seq_lens_cpu": batch.seq_lens}
     tensors = on_meta((batch.query_start_loc, batch.seq_lens, batch.block_table))
     return PagedBatch(*tensors, batch.max_query_len, batch.max_seq_len, batch.causal, **on_host)

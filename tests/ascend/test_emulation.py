@@ -1,4 +1,4 @@
-"""The emulation itself: behind torch_npu's schemas, of its shapes and dtypes, and strict about what is documented."""
+"""The emulation itself: it has torch_npu's schemas, shapes and dtypes, and enforces the documented limits."""
 
 import emulation
 import pytest

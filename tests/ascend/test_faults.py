@@ -1,7 +1,7 @@
 """Faults that the parity suite must find: each changes the arguments of one operator that the kernels call.
 
-So a fault does not depend on how a kernel is written, and what is shown is that the emulation and the suite would see a
-kernel that has it.
+A fault thus does not depend on the code of a kernel. The tests show that the emulation and the suite would find a
+kernel with this fault.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What can be seen of `make test-ascend-hardware` without an NPU: its probes, its report, that it comes to its end."""
+"""The parts of `make test-ascend-hardware` that run without an NPU: its probes, its report, and its clean end."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def strict():
 
 
 def working(constant: str) -> list:
-    """The candidates that work, by the probe."""
+    """The candidates that work according to the probe."""
     probe = probes.PROBES[constant]
     return [candidate for candidate in probe.candidates() if probe.attempt("cpu", candidate) is None]
 
@@ -41,9 +41,9 @@ def test_a_probe_finds_what_the_constant_says(constant):
     probe = probes.PROBES[constant]
     promised = [candidate for candidate in probe.candidates() if probe.promised(candidate)]
     assert promised
-    if constant == "ATB_BLOCK_TABLE_ON_HOST":  # where everything is on the host, either will do
+    if constant == "ATB_BLOCK_TABLE_ON_HOST":  # where everything is on the host, either value works
         promised = [False, True]
-    if constant == "INTERLEAVED":  # the emulation knows both
+    if constant == "INTERLEAVED":  # the emulation knows both names
         promised = ["interleave", "interleaved"]
     assert working(constant) == promised
 
@@ -61,7 +61,7 @@ def test_a_probe_finds_what_the_constant_says(constant):
     ],
 )
 def test_a_probe_finds_that_a_device_is_otherwise(constant, value, works):
-    """The emulation goes by the constants: with another it is another device."""
+    """The emulation follows the constants, so other constants make it another device."""
     with patch.object(_constraints, constant, value):
         assert working(constant) == works
 
@@ -154,7 +154,7 @@ def test_every_step_of_the_command_is_a_program_that_is_there():
 
 
 def test_the_command_says_what_is_missing_on_this_machine(tmp_path):
-    """As `make test-ascend-hardware` calls it: without the emulation, and where PyTorch loads torch_npu, and fails."""
+    """Runs as `make test-ascend-hardware` does, without the emulation. PyTorch then loads torch_npu and fails."""
     command = [sys.executable, run.__file__, str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

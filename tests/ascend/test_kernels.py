@@ -1,4 +1,4 @@
-"""The Ascend kernels over the emulation: the whole parity suite of the contracts, by limits and by products."""
+"""The Ascend kernels over the emulation: the whole parity suite of the contracts, for each limit and product."""
 
 import emulation
 import pytest
@@ -25,7 +25,7 @@ def test_kernel_keeps_its_contract(op, kernel, limits):
 @pytest.mark.parametrize("product", ["A3", "A5", "310P"])
 @each_kernel
 def test_kernel_refuses_what_a_product_does_not_have(op, kernel, product):
-    """What it does not refuse must run, within the documented limits of that product."""
+    """Whatever a kernel does not refuse must run within the documented limits of that product."""
     with emulation.mode(Limits.STRICT, DEVICES[product]):
         failed = failures(op, kernel, Limits.STRICT)
     assert not failed, "\n".join(failed)

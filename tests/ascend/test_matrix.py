@@ -1,4 +1,4 @@
-"""The Ascend page says what the kernels answer."""
+"""The Ascend page agrees with the answers of the kernels."""
 
 import re
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""The operators that the kernels call have the same schemas in the other releases of torch_npu that are served.
+"""The operators that the kernels call have the same schemas in the other supported releases of torch_npu.
 
-So a call that binds in the installed release, as every call of the other tests does, binds in those. How their Meta
-kernels and wrappers differ is not seen.
+Every call of the other tests binds in the installed release, so it binds in those releases too. This does not show
+differences between their Meta kernels and wrappers.
 """
 
 import emulation

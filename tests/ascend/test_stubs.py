@@ -1,4 +1,4 @@
-"""torch_npu imports without a driver: with its real operators, and no device that anything could run on."""
+"""torch_npu imports without a driver: with its real operators, and without a device to run them on."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""decode.py: a random model with graphs of steps of decode and without, token for token. Never run on hardware.
+"""decode.py: compares the tokens of a random model with graphs of decode steps and without. Never run on hardware.
 
-Requests end one after the other, so that batches are filled up to the sizes that were captured. Prints one line of
-JSON: why it does not work, or null.
+Requests end one after the other, so that batches are padded to the captured sizes. Prints one line of JSON: the reason
+why it does not work, or null.
 """
 
 import json
@@ -41,7 +41,7 @@ def tokens(folder: str, **arguments) -> list[list[int]]:
         SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False) for count in NUM_TOKENS
     ]
     answers = [list(output.outputs[0].token_ids) for output in llm.generate(asked, greedy, use_tqdm=False)]
-    llm.llm_engine.engine_core.shutdown()  # or the next engine finds its memory taken
+    llm.llm_engine.engine_core.shutdown()  # otherwise the next engine finds its memory taken
     return answers
 
 

@@ -1,8 +1,8 @@
 """graphs.py CASE: a kernel captured in an ACL graph on an NPU, replayed, and compared. Never run on hardware.
 
-CASE is a kernel, such as rms_norm=ascend, or one of `ANEW`: attention that is captured with the lengths of one step and
-replayed with those of another, which torch_npu passes on (`auto_dispatch_capture`, `NPUGraph.update`). Prints one line
-of JSON: why it does not work, or null.
+CASE is a kernel, such as rms_norm=ascend, or a key of `ANEW`. In the latter case, attention is captured with the
+lengths of one step and replayed with those of another, which torch_npu passes on (`auto_dispatch_capture`,
+`NPUGraph.update`). Prints one line of JSON: the reason why it does not work, or null.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from vllm_opset.ops.attention._paged_inputs import APART, PagedCase
 from vllm_opset.ops.attention.paged_batch import PagedBatch
 from vllm_opset.platform.refusals import OUTSIDE_GRAPHS
 
-# By case, the kernel, and what an update is called by the operator's parameters.
+# By case: the kernel, and the operator's parameters that an update sets.
 ANEW = {
     "new lengths, paged_attention=ascend": ("ascend", lambda lens: {"actual_seq_lengths_kv": lens}),
     "new lengths, paged_attention=ascend_atb": (
@@ -39,7 +39,7 @@ def why_not(case: str) -> str | None:
 
 
 def replayed(op_name: str, kernel_name: str) -> str | None:
-    """The first samples that a kernel supports, each captured after a call that warms it up."""
+    """Captures and replays the first samples that a kernel supports, each after a call that warms it up."""
     op, kernel = ops.BY_NAME[op_name], kernels_of(op_name)[kernel_name]
     captured = dataclasses.replace(kernel, run=in_a_graph(kernel.run))
     checks = [
@@ -67,7 +67,7 @@ def in_a_graph(run: Callable) -> Callable:
 
 
 def new_lengths(kernel_name: str, updates: Callable) -> str | None:
-    """A step of decode with shorter sequences is captured; the graph is replayed for longer ones."""
+    """Captures a decode step with shorter sequences, and replays the graph for longer ones."""
     run = kernels_of("paged_attention")[kernel_name].run
     case = PagedCase(((1, 300), (1, 129), (1, 257)), layout=APART, block_size=128)
     (query, kv_cache, batch, out), options = case.make("new lengths", "npu", DTYPE)

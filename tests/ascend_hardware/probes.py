@@ -1,8 +1,8 @@
-"""probes.py CONSTANT CANDIDATE [DEVICE]: tries on an NPU what the documents contradict each other about.
+"""probes.py CONSTANT CANDIDATE [DEVICE]: tries on an NPU the points on which the documents contradict each other.
 
-Never run on hardware. Each probe bears the name of a constant of `kernels/ascend/_constraints.py` and knows what could
-stand there. Each of these candidates is tried in a process of its own, which a wrong call may leave without a usable
-device. Prints one line of JSON: the reason why the candidate does not work, or null.
+Never run on hardware. Each probe has the name of a constant of `kernels/ascend/_constraints.py` and lists the values
+that the constant could have. Each of these candidates is tried in a process of its own, because a wrong call may leave
+the process without a usable device. Prints one line of JSON: the reason why the candidate does not work, or null.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.kernels.ascend import _constraints
 from vllm_opset.ops.attention._paged_inputs import APART, PagedCase
 
-DTYPE = torch.float16  # which every product has
+DTYPE = torch.float16  # every product supports it
 SLOTS = [31, 3, 0, 511, 130]
-NUM_KEYS, LEFT = 300, 20  # of a request over three blocks, and of a window
-# By operator, the kernel that calls it.
+NUM_KEYS, LEFT = 300, 20  # of a request over three blocks, and within a window
+# By operator: the kernel that calls it.
 CALLERS = {
     "npu_rms_norm": "rms_norm=ascend",
     "npu_add_rms_norm": "fused_add_rms_norm=ascend",
@@ -46,14 +46,16 @@ CALLERS = {
 
 @dataclass(frozen=True)
 class Probe:
-    """candidates: what may stand in the constant. why_not: tries one of them on a device. promised: whether it does."""
+    """candidates: possible values of the constant. why_not: tries one on a device. promised: whether the constant has
+    it.
+    """
 
     candidates: Callable[[], tuple]
     why_not: Callable[[str, object], str | None]
     promised: Callable[[object], bool]
 
     def attempt(self, device: str, candidate: object) -> str | None:
-        """Why a candidate does not work, or None."""
+        """The reason why a candidate does not work, or None."""
         try:
             return self.why_not(device, candidate)
         except Exception as error:
@@ -64,7 +66,7 @@ PROBES: dict[str, Probe] = {}
 
 
 def settles(constant: str, *candidates: object, promised: Callable[[object], bool] | None = None):
-    """Registers the decorated function as the probe of a constant, which is one of the candidates or holds some."""
+    """Registers the decorated function as the probe of a constant, which is one candidate or a tuple of some."""
 
     def stands_there(candidate: object) -> bool:
         value = getattr(_constraints, constant)
@@ -146,7 +148,7 @@ def interleaved(device: str, name: str) -> str | None:
 
 @settles("OPERATORS", *CALLERS, promised=lambda name: _constraints.soc() in _constraints.OPERATORS[name].socs)
 def operators(device: str, name: str) -> str | None:
-    """Whether the operator is right here, whatever products its documents name."""
+    """Whether the operator is correct here, whatever products its documents name."""
     op_name, kernel_name = CALLERS[name].split("=")
     op, kernel = ops.BY_NAME[op_name], kernels_of(op_name)[kernel_name]
     anywhere = dataclasses.replace(_constraints.OPERATORS[name], socs=(_constraints.soc(),))
@@ -175,14 +177,14 @@ class Met(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# What they share
+# Helpers
 
 
 def keys_before(device: str, num_queries: int, pre_tokens: int) -> int:
     """How many keys before its own the last query of a request sees, in a band.
 
-    All scores are equal, and each of the last keys has a column of the values for itself: what the result has there is
-    above zero where the query sees the key.
+    All scores are equal, and each of the last keys has its own column of the values. The result is above zero in the
+    columns of the keys that the query sees.
     """
     from vllm_opset.kernels.ascend import paged_attention
 
@@ -212,13 +214,13 @@ def keys_before(device: str, num_queries: int, pre_tokens: int) -> int:
 
 
 def attends(device: str, kernel_name: str, case: PagedCase) -> str | None:
-    """Why a kernel of paged_attention is wrong for a case, of whatever shape."""
+    """The reason why a kernel of paged_attention is wrong for a case, or None. The case may have any shape."""
     kernel = dataclasses.replace(kernels_of("paged_attention")[kernel_name], supports=lambda problem: None)
     return parity.check_sample(ops.paged_attention, kernel, case.sample("probe", device, DTYPE), DTYPE).failure
 
 
 def writes(device: str, operator: Callable, slots: list[int], dtype: torch.dtype) -> str | None:
-    """Why an operator does not write tokens to these slots, and nothing else."""
+    """The reason why an operator does not write tokens to exactly these slots, or None."""
     rng = torch.Generator().manual_seed(0)
     tokens = [torch.randn(len(slots), 2, 64, generator=rng).to(DTYPE) for _ in range(2)]
     caches = [torch.zeros(4, 128, 2, 64, dtype=DTYPE, device=device) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What `make test-ascend-hardware` found, as JSON for a program and as text for a person."""
+"""The findings of `make test-ascend-hardware`, as JSON for programs and as text for readers."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -13,7 +13,9 @@ TAIL = 2000  # characters of a failed step's output
 
 @dataclass(frozen=True)
 class Result:
-    """Of one step. why_not: what is wrong, or None. found: what it printed for programs. output: the rest, if wrong."""
+    """The result of one step. why_not: the error, or None. found: its output for programs. output: the rest, if it
+    failed.
+    """
 
     name: str
     seconds: float
@@ -24,7 +26,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one candidate for a constant. promised: whether the constant says that it works."""
+    """The result of one candidate for a constant. promised: whether the constant says that it works."""
 
     constant: str
     candidate: str
@@ -55,7 +57,7 @@ class Report:
         )
 
     def write(self, folder: Path) -> None:
-        """After every step, so that what was found is kept if the next one takes the machine down."""
+        """Writes the report after every step, so that the findings survive if the next step crashes the machine."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.txt").write_text(self.as_text())
         everything = {"note": NEVER, "passed": self.passed, **asdict(self)}

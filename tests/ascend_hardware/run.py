@@ -1,8 +1,8 @@
-"""run.py FOLDER: all that only an NPU can tell, in one command. Never run on hardware: `make test-ascend-hardware`.
+"""run.py FOLDER: all tests that need an NPU, in one command. Never run on hardware: `make test-ascend-hardware`.
 
-Wants an Ascend NPU, CANN with its set_env.sh sourced, and an environment with torch_npu, vLLM and this checkout. Every
-step is a process of its own, with a limit, so one that fails or hangs does not end the others. Writes report.json and
-report.txt into FOLDER after each; exits with 1 unless all is well.
+Needs an Ascend NPU, CANN with its set_env.sh sourced, and an environment with torch_npu, vLLM and this checkout. Every
+step is a process of its own with a time limit, so a step that fails or hangs does not end the others. Writes
+report.json and report.txt into FOLDER after each step; exits with 1 unless all steps succeed.
 """
 
 import importlib.metadata
@@ -25,7 +25,7 @@ MINUTE = 60
 
 @dataclass(frozen=True)
 class Step:
-    """A program. Its last line is JSON, of which `why_not` or the whole says what is wrong; or its exit code does."""
+    """A program. Its last line is JSON whose `why_not`, or the whole of it, names the error; or its exit code does."""
 
     name: str
     command: tuple[str, ...]
@@ -34,7 +34,7 @@ class Step:
 
 
 def steps() -> Iterator[Step]:
-    """What is run after the probes."""
+    """The steps that run after the probes."""
     import graphs
 
     for op in _ops_with_kernels():
@@ -65,7 +65,7 @@ def probe_steps() -> Iterator[tuple[Step, str, object, bool]]:
 
 
 def run(step: Step) -> Result:
-    """Runs a step to its end, or its limit."""
+    """Runs a step to its end, or to its limit."""
     started = time.monotonic()
     try:
         done = subprocess.run(step.command, capture_output=True, text=True, timeout=step.minutes * MINUTE, cwd=ROOT)
@@ -85,7 +85,9 @@ def run(step: Step) -> Result:
 
 
 def machine() -> dict:
-    """What the report is of. No names of hosts or people. PyTorch, which may fail to be imported, is not."""
+    """The machine that the report describes, without names of hosts or people. It does not import PyTorch, which may
+    fail.
+    """
     names = {dist.name.lower().replace("-", "_") for dist in importlib.metadata.distributions()}
     versions = {
         name: importlib.metadata.version(name)
@@ -102,10 +104,10 @@ def machine() -> dict:
 
 
 def why_no_device() -> str | None:
-    """Why there is nothing to test on, with the cure, or None. Imports torch_npu if it can be had."""
+    """The reason why no device can be tested, with the cure, or None. Imports torch_npu if possible."""
     from vllm_opset.kernels import ascend
 
-    if reason := ascend.missing():  # before torch is imported, which would load torch_npu, and fail
+    if reason := ascend.missing():  # before torch is imported, which would load torch_npu and fail
         return reason
     import torch
 

@@ -1,7 +1,7 @@
-"""serve.py [PLATFORM]: the tiny model through `vllm serve` on a platform, asked the questions it was not trained on.
+"""serve.py [PLATFORM]: asks the tiny model, through `vllm serve` on a platform, the questions it was not trained on.
 
-Never run on hardware. Prints one line of JSON: how many answers are right, of how many, the choices of kernels that the
-server logged, and what is wrong.
+Never run on hardware. Prints one line of JSON: the number of right answers, the number of questions, the choices of
+kernels that the server logged, and the errors.
 """
 
 import json
@@ -16,14 +16,14 @@ from processes import Server
 from questions import HELD_OUT, REQUIRED, grade
 
 QUESTIONS = 100
-KERNEL_ROWS = 20  # of the table that the server logs, with what follows it
-# A dtype that all of the NPU's kernels take, and the block size that its documents agree on.
+KERNEL_ROWS = 20  # of the table that the server logs, including the lines after it
+# A dtype that all of the NPU's kernels take, and the block size on which its documents agree.
 ARGUMENTS = {"npu": ("--dtype", "bfloat16", "--block-size", "128")}
 
 
 def answers(platform: str, questions: int = QUESTIONS) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        # CANN's set_env.sh puts Python packages of its own there, which `Server` would leave out.
+        # CANN's set_env.sh puts its own Python packages there, and `Server` would leave them out.
         search = {"PYTHONPATH": path} if (path := os.environ.get("PYTHONPATH")) else {}
         server = Server(Path(folder) / "log", *ARGUMENTS.get(platform, ()), OPSET_PLATFORM=platform, **search)
         try:

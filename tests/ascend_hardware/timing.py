@@ -1,7 +1,7 @@
-"""timing.py [DEVICE]: how long each Ascend kernel takes, call after call, beside its op's reference on the same device.
+"""timing.py [DEVICE]: the time of each Ascend kernel, call after call, beside its op's reference on the same device.
 
-Never run on hardware. The clock's time of many calls in a row, so the larger of what the host and the device need; no
-claim about caches. Prints one line of JSON: rows of op, kernel, case and microseconds.
+Never run on hardware. It measures the wall-clock time of many calls in a row, which is the longer of host and device
+time. It makes no claim about caches. Prints one line of JSON: rows of op, kernel, case and microseconds.
 """
 
 import json
@@ -17,7 +17,7 @@ from vllm_opset.ops.attention._paged_inputs import APART, PagedCase
 from vllm_opset.ops.contract import Op, Sample
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SECONDS = 0.2  # to spend on one case
+SECONDS = 0.2  # spent on one case
 BLOCK = {"layout": APART, "block_size": 128, "head_size": 128, "num_heads": 32, "num_kv_heads": 8}
 ATTENTION = {
     "decode B1 ctx1024": PagedCase(((1, 1024),), **BLOCK),
@@ -27,7 +27,7 @@ ATTENTION = {
 
 
 def real_sizes(op: Op, device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    """Of models, but that the cache's op has only the contract's samples with keys and values apart."""
+    """Problem sizes of models. For the cache's op, only the contract's samples have keys and values apart."""
     if op is ops.paged_attention:
         yield from (case.sample(name, device, dtype) for name, case in ATTENTION.items())
     elif op is ops.reshape_and_cache:

@@ -1,4 +1,4 @@
-"""The attention backend as vLLM uses it: what it says of itself, and a layer's cache written and attended."""
+"""The attention backend as vLLM uses it: its properties, and a layer's cache written and attended."""
 
 import dataclasses
 import importlib.util
@@ -134,7 +134,7 @@ CASES = {
 
 
 def attended(layer, query, kv_cache, step, output):
-    """The problem of the layer's call: what selection is to be told of it before the first step."""
+    """The problem of the layer's call, which selection must know before the first step."""
     return ops.paged_attention.describe(query, kv_cache, step.batch, output, **layer._attend.keywords)
 
 
@@ -252,7 +252,7 @@ def test_the_kernel_is_the_chosen_one():
 
 
 def test_the_layout_of_both_interfaces():
-    """Until 0.28 the backend gives the shape; since 0.29 vLLM does, and it is the same."""
+    """Until 0.28 the backend gives the shape; since 0.29 vLLM does. Both shapes are the same."""
     from vllm_opset.attention.backend import OpsetAttentionBackend as Backend
 
     assert Backend.get_kv_cache_shape(NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE) == empty_cache().shape

@@ -1,4 +1,4 @@
-"""The benchmark command, on a CPU: what it writes, what it flags, what it leaves out with a reason."""
+"""The benchmark command, on a CPU: its output, the results that it flags, and the cases it omits with a reason."""
 
 import dataclasses
 import inspect
@@ -91,7 +91,7 @@ def test_what_cannot_do_a_case_is_left_out_with_its_reason():
 
 
 def failing(error: Exception, calls: int = 0, off: float = 1.0):
-    """A kernel that raises after so many calls, of which each gives a result that is off by a factor."""
+    """A kernel that raises after this number of calls. Until then, each result is wrong by a factor."""
     left = iter(range(calls))
 
     def run(*args, **kwargs):
@@ -128,7 +128,7 @@ def test_a_kernel_of_ours_that_does_not_support_a_case_is_left_out():
 
 
 def test_a_reference_that_cannot_be_timed_is_left_out():
-    """References may read lengths back, which a CUDA graph cannot hold."""
+    """References may read lengths back, which a CUDA graph cannot capture."""
     function = failing(RuntimeError("not while capturing"), calls=1)
     reference = candidate(function, REFERENCE, peer=False)
     result = measure(ops.rms_norm, SAMPLE, reference, "cpu", torch.float32, CEILINGS)
@@ -170,7 +170,7 @@ def test_a_time_that_says_little_is_marked_and_noted(seconds, spread, cell, doub
 
 
 def test_calls_do_not_share_their_operands():
-    """A call that mutates its input sees a fresh one, or its own from a round before, but never another's."""
+    """A call that mutates its input gets a fresh input, or its own from an earlier round, but never another call's."""
     x, seen = torch.zeros(1 << 16), set()
 
     def run(x):
@@ -195,7 +195,7 @@ def test_on_a_cpu_the_reference_is_a_candidate():
 
 
 def drawing(draw) -> Candidate:
-    """A peer that draws a token of each row's processed logits."""
+    """A peer that draws a token from each row's processed logits."""
 
     def run(*args, **kwargs):
         _, kept = ops.top_k_top_p_sample.reference(*args, **kwargs | {"processed": "logits"})

@@ -16,7 +16,7 @@ from vllm_opset.bench.compare_report import Report, as_plain
 from vllm_opset.cli import app
 
 KIB, GIB = 2**10, 2**30
-# Of one token, as the published configurations give it.
+# Bytes of one token, from the published configurations.
 KV_BYTES = {
     "gemma-2-9b": 336,
     "llama-3.1-8b": 128,
@@ -27,7 +27,7 @@ KV_BYTES = {
     "tiny": 2,
 }
 
-# Compiles a kernel for a GPU that need not be there; the second time, Triton finds it in its cache.
+# Compiles a kernel for a GPU that may be absent; the second time, Triton finds it in its cache.
 COMPILES = """
 import engine_probe, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -42,7 +42,7 @@ for _ in range(2):
 print(*engine_probe._compiled)
 """
 
-# What an engine says when it is up.
+# The report of an engine that is up.
 NOTHING_STARTED = {"versions": {}, "platform": "none", "device": None, "compiled": []}
 
 
@@ -51,7 +51,7 @@ def command(*words: str, **variables: object):
 
 
 def command_here(*words: str):
-    """For what ends before an engine starts."""
+    """Runs in this process a command that ends before an engine starts."""
     return CliRunner().invoke(app, ["bench", "e2e", *words])
 
 
@@ -138,7 +138,8 @@ def test_wrong_words_are_errors_with_a_hint(words, hint):
 def test_two_engines_side_by_side(tmp_path):
     files = {name: tmp_path / name for name in ("results.json", "page.md", "logs")}
     outputs = ("--json", files["results.json"], "--markdown", files["page.md"], "--logs", files["logs"])
-    # Another batch size, and vLLM in one process: the tokens are the same, as no request's depend on the others.
+    # Uses another batch size, and vLLM in one process. The tokens are the same, because no request depends on the
+    # others.
     again = {"max_num_seqs": 4, "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
     wanted = ("--model", "tiny", "--case", "8x*", "--repetitions", "2", "--warm")
     wanted += ("--variant", f"again={json.dumps(again)}")
@@ -234,7 +235,7 @@ def test_what_was_done_before_an_interruption_is_reported(tmp_path):
 
 
 def test_an_engine_that_fails_ends_the_command_with_its_log_and_leaves_no_process(tmp_path):
-    """The first one: another would take as long to start as all of this."""
+    """The first failing engine ends the command: starting another would take as long as the rest of the test."""
     broken = 'opset={"no_such_argument": 1}'
     finished = command("--model", "tiny", "--warm", "--variant", broken, "--logs", tmp_path)
     assert finished.code == 1, finished
@@ -246,4 +247,4 @@ def _writes_to(process: psutil.Process, folder: Path) -> bool:
     try:
         return any(Path(file.path).is_relative_to(folder) for file in process.open_files())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return False  # ended meanwhile, or another user's
+        return False  # it ended meanwhile, or is another user's

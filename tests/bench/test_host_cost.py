@@ -1,4 +1,4 @@
-"""benchmarks/host_cost.py: an engine whose kernels are launched into the void."""
+"""benchmarks/host_cost.py: an engine whose kernel launches do nothing."""
 
 import importlib.util
 import os

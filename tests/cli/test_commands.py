@@ -18,7 +18,7 @@ from vllm_opset.cli.parity import OUTCOMES
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.ascend import CANN_LIBRARIES
 
-# A kernel that parity must find out, and one that says what it cannot do.
+# A kernel that parity must reject, and one that states its limits.
 USERS_KERNELS = """
 import torch
 from vllm_opset import ops
@@ -32,19 +32,19 @@ def supports(problem):
 def silu_and_mul(x):
     return 1.001 * ops.silu_and_mul(x)
 """
-# By a model of its kind, with questions of which some are sampled and penalised.
+# Ops of a model of this kind; some of its questions are sampled and penalised.
 USED_BY_QWEN3 = {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul"}
 USED_BY_QWEN3 |= {"reshape_and_cache", "paged_attention", "apply_penalties", "top_k_top_p_sample"}
 
 
 def command(*words: str, **variables: object) -> Finished:
-    """In a process of its own."""
+    """Runs the command in a process of its own."""
     return run("vllm-opset", *words, COLUMNS=200, OMP_NUM_THREADS=1, **variables)
 
 
 @pytest.fixture
 def command_here(monkeypatch):
-    """In this process, which is quicker: `command_here("ops", OPSET_KERNELS="…")`. For what needs no vLLM."""
+    """Runs commands that need no vLLM in this process, which is faster: `command_here("ops", OPSET_KERNELS="…")`."""
     monkeypatch.setattr(selection, "_overrides", None)
     monkeypatch.setattr(selection, "_choices", {})
     for name in ("OPSET_PLATFORM", "OPSET_KERNELS", "OPSET_CONFIG", "OPSET_IMPORT", "VLLM_PLUGINS"):
@@ -141,7 +141,7 @@ def test_doctor_says_what_is_wrong_and_the_cure(command_here, variables, what, c
     elsewhere = kernel.Kernel("rms_norm", "elsewhere", "tests", ("npu",), kernel.everything, print)
     kernels_of("rms_norm")
     monkeypatch.setitem(kernel._registry["rms_norm"], "elsewhere", elsewhere)
-    monkeypatch.setattr(doctor, "_kernels", lambda *_: [])  # which takes seconds
+    monkeypatch.setattr(doctor, "_kernels", lambda *_: [])  # listing them takes seconds
     finished = command_here("doctor", **variables)
     assert finished.exit_code == 1, finished.output
     (line,) = [line for line in finished.output.splitlines() if line.startswith("NOT USED: ")]
@@ -162,7 +162,7 @@ def test_doctor_names_the_cure_where_two_platform_plugins_meet(tmp_path):
 
 
 def test_doctor_lists_kernels_in_the_order_of_the_samples():
-    """Not in that of a set, which differs from run to run."""
+    """The order is not that of a set, which differs from run to run."""
     rows = doctor._kernels("cpu", torch.bfloat16)
     for op in ops.ALL:
         dtype = torch.bfloat16 if torch.bfloat16 in op.dtypes else op.dtypes[0]
@@ -187,7 +187,7 @@ def test_doctor_says_why_the_platform_cannot_be_had():
 
 @pytest.fixture
 def torch_npu(tmp_path):
-    """Makes a package that `import torch` loads, as the real one is: `torch_npu("what its import does")`."""
+    """Makes a package that `import torch` loads, as it loads the real one: `torch_npu("what its import does")`."""
 
     def make(code: str) -> None:
         (tmp_path / "torch_npu.py").write_text(f"{code}\ndef _autoload(): ...\n")
@@ -223,7 +223,7 @@ def test_doctor_is_content_where_torch_does_not_load_torch_npu(torch_npu, tmp_pa
 
 
 def test_doctor_says_that_torch_npu_cannot_be_imported(torch_npu, tmp_path):
-    """Over libraries of the names that CANN's have."""
+    """Uses libraries with the names of CANN's libraries."""
     torch_npu("raise ImportError('undefined symbol: aclrtWhatever')")
     for library in CANN_LIBRARIES:
         build = run("g++", "-x", "c++", "/dev/null", "-shared", "-o", tmp_path / library)

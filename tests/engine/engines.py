@@ -1,4 +1,4 @@
-"""Engines in this process, what the tests ask them, and what these answer."""
+"""Engines in this process, the requests of the tests, and the engines' answers."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -7,21 +7,21 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-# An engine in the test's own process starts in a few seconds.
+# With these, an engine in the test's own process starts in a few seconds.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "OPSET_COUNT_CALLS": "1",
     "OPSET_NUM_THREADS": "1",
 }
-# A GPU has room for engines of other tests beside this one, and for what an engine that ended has not given back.
+# The GPU also holds engines of other tests, and memory that an ended engine has not returned yet.
 ON_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
 NUM_TOKENS = 32
 
 
 @contextmanager
 def running(path, **arguments) -> Iterator:
-    """An engine for the model at `path`, in fp32 and in this process; gone afterwards."""
+    """An engine for the model at `path`, in fp32 and in this process; it is shut down afterwards."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -52,12 +52,12 @@ def generate(llm, prompts: Sequence[Sequence[int]], lora_request=None, **samplin
 
 
 def tokens(outputs) -> list[list[int]]:
-    """Of the first answer to each prompt."""
+    """The tokens of the first answer to each prompt."""
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 def report(llm) -> list[dict]:
-    """The kernels that were chosen, and how often they ran: the rows of the only worker."""
+    """The chosen kernels and their call counts: the rows of the only worker."""
     (rows,) = llm.collective_rpc("opset_report")
     return rows
 
@@ -72,5 +72,5 @@ def served(llm) -> dict[str, set[str]]:
 
 
 def counter(llm, name: str) -> int:
-    """One of vLLM's metrics, since the engine was started."""
+    """One of vLLM's metrics, counted since the engine started."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")

@@ -1,4 +1,4 @@
-"""A worker on a CPU that fuses as the one on GPUs does, so that this is tried on whole models."""
+"""A worker on a CPU that fuses like the worker on GPUs, so that tests can try fusing on whole models."""
 
 from vllm_opset.model import fusion
 from vllm_opset.platform.cpu.worker import OpsetCpuWorker
@@ -11,5 +11,5 @@ class FusingWorker(OpsetCpuWorker):
         fusion.bind(self.model_runner.get_model(), self.vllm_config)
 
     def lost_parameters(self) -> list[str]:
-        """Those that can no longer be found by the name that a checkpoint has for them."""
+        """The parameters that no longer have the name that a checkpoint uses for them."""
         return sorted(self.parameters_before - {name for name, _ in self.model_runner.get_model().named_parameters()})

@@ -1,4 +1,4 @@
-"""Random models of a few thousand parameters, with logits that are far enough apart to compare tokens."""
+"""Random models of a few thousand parameters. Their logits are far enough apart to compare tokens."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers import models as architectures
 
 VOCABULARY = 320
-# Wide enough that the logits of two tokens are seldom close: the default would make them all but equal.
+# Wide enough that the logits of two tokens are seldom close: the default would make them nearly equal.
 SPREAD = 0.3
 
 SMALL = {
@@ -44,25 +44,25 @@ CONFIGS = {
     ),
     # Its layers take keyword arguments that they do not use.
     "gemma3": lambda: architectures.Gemma3TextConfig(**GROUPED, sliding_window=32, query_pre_attn_scalar=32),
-    # Only layers with a window rotate.
+    # Only layers with a window use rotary embedding.
     "exaone4": lambda: architectures.Exaone4Config(
         **GROUPED, sliding_window=32, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
     ),
     "gpt_neox": lambda: architectures.GPTNeoXConfig(**SMALL, rotary_pct=0.25),
 }
 
-# Tokens of the prompts: one, fewer and more than a page, more than a window, more than what a step takes at a time.
+# Prompt lengths: one token, less and more than a page, more than a window, more than a step takes at a time.
 LENGTHS = (1, 7, 16, 40, 77, 150)
 
 
 def build(name: str, folder: Path, seed: int = 0, **changes) -> PreTrainedModel:
-    """The model by that name, saved to the folder. The same weights for a seed every time. changes: to its config."""
+    """Saves the model of that name to the folder. The same seed gives the same weights. changes: to its config."""
     torch.manual_seed(seed)
     config = CONFIGS[name]()
     config.update(changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     for parameter in model.parameters():
-        # The weights of norms, and biases: transformers leaves them at 1 and 0, where no mistake with them would show.
+        # transformers leaves norm weights and biases at 1 and 0, where no mistake with them would show.
         if parameter.ndim == 1:
             parameter.data += SPREAD * torch.randn_like(parameter)
     model.save_pretrained(folder)
@@ -76,7 +76,7 @@ def prompts(lengths=LENGTHS) -> list[list[int]]:
 
 @torch.inference_mode()
 def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[list[int], float]:
-    """transformers' greedy answer, and the smallest distance of a chosen token's logit from the next best."""
+    """The greedy answer of transformers, and the smallest margin of a chosen token's logit over the next best."""
     result = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -92,7 +92,7 @@ def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tupl
 
 
 def add_tokenizer(folder: Path) -> None:
-    """A tokenizer with a token for every byte, beside a model."""
+    """Adds a tokenizer with a token for every byte to a model's folder."""
     specials = ["<bos>", "<eos>", "<pad>"]
     pieces = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     pieces += [f"<unused {i}>" for i in range(VOCABULARY - len(pieces))]

@@ -1,6 +1,6 @@
-"""Prints, as JSON, the functions and classes of vLLM and PyTorch that an engine replaces. In a process of its own.
+"""Prints, as JSON, the functions and classes of vLLM and PyTorch that an engine replaces. Run in a process of its own.
 
-Its argument is the folder of a model; its input, the modules to import before, as JSON.
+Its argument is the folder of a model. Its standard input lists the modules to import first, as JSON.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ CODE = (types.FunctionType, types.BuiltinFunctionType, type, staticmethod, class
 
 
 def code(value) -> int | None:
-    """What `changes.identity` is here: much else differs once an engine has run, such as its groups of processes."""
+    """Replaces `changes.identity`, because a running engine changes many other values, such as its process groups."""
     return id(value) if isinstance(value, CODE) else None
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     for name in json.load(sys.stdin):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    # What is replaced once on GPUs is not listed by the test.
+    # The test does not list attributes that are replaced once on GPUs, so the comparison starts after serving there.
     before = after_serving(folder) if torch.cuda.is_available() else changes.snapshot()
     after = after_serving(folder)
     owners = {name.rsplit(".", 1)[0] for name in before}

@@ -1,4 +1,4 @@
-"""What only a GPU can show of an engine: graphs, the launches of a layer, nothing compiled while serving."""
+"""Engine properties that need a GPU: graphs, the launches of a layer, and no compilation while serving."""
 
 import functools
 import itertools
@@ -24,10 +24,10 @@ SETTINGS = {
     "graphs in pieces alone": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "chunks and preemption": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40},
 }
-# bf16 has 8 bits of mantissa, and these models spread their logits over some ten units: what fp32 gives moves by
-# a few hundredths, and by more where a sum of several layers is close to zero.
+# bf16 has 8 bits of mantissa, and these models spread their logits over some ten units. Compared with fp32, values
+# change by a few hundredths, and by more where a sum of several layers is close to zero.
 BF16_LOGPROBS = 0.25
-# The same request in another batch: other tiles, and so other orders of sums, in the matrix products.
+# The bound for the same request in another batch: the matrix products use other tiles and other orders of sums.
 BATCH_LOGPROBS = 0.1
 
 
@@ -38,7 +38,7 @@ def qwen(tmp_path_factory):
 
 
 def chosen_logprobs(output) -> torch.Tensor:
-    """Of the tokens of one answer."""
+    """The log-probabilities of the tokens of one answer."""
     answer = output.outputs[0]
     return torch.tensor([step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)])
 
@@ -53,14 +53,14 @@ def test_tokens_equal_those_of_transformers(setting, qwen, engine):
 
 
 def test_prompts_are_replayed_in_pieces(qwen, engine, monkeypatch):
-    """Without a compiler: whole graphs for decode, and for all other steps graphs that break at each attention."""
+    """Without a compiler, decode uses whole graphs. All other steps use graphs that break at each attention."""
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture as Capture
 
     replay, breaks = Capture.replay, []
     monkeypatch.setattr(Capture, "replay", lambda self: breaks.append(self.num_eager_breaks) or replay(self))
     with engine(qwen[0]) as llm:
         generate(llm, models.prompts()[1:2], max_tokens=4)
-    # Of decode, some releases replay whole graphs by this class too.
+    # Some releases use this class for the whole graphs of decode too.
     assert breaks[0] == qwen[1].config.num_hidden_layers and not any(breaks[1:])
 
 
@@ -74,7 +74,7 @@ def test_references_are_not_captured(qwen, engine):
 
 @pytest.mark.parametrize("arguments", [{}, {"kv_cache_dtype": "fp8"}], ids=["bf16", "bf16, fp8 cache"])
 def test_logprobs_in_bfloat16_are_near_those_in_fp32(arguments, qwen, engine):
-    """Of the reference's own answers, as a prompt, so that one token more or less does not end the comparison."""
+    """Uses the reference's own answers as prompts, so that a different token does not end the comparison."""
     folder, reference = qwen
     answers = [prompt + models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in models.prompts()]
     with engine(folder, dtype="bfloat16", **arguments) as llm:
@@ -110,7 +110,7 @@ def test_nothing_is_compiled_while_serving(qwen, engine):
     import triton
 
     compiled = []
-    # Steps that take the last few tokens of a prompt, and block tables whose rows 16 does not divide.
+    # Covers steps that take the last few tokens of a prompt, and block tables whose row length is not a multiple of 16.
     unusual = {"max_num_batched_tokens": 64, "max_model_len": 384}
     with engine(qwen[0], dtype="bfloat16", **unusual) as llm, pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **info: compiled.append(info["repr"]))
@@ -122,7 +122,7 @@ def test_nothing_is_compiled_while_serving(qwen, engine):
 
 
 def kinds(events) -> list[str]:
-    """Kernels in the order they ran: ours by name, all launches of one matrix product as one "gemm"."""
+    """Kernels in the order they ran: ours by name, and all launches of one matrix product as one "gemm"."""
     ours = ("_rope_cache", "attend_decode", "_fused_add_rms_norm", "_gated", "_linear")
     gemms = ("nvjet", "gemm", "cutlass", "splitK", "gemv")
     names = []
@@ -134,7 +134,7 @@ def kinds(events) -> list[str]:
 
 
 def test_a_layer_launches_what_it_should_and_nothing_else(qwen, engine):
-    """Between the attentions of two layers in a decode step."""
+    """Checks the launches between the attentions of two layers in a decode step."""
     from torch.profiler import ProfilerActivity, profile
 
     with engine(qwen[0], dtype="bfloat16", enforce_eager=True) as llm:
@@ -146,4 +146,4 @@ def test_a_layer_launches_what_it_should_and_nothing_else(qwen, engine):
     parts = ["_fused_add_rms_norm", "_gated", "_fused_add_rms_norm", "_rope_cache"]
     layer = [name for part in parts for name in ("_linear", part)]
     between = [ran[a + 1 : b] for a, b in itertools.pairwise(attentions)]
-    assert between.count(layer) >= 2 * 6, between[:6]  # of three layers, two follow another; of some eight steps
+    assert between.count(layer) >= 2 * 6, between[:6]  # of three layers, two follow another; there are some eight steps

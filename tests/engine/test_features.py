@@ -1,4 +1,4 @@
-"""What vLLM's engine offers, on opset's platform. Few engines, each with many features."""
+"""vLLM's engine features on opset's platform. Few engines, each with many features."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from engines import NUM_TOKENS, counter, generate, report, tokens
 from vllm_opset.selection import PREFERENCE
 
 REPLACED = Path(__file__).with_name("replaced.py")
-# Functions that an engine replaces on a CPU, and who does it.
+# Functions that an engine replaces on a CPU, and the code that replaces them.
 ALLOWED = {
     "torch.accelerator.empty_cache": "vLLM's own model runner for CPUs, which opset's extends",
     "torch.accelerator.synchronize": "vLLM's own model runner too",
@@ -39,14 +39,14 @@ def qwen(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(qwen, engine):
-    """With a KV cache of 40 pages, which does not hold the prompts of these tests at a time."""
+    """An engine with a KV cache of 40 pages, which cannot hold the prompts of these tests all at once."""
     with engine(qwen[0], max_num_batched_tokens=64, num_gpu_blocks_override=40, max_logprobs=-1) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def greedy(qwen):
-    """transformers' answers to all prompts."""
+    """The answers of transformers to all prompts."""
     return [models.generate(qwen[1], prompt, NUM_TOKENS)[0] for prompt in models.prompts()]
 
 
@@ -65,7 +65,7 @@ def test_cached_prefixes_change_no_token(llm, qwen):
 
 
 def test_log_probabilities_of_prompt_and_answer(llm, qwen):
-    """All of them, against transformers' logits."""
+    """Compares all log-probabilities with transformers' logits."""
     prompt = models.prompts([77])[0]
     (output,) = generate(llm, [prompt], logprobs=-1, prompt_logprobs=-1, max_tokens=4)
     ids = prompt + list(output.outputs[0].token_ids)
@@ -104,7 +104,7 @@ def test_structured_output(llm):
         arguments = {"structured_outputs": constraint, "ignore_eos": False, "temperature": 0.5, "seed": 3}
         outputs = generate(llm, models.prompts([7, 40]), **arguments)
         for answer in tokens(outputs):
-            # Not `text`: the random prompts may end within a character.
+            # Not `text`: the random prompts may end in the middle of a character.
             text = llm.get_tokenizer().decode(answer, skip_special_tokens=True)
             assert re.fullmatch(pattern, text), text
 
@@ -134,7 +134,7 @@ def test_settings_that_change_no_token(arguments, qwen, engine, greedy):
 
 @pytest.mark.parametrize("arguments", [{"dtype": "bfloat16"}, {"dtype": "float16"}])
 def test_half_precision_agrees_with_full(arguments, qwen, engine):
-    """The greedy tokens of a random model differ sooner or later; its log-probabilities must not, by much."""
+    """The greedy tokens of a random model differ sooner or later. Its log-probabilities must stay close."""
     prompt = models.prompts([77])[0]
     with torch.inference_mode():
         expected = qwen[1](torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -144,7 +144,7 @@ def test_half_precision_agrees_with_full(arguments, qwen, engine):
     for step, logprobs in enumerate(output.prompt_logprobs[1:]):
         row = torch.tensor([logprobs[token].logprob for token in range(models.VOCABULARY)])
         errors.append((row - expected[step]).abs().mean())
-    # Three layers of roundings to 8 bits at worst, of logits of the order of 10.
+    # The worst case is three layers of roundings to 8 bits, of logits of the order of 10.
     assert torch.stack(errors).mean() < 0.2
     assert math.isfinite(torch.stack(errors).max())
 
@@ -164,7 +164,7 @@ def test_overrides_reach_the_kernels(kernel, qwen, engine, greedy):
         "reshape_and_cache",
     )
     overrides = {"opset": {"kernels": dict.fromkeys(names, kernel)}}
-    # References cannot be captured in a graph, where there are graphs.
+    # Graphs cannot capture references, where there are graphs.
     with engine(qwen[0], additional_config=overrides, enforce_eager=True) as llm:
         assert tokens(generate(llm, models.prompts())) == greedy
         rows = report(llm)
@@ -200,7 +200,7 @@ def test_encoder_only_models_embed_as_transformers_does(engine, tmp_path):
 
 @pytest.mark.usefixtures("llm")  # whose modules are imported before anything is compared
 def test_an_engine_replaces_no_function_of_vllm(qwen):
-    """An engine has objects of its own, and leaves vLLM's alone. What loading the plugin changes is another test's."""
+    """An engine has objects of its own and leaves vLLM's functions alone. Another test covers loading the plugin."""
     modules = [name for name in sys.modules if name.startswith("vllm.")]
     process = subprocess.run(
         [sys.executable, REPLACED, qwen[0]],

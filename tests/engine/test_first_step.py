@@ -1,4 +1,4 @@
-"""Kernels are called before an engine is ready: what fails then fails no request."""
+"""Kernels are called before an engine is ready, so that a failing kernel fails no request."""
 
 import models
 import pytest
@@ -21,7 +21,7 @@ def called() -> set[tuple[str, str]]:
 
 
 def test_what_requests_call_was_called_before(engine, tmp_path, monkeypatch):
-    """And is counted for requests alone."""
+    """Warm-up calls every kernel that requests call, and the counters count requests alone."""
     models.build("qwen3", tmp_path)
     before, forget_calls = set(), warm_up.forget_calls
     monkeypatch.setattr(warm_up, "forget_calls", lambda: (before.update(called()), forget_calls()))

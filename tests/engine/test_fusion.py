@@ -1,4 +1,4 @@
-"""Rotary embedding, norms of query and key, and cache write in one call: whole models, against the same without it."""
+"""Rotary embedding, norms of query and key, and cache write in one call: whole models, compared with no fusion."""
 
 import copy
 import functools
@@ -11,7 +11,7 @@ from engines import generate, report, served, tokens
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.window,
-    # There every engine does it, and test_engine_on_gpu.py counts its launches.
+    # On a GPU every engine fuses, and test_engine_on_gpu.py counts its launches.
     pytest.mark.skipif(torch.cuda.is_available(), reason="a worker for CPUs that fuses: runs where there is no GPU"),
 ]
 
@@ -30,7 +30,7 @@ def generated(llm) -> list[list[int]]:
 
 
 def calls(llm) -> dict[str, int]:
-    """By op, of the kernels that one worker chose."""
+    """The calls of the kernels that one worker chose, by op."""
     return {row["op"]: row["calls"] for row in report(llm)}
 
 
@@ -40,7 +40,7 @@ def embedded(llm) -> torch.Tensor:
 
 
 def without_fusing(engine, path, ask=generated, parts=PARTS, **arguments):
-    """What is answered where nothing waits. Nobody has this engine any more when the next one starts."""
+    """The answers without fusion. The engine is gone before the next one starts."""
     with engine(path, **{"max_num_batched_tokens": 64, **arguments}) as llm:
         answers = ask(llm)
         assert served(llm).keys() >= parts
@@ -56,7 +56,7 @@ def test_tokens_are_the_same(name, engine, tmp_path):
     models.build(name, tmp_path)
     expected = without_fusing(engine, tmp_path)
     with fusing(engine, tmp_path) as llm:
-        # Once each, when it is tried whether the parts can wait.
+        # Each layer's parts run once when fusing is tried out.
         tried = calls(llm)
         assert generated(llm) == expected
         assert llm.collective_rpc("lost_parameters") == [[]]
@@ -104,7 +104,7 @@ def test_nothing_waits_where_parts_do_not_run_together(changes):
 
 
 def test_replayed_pieces_have_the_positions_they_were_captured_with():
-    """Nobody calls the rotary embedding then, and the last to call it may have been a step of another size."""
+    """A replay does not call the rotary embedding. The last call of it may have come from a step of another size."""
     from vllm.config import CUDAGraphMode, VllmConfig
     from vllm.forward_context import BatchDescriptor, set_forward_context
 
@@ -129,13 +129,13 @@ def test_replayed_pieces_have_the_positions_they_were_captured_with():
 
 
 def _derived(rotary):
-    """As a rotary embedding of a class that is told more than positions."""
+    """The same rotary embedding, but of a class whose forward takes more than positions."""
     other = copy.copy(rotary)
     other.__class__ = type("Derived", (type(rotary),), {"forward_oot": lambda self, positions, query, key: None})
     return other
 
 
-# What opset's attention, norms and rotary embedding of a layer may be like that cannot be one launch.
+# Layers whose attention, norms or rotary embedding prevent a single launch.
 OTHERWISE = {
     "attention writes no cache": lambda layer: (vars(layer.attn.impl), "writes_cache", False),
     "attention finds scales": lambda layer: (vars(layer.attn), "calculate_kv_scales", True),
@@ -167,7 +167,7 @@ def test_layers_whose_parts_cannot_be_one_launch(engine, tmp_path):
 
 @pytest.mark.parametrize("scales", [(0.5, 1.0), (1.0, 0.5)], ids=["query", "key"])
 def test_parts_that_are_not_all_there_is_do_not_wait(scales, engine, tmp_path, monkeypatch):
-    """A model that does something of its own to the query or the key before its attention."""
+    """Uses a model that scales the query or the key between its norms and its rotary embedding."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.qwen3 import Qwen3Attention
 

@@ -1,4 +1,4 @@
-"""Features of engines that opset has on GPUs alone: tokens that are drafted, and adapters of the weights."""
+"""Engine features that opset has on GPUs alone: drafted tokens and LoRA adapters."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ def compiled_in(patch) -> list[str]:
 @pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
 def test_drafts_by_n_grams_change_no_token(arguments, engine, tmp_path, monkeypatch):
     reference = models.build("qwen3", tmp_path)
-    prompts = [prompt * 3 for prompt in models.prompts() if len(prompt) < 60]  # that have something to repeat
+    prompts = [prompt * 3 for prompt in models.prompts() if len(prompt) < 60]  # these have something to repeat
     expected = [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
     with engine(tmp_path, speculative_config=DRAFTS, **arguments) as llm:
         compiled = compiled_in(monkeypatch)
@@ -47,7 +47,7 @@ def test_drafts_by_n_grams_change_no_token(arguments, engine, tmp_path, monkeypa
 
 
 def adapter(model, folder) -> None:
-    """A random adapter of all matrices of the layers, saved to the folder, and merged into the model."""
+    """Saves a random adapter of all matrices of the layers to the folder, and merges it into the model."""
     torch.manual_seed(3)
     tensors = {}
     for name, module in model.named_modules():
@@ -64,7 +64,7 @@ def adapter(model, folder) -> None:
 
 
 def mean_error(model, prompts, outputs) -> float:
-    """Of the log-probabilities of the tokens that were chosen, to what the model gives for them in fp32."""
+    """The mean error of the chosen tokens' log-probabilities, compared with the model's values in fp32."""
     errors = []
     for prompt, output in zip(prompts, outputs, strict=True):
         answer = list(output.outputs[0].token_ids)

@@ -1,4 +1,4 @@
-"""The accuracy gate in the model's own dtype; tests/serve/test_accuracy.py has it in float32, over HTTP."""
+"""The accuracy gate in the model's own dtype; tests/serve/test_accuracy.py runs it in float32, over HTTP."""
 
 import pytest
 from questions import HELD_OUT, MODEL, REQUIRED, grade

@@ -1,4 +1,4 @@
-"""What the attention layers are told of lengths on the host is what is on the device, to the number, in every step."""
+"""The lengths on the host that attention layers get equal those on the device exactly, in every step."""
 
 import models
 import pytest
@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.window]
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_lengths_on_the_host_are_those_of_the_device(engine, tmp_path, monkeypatch, async_scheduling):
-    """Chunked prompts, cached prefixes, preemption."""
+    """Covers chunked prompts, cached prefixes and preemption."""
     from vllm_opset.attention.metadata import OpsetMetadataBuilder
 
     steps, build = [], OpsetMetadataBuilder.build

@@ -1,12 +1,12 @@
-"""Whole models against transformers' own greedy generation, in fp32, token for token."""
+"""Whole models compared with transformers' own greedy generation, in fp32, token for token."""
 
 import models
 import pytest
 from engines import generate, served, tokens
 
 NUM_TOKENS = 48
-# Where two logits all but tie, either token would be right, and the model would prove nothing. The logits are of the
-# order of 10, and fp32 leaves about 1e-5 of them open.
+# If two logits nearly tie, either token would be right, and the model would prove nothing. The logits are of the order
+# of 10, and fp32 leaves about 1e-5 of them open.
 MARGIN = 1e-4
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
@@ -31,7 +31,7 @@ EITHER = {"gpt_neox": {"rotary_embedding", "layer_norm"}}
 def test_greedy_tokens_equal(name, engine, tmp_path):
     reference = models.build(name, tmp_path)
     prompts = models.prompts()
-    # First: vLLM's own use of transformers' classes, for models that it has no code for, leaves them changed.
+    # transformers runs first: for models without vLLM code, vLLM uses transformers' classes and leaves them changed.
     expected = [models.generate(reference, prompt, NUM_TOKENS) for prompt in prompts]
     # Prompts are prefilled in chunks of 64 tokens, next to requests that decode.
     with engine(tmp_path, max_num_batched_tokens=64) as llm:
@@ -41,7 +41,7 @@ def test_greedy_tokens_equal(name, engine, tmp_path):
         assert margin > MARGIN, f"the model has a near-tie after {len(prompt)} tokens: choose another seed"
         assert answer == right, f"prompt of {len(prompt)} tokens"
     ops = OPS[name] | {"paged_attention", "reshape_and_cache", "top_k_top_p_sample"}
-    if ran & FUSED:  # on a GPU
+    if ran & FUSED:  # only on a GPU
         ops -= IN_FUSED
     assert ran >= ops
     assert name not in EITHER or ran & EITHER[name]

@@ -1,4 +1,4 @@
-"""Users' scripts that build an `LLM`, in whatever process vLLM puts the engine."""
+"""Users' scripts that build an `LLM`, in any process that vLLM chooses for the engine."""
 
 import textwrap
 
@@ -10,12 +10,12 @@ from readme import block
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
 
-# Its answer is the last line.
+# The answer is the last line of its output.
 SCRIPT = block("python", "from vllm import LLM, SamplingParams")
 if torch.cuda.is_available():
     assert "max_model_len=512" in SCRIPT
     SCRIPT = SCRIPT.replace("max_model_len=512", f"max_model_len=512, **{ON_GPU}")
-# What many scripts do first. From then on OpenMP has threads, which a forked engine does not have but waits for.
+# Many scripts start like this. OpenMP then has threads. A forked engine lacks these threads but waits for them.
 USES_THREADS = """
 import torch
 torch.set_num_threads(4)
@@ -28,7 +28,7 @@ def guarded(script: str) -> str:
     return f'if __name__ == "__main__":\n{textwrap.indent(script, "    ")}'
 
 
-# spawn imports the script again, so there, and only there, Python wants it guarded.
+# spawn imports the script again, so Python needs the guard there, and only there.
 CASES = {
     "default": (SCRIPT, {}),
     "fork": (SCRIPT, {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}),

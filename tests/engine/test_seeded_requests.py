@@ -1,4 +1,4 @@
-"""Requests with a seed get the same tokens alone and together, in any order, in pieces and after preemption."""
+"""Requests with a seed get the same tokens alone and together, in any order, in chunks and after preemption."""
 
 import math
 
@@ -20,7 +20,7 @@ REQUESTS = (
     {"seed": 5, "temperature": 2.0, "top_p": 0.95, "n": 2},
 )
 ALL = range(len(REQUESTS))
-# Most prompts take several steps; what they draw before their last one is taken back.
+# Most prompts take several steps. Draws before a prompt's last step are taken back.
 IN_PIECES = {"max_num_batched_tokens": 32}
 
 
@@ -32,7 +32,7 @@ def qwen(tmp_path_factory):
 
 
 def answers(llm, order) -> list[list[tuple[int, ...]]]:
-    """To the requests of these numbers, at a time."""
+    """The answers to the requests of these numbers, asked together."""
     from vllm import SamplingParams
 
     prompts = models.prompts(LENGTHS)

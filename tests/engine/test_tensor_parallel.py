@@ -1,4 +1,4 @@
-"""Two workers, in processes that were forked by a plain script or spawned."""
+"""Two workers, in processes that a plain script forked or spawned."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import torch
 from engines import ON_GPU
 
 NUM_TOKENS = 16
-CLOSE = 1e-3  # log-probabilities in fp32, of another order of sums
+CLOSE = 1e-3  # log-probabilities in fp32, with another order of sums
 MEMORY = ON_GPU if torch.cuda.is_available() else {}
 
 pytestmark = [
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none: runs on two"),
 ]
 
-# No `if __name__ == "__main__"`: it must do without.
+# The script has no `if __name__ == "__main__"`: it must work without one.
 PLAIN = f"""
 import json, sys, torch
 (torch.randn(600, 600) @ torch.randn(600, 600)).exp().sum()  # starts OpenMP's threads
@@ -51,7 +51,7 @@ def test_two_workers(script, method, tmp_path):
     reference = models.build("qwen3", tmp_path)
     prompts = models.prompts()
     (tmp_path / "script.py").write_text(script)
-    # As a user's: threads are started.
+    # Like a user's environment: threads are started.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "VLLM_ENABLE_V1"))}
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = method
     process = subprocess.run(
@@ -64,7 +64,7 @@ def test_two_workers(script, method, tmp_path):
     assert process.returncode == 0, process.stderr[-4000:]
     greedy, drawn, reports = json.loads(next(line for line in process.stdout.splitlines() if line.startswith("[[[")))
     assert [ids for ids, _ in greedy] == [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
-    # Had the workers drawn different tokens, the next ones would follow from a mixture of them.
+    # If the workers had drawn different tokens, the next tokens would follow from a mixture of them.
     for prompt, (ids, logprobs) in zip(prompts, drawn, strict=True):
         with torch.inference_mode():
             expected = reference(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -73,5 +73,5 @@ def test_two_workers(script, method, tmp_path):
     assert [ids for ids, _ in drawn] != [ids for ids, _ in greedy]
     attention = [row for report in reports for row in report if row["op"] == "paged_attention"]
     assert ["num_heads=2, " in row["problem"] or row["problem"] for row in attention] == [True, True]
-    # Not even of a process that ends after the answers.
+    # This includes any process that ends after the answers.
     assert "Traceback" not in process.stderr and "vllm_opset/" not in process.stderr, process.stderr[-4000:]

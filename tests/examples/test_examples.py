@@ -1,4 +1,4 @@
-"""The examples, as their own text and the README say to run them."""
+"""The examples, run as their own text and the README say."""
 
 import re
 import shlex
@@ -36,7 +36,7 @@ def test_ask(server):
 
 @pytest.mark.serve
 def test_the_readmes_request(server):
-    """Sent to the server that its line before started; see `processes.serve_command`."""
+    """Sends the request to the server that the README's preceding line started; see `processes.serve_command`."""
     _, _, curl = block("", "vllm serve examples/tiny-qwen3 ").partition("\n")
     program, url, *options = shlex.split(curl)
     assert (program, url.partition("/")[0]) == ("curl", "localhost:8000")

@@ -1,7 +1,7 @@
-"""An Ascend NPU that is none: the real torch_npu over an emulated driver and PyTorch's CPU kernels. See README.md.
+"""An emulated Ascend NPU: the real torch_npu over an emulated driver and PyTorch's CPU kernels. See README.md.
 
-In this process: `load()`, before torch_npu is imported. In others, and all that they start: `variables()`, by which
-`import torch` loads torch_npu as it does where there is a driver, and then what is here.
+In this process, call `load()` before torch_npu is imported. Other processes, and all that they start, get
+`variables()`. With these, `import torch` loads torch_npu as it does with a real driver, and then this module.
 """
 
 import ctypes
@@ -22,17 +22,17 @@ SOURCES = (
     Path(__file__),
 )
 COMPILE = ("g++", "-std=c++20", "-O1", "-fPIC")
-# What PyTorch asks at its import for extensions to load: torch_npu has such an entry as well.
+# When PyTorch is imported, it loads the extensions that these entry points name. torch_npu has such an entry too.
 ENTRY_POINTS = "[torch.backends]\nemulated_npu = emulated_npu:complete\n"
 
-# torch_npu launches from a thread of its own, which an operator that fails would leave stuck. Here nothing is launched.
+# torch_npu launches from a thread of its own. A failing operator would leave that thread stuck, so it is off here.
 SETTINGS = {"TASK_QUEUE_ENABLE": "0"}
 
 _complete = False
 
 
 def build() -> Path:
-    """Compiles the driver and the rerouting, unless that was done before. Answers the folder with both."""
+    """Compiles the driver and the rerouting, unless that was done before. Returns the folder with both."""
     contents = b"".join(path.read_bytes() for path in SOURCES)
     installed = f"{version('torch')} {version('torch_npu')} {sys.version}"
     folder = ROOT / "build" / f"emulated-npu-{hashlib.sha256(contents + installed.encode()).hexdigest()[:12]}"
@@ -62,7 +62,7 @@ def _compile_into(folder: Path) -> None:
 
 
 def load() -> None:
-    """Puts the emulated NPU into this process. PyTorch must not have loaded torch_npu yet."""
+    """Sets up the emulated NPU in this process. PyTorch must not have loaded torch_npu yet."""
     os.environ |= SETTINGS
     folder = build()
     for name in (folder / "libraries").read_text().split():
@@ -71,7 +71,7 @@ def load() -> None:
 
 
 def complete() -> None:
-    """What is missing where the driver can be loaded: operators. PyTorch's own, and those that are emulated."""
+    """Adds the operators, which the driver alone does not provide: PyTorch's own, and those that are emulated."""
     global _complete
     if _complete:
         return
@@ -88,7 +88,7 @@ def complete() -> None:
 
 
 def variables() -> dict[str, str]:
-    """What to set for a process that is to find the emulated NPU. EMULATED_NPU_SOC names another product."""
+    """Environment variables for a process that is to find the emulated NPU. EMULATED_NPU_SOC names another product."""
     folder = build()
     return {
         "LD_LIBRARY_PATH": str(folder),

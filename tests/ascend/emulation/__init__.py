@@ -1,6 +1,6 @@
-"""Some of torch_npu's operators in plain PyTorch, for tensors of the CPU, written from their documentation.
+"""Some of torch_npu's operators in plain PyTorch, for CPU tensors, written from their documentation.
 
-An emulation of what the documents say, not of a device: see ../README.md. Importing it makes `torch.ops.npu` and
+They emulate the documents, not a device: see ../README.md. Importing this package makes `torch.ops.npu` and
 `torch.ops.atb` work on the CPU, for the operators that the Ascend kernels use.
 """
 

@@ -1,7 +1,7 @@
 """Fused infer attention, packed or over a paged cache, and ATB's paged attention: computed in fp32, rounded once.
 
-A key that no query sees is not read, and a query that sees no key gives NaN: the documents promise neither, so nothing
-may rest on the second, and nothing is shown about the first.
+The emulation does not read a key that no query sees, and a query that sees no key gives NaN. The documents promise
+neither. So no kernel may rely on the NaN, and the tests show nothing about unseen keys.
 """
 
 import math
@@ -46,7 +46,7 @@ def _npu_paged_attention(
     query, key_cache, value_cache, num_kv_heads, num_heads, scale_value, block_table, context_lens, out, *,
     workspace=None,
 ):  # fmt: skip
-    """One query of each request, which is at its last key."""
+    """Attends one query of each request, at the request's last key."""
     refuse(documented.contiguous(query=query, key=key_cache, value=value_cache, block_table=block_table, out=out))
     require(query.dtype == key_cache.dtype == value_cache.dtype == out.dtype, "all are of one dtype")
     require(
@@ -68,7 +68,7 @@ def ranges(ends: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def paged(key, value, block_table, lens, num_kv_heads) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Keys and values [len, heads, size] of each request, of caches [num_blocks, block_size, heads * size]."""
+    """Keys and values [len, heads, size] of each request, from caches [num_blocks, block_size, heads * size]."""
     for pages, num_keys in zip(block_table, lens, strict=True):
         pages = pages[: -(-num_keys // key.shape[1])].long()
         rows = (cache[pages].flatten(0, 1)[:num_keys] for cache in (key, value))
@@ -76,7 +76,7 @@ def paged(key, value, block_table, lens, num_kv_heads) -> Iterator[tuple[torch.T
 
 
 def seen(num_queries, num_keys, mask, sparse_mode, pre_tokens, next_tokens) -> torch.Tensor:
-    """Which key each query sees. Modes 1, 2 and 3 do not look at pre_tokens and next_tokens, nor 0 without a mask."""
+    """Which key each query sees. Modes 1, 2 and 3 ignore pre_tokens and next_tokens; so does mode 0 without a mask."""
     query, key = torch.arange(num_queries).unsqueeze(1), torch.arange(num_keys)
     pre_tokens -= documented.PRE_TOKENS_EXTRA
     last = num_keys - num_queries  # the last query is at the last key
@@ -120,7 +120,7 @@ def check(query, key, value, mask, num_heads, num_kv_heads, sparse_mode) -> None
 
 
 def check_packed(key, value, ends, lens, num_rows) -> None:
-    """The lengths of keys are cumulative too."""
+    """Checks that the lengths of keys are cumulative too."""
     refuse(documented.attention_lengths(ends, lens, num_rows))
     refuse(documented.attention_lengths(lens, lens, len(key)))
     require(key.shape == value.shape, "key and value have one shape")

@@ -20,7 +20,7 @@ def npu_scatter_pa_kv_cache(
 
 @emulates("atb::_npu_reshape_and_cache")
 def _npu_reshape_and_cache(key, value, key_cache, value_cache, slot_indices):
-    """Negative slots are skipped, as in the ATB library's own test."""
+    """Skips negative slots, as in the ATB library's own test."""
     refuse(documented.atb_slots(slot_indices))
     check(key, value, key_cache, value_cache, slot_indices)
     used = slot_indices >= 0

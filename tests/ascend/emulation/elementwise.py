@@ -1,4 +1,4 @@
-"""Activations: in fp32, rounded once."""
+"""Activations: computed in fp32, rounded once."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ def npu_swiglu(input, dim=-1):
 
 @emulates("npu::npu_geglu")
 def npu_geglu(input, dim=-1, approximate=1, activate_left=False):
-    """The half that is activated is the right one unless told otherwise. approximate: 0 for erf, 1 for tanh."""
+    """Activates the right half unless told otherwise. approximate: 0 for erf, 1 for tanh."""
     left, right = input.float().chunk(2, dim=dim)
     activated, other = (left, right) if activate_left else (right, left)
     activated = F.gelu(activated, approximate="tanh" if approximate else "none")

@@ -1,4 +1,4 @@
-"""What torch_npu calls for an operator whose lengths a graph is to be given anew, so that its results stay in place."""
+"""The operators that torch_npu calls when a graph gets new lengths, so that the results stay in the same memory."""
 
 import torch
 
@@ -6,12 +6,12 @@ _library = torch.library.Library("npu", "IMPL")
 
 
 def get_max_workspace(query, key, value, **options) -> torch.Tensor:
-    """Of a device's memory; here none is needed."""
+    """The device memory that the operator needs; the emulation needs none."""
     return torch.empty(1, dtype=torch.uint8)
 
 
 def into(query, key, value, *, workspace, out, **options) -> tuple[torch.Tensor, ...]:
-    """The operator itself, into memory that was there before. Nobody asks for the log-sum-exp."""
+    """The operator itself, writing into existing memory. No caller asks for the log-sum-exp."""
     attended, _ = torch.ops.npu.npu_fused_infer_attention_score(query, key, value, **options)
     out[0].copy_(attended)
     return tuple(out)

@@ -1,5 +1,5 @@
-"""The norms. How they round: as the reference results in the tests of CANN's open repository ops-nn do
-(norm/rms_norm and norm/add_rms_norm, tests/assets/golden.py); the documents give the formulas alone.
+"""The norms. They round like the reference results in the tests of CANN's open repository ops-nn (norm/rms_norm and
+norm/add_rms_norm, tests/assets/golden.py); the documents give only the formulas.
 """
 
 import torch
@@ -9,7 +9,7 @@ from emulation.registry import emulates, require
 
 
 def normalised(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, fp32, over its root mean square in the dimensions of gamma, and one over that."""
+    """x in fp32 over its root mean square in the dimensions of gamma, and the reciprocal of that root mean square."""
     dims = tuple(range(-gamma.dim(), 0))
     rstd = torch.rsqrt(x.square().mean(dim=dims, keepdim=True) + epsilon)
     return x * rstd, rstd
@@ -29,7 +29,7 @@ def npu_rms_norm(input, gamma, epsilon=1e-6):
 
 @emulates("npu::npu_add_rms_norm")
 def npu_add_rms_norm(x1, x2, gamma, epsilon=1e-6):
-    """The sum is rounded before it is normalised, and the norm before it is scaled, as on A2 and A3."""
+    """Rounds the sum before it is normalised, and the norm before it is scaled, as on A2 and A3."""
     check(x1, gamma)
     require(x2.shape == x1.shape and x2.dtype == x1.dtype, "x1 and x2 have one shape and dtype")
     total = (x1.float() + x2.float()).to(x1.dtype)

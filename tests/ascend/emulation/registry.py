@@ -1,8 +1,8 @@
-"""Puts an emulated operator behind torch_npu's own schema, and holds every call of it to what is known of it.
+"""Registers an emulated operator behind torch_npu's own schema, and checks every call against its known limits.
 
-A call goes through torch_npu's schema, so a wrong keyword fails there. It then runs torch_npu's own Meta kernel, where
-there is one: what that says of shapes and dtypes must be what the emulation gives. What the documents allow is asked of
-the same functions that the kernels' `supports` asks.
+A call goes through torch_npu's schema, so a wrong keyword fails there. It then runs torch_npu's own Meta kernel if
+there is one, and the emulation must return the same shapes and dtypes. The documented limits are checked by the same
+functions that the kernels' `supports` calls.
 """
 
 import contextlib
@@ -19,11 +19,13 @@ from vllm_opset.kernels.ascend import _constraints as documented
 
 
 class UndocumentedCall(Exception):
-    """A call outside of what the operator's documentation allows: on a device, anything may happen."""
+    """A call outside the operator's documentation: on a device, anything may happen."""
 
 
 class Limits(Enum):
-    """What is enforced. STRICT: all that is documented. RELAXED: that, but every operator takes fp32 too."""
+    """The limits that are enforced. STRICT: all documented limits. RELAXED: the same, but every operator takes fp32
+    too.
+    """
 
     STRICT = "strict"
     RELAXED = "relaxed"
@@ -37,7 +39,7 @@ _limits = Limits.STRICT
 
 @contextlib.contextmanager
 def mode(limits: Limits, device_name: str = "Ascend910B3") -> Iterator[Counter[str]]:
-    """Sets what is enforced and what the device calls itself, and counts the calls of each operator."""
+    """Sets the enforced limits and the name of the device, and counts the calls of each operator."""
     global _limits
     before, _limits = _limits, limits
     _calls.clear()
@@ -51,20 +53,20 @@ def mode(limits: Limits, device_name: str = "Ascend910B3") -> Iterator[Counter[s
 
 
 def require(condition: bool, limit: str) -> None:
-    """Raises UndocumentedCall unless the condition holds. limit: what the documents say."""
+    """Raises UndocumentedCall unless the condition holds. limit: the documented limit."""
     if not condition:
         raise UndocumentedCall(limit)
 
 
 def refuse(reason: str | None) -> None:
-    """Raises UndocumentedCall for a reason against a call."""
+    """Raises UndocumentedCall if there is a reason against a call."""
     require(reason is None, reason or "")
 
 
 def emulates(name: str, meta_wants: int = 0) -> Callable[[Callable], Callable]:
     """Makes the decorated function the CPU kernel of the operator, such as "npu::npu_swiglu".
 
-    meta_wants: of how many arguments torch_npu's Meta kernel wants values, though the schema has defaults for them.
+    meta_wants: the number of arguments that torch_npu's Meta kernel needs although the schema has defaults for them.
     """
     namespace, operator = name.split("::")
     overload = getattr(getattr(torch.ops, namespace), operator).default
@@ -95,7 +97,7 @@ def has_meta_kernel(name: str) -> bool:
 
 
 def _check_documented(operator: str, args: tuple) -> None:
-    """Product and dtype. The first floating-point argument has the dtype that the documents speak of."""
+    """Checks product and dtype. The documents speak of the dtype of the first floating-point argument."""
     limits, family = documented.OPERATORS[operator], documented.soc()
     require(family in limits.socs, f"{operator} is documented for {limits.socs}, not for {family}")
     dtype = next(x.dtype for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.is_floating_point())
@@ -104,7 +106,7 @@ def _check_documented(operator: str, args: tuple) -> None:
 
 
 def _check_signature(emulation: Callable, schema: torch.FunctionSchema) -> None:
-    """An emulation must name its parameters as the operator does, with the same defaults."""
+    """Checks that an emulation names its parameters as the operator does, with the same defaults."""
     parameters = inspect.signature(emulation).parameters.values()
     has = {parameter.name: parameter.default for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD}
     wanted = {argument.name: _default(argument) for argument in schema.arguments}

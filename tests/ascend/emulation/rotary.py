@@ -1,15 +1,15 @@
-"""Rotary embeddings: in fp32, rounded once."""
+"""Rotary embeddings: computed in fp32, rounded once."""
 
 import torch
 
 from emulation.registry import documented, emulates, refuse, require
 
-# npu_mrope's documents call the second style of pairs by the first of these names, and callers by the second.
+# npu_mrope's documents name the second style of pairs by the first of these names; callers use the second name.
 INTERLEAVED = ("interleave", "interleaved")
 
 
 def swapped(x: torch.Tensor, half: bool) -> torch.Tensor:
-    """What is multiplied by the sines: of each pair (a, b), (−b, a)."""
+    """The factor of the sines: each pair (a, b) becomes (−b, a)."""
     if half:
         a, b = x.chunk(2, dim=-1)
         return torch.cat((-b, a), dim=-1)
@@ -17,13 +17,13 @@ def swapped(x: torch.Tensor, half: bool) -> torch.Tensor:
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, half: bool) -> torch.Tensor:
-    """cos and sin are as wide as x."""
+    """Rotates x. cos and sin are as wide as x."""
     wide = x.float()
     return (wide * cos.float() + swapped(wide, half) * sin.float()).to(x.dtype)
 
 
 def rows_of(table: torch.Tensor, positions: torch.Tensor, half: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [T, 1, rotary_dim] of tokens, from a table that has one of each for a pair."""
+    """Cosines and sines [T, 1, rotary_dim] of tokens, from a table with one cosine and one sine for each pair."""
     cos, sin = table[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     if half:
         return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
@@ -48,7 +48,7 @@ def npu_rotary_mul(input, r1, r2, rotary_mode="half", rotate=None):
 def npu_mrope(
     positions, query, key, cos_sin_cache, head_size, *, mrope_section=None, rotary_mode="half", cache_mode="default"
 ):
-    """Returns new tensors. What lies beyond rotary_dim in a head is copied."""
+    """Returns new tensors. The part of a head beyond rotary_dim is copied."""
     if (mrope_section or [0, 0, 0]) != [0, 0, 0] or cache_mode != "default" or positions.dim() != 1:
         raise NotImplementedError("sections and an interleaved table are not emulated")
     require(rotary_mode in ("half", *INTERLEAVED), "rotary_mode is 'half' or 'interleave'")
@@ -59,7 +59,7 @@ def npu_mrope(
 
 @emulates("atb::_npu_rotary_embedding")
 def _npu_rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style):
-    """In place. The whole head is rotated."""
+    """Rotates whole heads in place."""
     check_table(positions, query, key, cos_sin_cache, head_size)
     refuse(documented.full_width(head_size, cos_sin_cache.shape[1]))
     refuse(documented.contiguous(positions=positions, query=query, key=key, cos_sin_cache=cos_sin_cache))

@@ -1,4 +1,4 @@
-"""npu_top_k_top_p, step by step as its documentation has it."""
+"""npu_top_k_top_p, step by step as its documentation describes it."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the tests ask engines, and what these answer."""
+"""The requests that the tests send to engines, and the engines' answers."""
 
 import functools
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import engines
 import models
 
-# Heads as the NPU's attention takes them, which the models of tests/engine do not have.
+# Head sizes that the NPU's attention takes; the models of tests/engine have other sizes.
 WIDE = {"head_dim": 64}
 WIDE_OF = {"gpt_neox": {"hidden_size": 256}}
 NUM_TOKENS = 24
-# Within a block of 128 and beyond several, more than a step takes at a time.
+# Lengths within a block of 128, beyond several blocks, and beyond the tokens of one step.
 LENGTHS = (1, 40, 127, 128, 129, 300)
 
 generate = functools.partial(engines.generate, max_tokens=NUM_TOKENS)
@@ -30,5 +30,5 @@ def tokens(llm, prompts: Sequence[Sequence[int]], **sampling) -> list[list[int]]
 
 
 def expected(model, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """transformers' greedy answers."""
+    """The greedy answers of transformers."""
     return [models.generate(model, list(prompt), NUM_TOKENS)[0] for prompt in prompts]

@@ -1,7 +1,7 @@
 """Loads the emulated NPU into this process, for vLLM's engine to run on.
 
-Not beside the tests of the folder above, which need torch_npu without a device: `make test-ascend` runs these in a
-process of their own, in which they load no conftest.py but this one.
+The tests of the folder above need torch_npu without a device. So `make test-ascend` runs these tests in a process of
+their own, which loads no other conftest.py.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def engine() -> Callable:
             try:
                 yield llm
             finally:
-                llm.llm_engine.engine_core.shutdown()  # or the next engine finds its memory taken
+                llm.llm_engine.engine_core.shutdown()  # otherwise the next engine finds its memory taken
 
     return on_npu
 
@@ -54,7 +54,7 @@ def engine() -> Callable:
 def relaxed() -> Iterator:
     """Lets the kernels and the emulation take fp32 where the documents name 16 bits, to compare tokens exactly.
 
-    The number of calls of each operator.
+    Yields the number of calls of each operator.
     """
     import emulation
 
@@ -67,7 +67,7 @@ def relaxed() -> Iterator:
 
 @pytest.fixture
 def strict() -> Iterator:
-    """All documented limits, and the number of calls of each operator."""
+    """Enforces all documented limits, and yields the number of calls of each operator."""
     import emulation
 
     with emulation.mode(emulation.Limits.STRICT) as calls:

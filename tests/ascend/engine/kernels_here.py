@@ -1,4 +1,4 @@
-"""Prints as JSON which kernel each op gets on this process's NPU, for a model as vLLM runs it in fp16 and bf16."""
+"""Prints as JSON the kernel of each op on this process's NPU, for a model that vLLM runs in fp16 and bf16."""
 
 import json
 

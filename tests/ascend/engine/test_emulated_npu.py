@@ -1,4 +1,4 @@
-"""The emulated NPU itself: what it does, and that what it does not do fails."""
+"""The emulated NPU itself: the calls that it supports work, and all others fail."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_operators_that_nothing_emulates_fail():
 def test_memory_is_counted_and_holds_no_zeros():
     torch.npu.empty_cache()
     free, _ = torch.npu.mem_get_info()
-    size = 512 * 2**20  # more than there may be in PyTorch's cache
+    size = 512 * 2**20  # more than PyTorch's cache may hold
     x = torch.empty(size, dtype=torch.uint8, device="npu")
     assert free - torch.npu.mem_get_info()[0] >= size
     assert (x[::4096].cpu() == 0xFF).all(), "which is NaN in every dtype of floats"

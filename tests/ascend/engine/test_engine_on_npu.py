@@ -10,12 +10,12 @@ from engines import counter
 from questions import HELD_OUT, MODEL, REQUIRED, grade
 
 LAYERS = {"rms_norm", "fused_add_rms_norm", "rotary_embedding"}
-# The kernels of Ascend's that must have run. The tiny model's heads of 32 are attended by the reference.
+# The Ascend kernels that must have run. The reference attends the tiny model's heads of 32.
 ASCENDS = {
     "qwen3": {*LAYERS, "silu_and_mul", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
     "llama3": {*LAYERS, "silu_and_mul", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
     "mistral": {*LAYERS, "silu_and_mul", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
-    # A soft cap, which the NPU's attention has not.
+    # Gemma 2 has a soft cap, which the NPU's attention does not support.
     "gemma2": {*LAYERS, "gelu_and_mul", "reshape_and_cache", "top_k_top_p_sample"},
     "gemma3": {*LAYERS, "gelu_and_mul", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
     "exaone4": {"rms_norm", "rotary_embedding", "silu_and_mul", "paged_attention", "top_k_top_p_sample"},
@@ -102,7 +102,7 @@ def test_seeded_requests_do_not_depend_on_their_batch(engine, relaxed, tmp_path)
 
 
 def logprobs_of(model, tokens: list[int]) -> torch.Tensor:
-    """What the model gives each token but the first, in fp32."""
+    """The model's log-probability of each token except the first, in fp32."""
     with torch.inference_mode():
         logprobs = model(torch.tensor([tokens])).logits[0, :-1].float().log_softmax(-1)
     return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
@@ -110,7 +110,7 @@ def logprobs_of(model, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 def test_bfloat16_errs_as_transformers_does_within_the_documented_limits(name, engine, strict, tmp_path):
-    """On transformers' own answers in fp32, as prompts, so that one token more or less does not end the comparison."""
+    """Uses transformers' own answers in fp32 as prompts, so that a different token does not end the comparison."""
     reference = asking.build(name, tmp_path)
     answers = asking.expected(reference, asking.prompts())
     asked = [prompt + answer for prompt, answer in zip(asking.prompts(), answers, strict=True)]
@@ -127,7 +127,7 @@ def test_bfloat16_errs_as_transformers_does_within_the_documented_limits(name, e
 
 
 def test_an_encoder_embeds_as_transformers_does(engine, relaxed, tmp_path):
-    """Without a cache and without a mask: by the reference, with Ascend's norms and activations where there are any."""
+    """Runs without a cache and a mask: the reference attends; norms and activations are Ascend's if any."""
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Faults in the calls of torch_npu's operators, which must change what the engine answers, or stop it."""
+"""Faults in the calls of torch_npu's operators, which must change the engine's answers or stop the engine."""
 
 import asking
 import pytest
@@ -40,7 +40,7 @@ STOPS = [
 
 @pytest.fixture(scope="module")
 def models_and_answers(tmp_path_factory):
-    """A folder with the model, and transformers' answers."""
+    """A folder with the model, and the answers of transformers."""
     made = {}
     for name in {name for name, *_ in CHANGES_TOKENS}:
         folder = tmp_path_factory.mktemp(name)

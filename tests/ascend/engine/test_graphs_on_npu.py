@@ -1,4 +1,4 @@
-"""Graphs of the emulated NPU, which runs again what was captured, on the same memory: kernels, and steps of decode."""
+"""Graphs of the emulated NPU, which replays captured calls on the same memory: kernels, and decode steps."""
 
 import sys
 from unittest.mock import patch
@@ -12,12 +12,12 @@ from engines import report
 from processes import run
 
 DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 8]}
-CAPTURES = {"max_num_seqs": 8, "compilation_config": DECODE}  # six prompts are filled up to eight
+CAPTURES = {"max_num_seqs": 8, "compilation_config": DECODE}  # six prompts are padded to eight
 
 
 @pytest.fixture
 def replays():
-    """The number of requests in each graph that was replayed, as they are replayed."""
+    """The number of requests in each replayed graph, in the order of the replays."""
     from vllm_opset.platform.npu import graphs
 
     seen, new_lengths = [], graphs.new_lengths
@@ -48,7 +48,7 @@ def test_greedy_tokens_equal_those_of_transformers(name, kernel, operator, engin
         assert asking.tokens(llm, asking.prompts()[:1]) == asking.expected(reference, asking.prompts()[:1])
         layers = llm.llm_engine.model_config.hf_config.num_hidden_layers
         assert set(replays) == {1, 8} and len(replays) >= 2 * (asking.NUM_TOKENS - 2)
-        # The operator ran for each replay; the kernel in Python only for prompts.
+        # The operator ran for each replay; the Python kernel ran only for prompts.
         assert relaxed[operator] - before >= len(replays) * layers
         assert calls(llm) - python_calls < len(replays) * layers
 

@@ -1,4 +1,4 @@
-"""The memory of the KV cache: what lies where in it, and blocks of it that are zeroed and copied."""
+"""The memory of the KV cache: its layout, and blocks of it that are zeroed and copied."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ NUM_BLOCKS, HEADS, BLOCK_SIZE, SIZE = 6, 2, 128, 64
 
 
 def packed(num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
-    """As vLLM hands a layer its cache, in one piece, each element another."""
+    """A cache in one piece, as vLLM hands it to a layer; all elements differ."""
     shape = num_blocks, HEADS, BLOCK_SIZE, 2 * SIZE
     return torch.arange(num_blocks * HEADS * BLOCK_SIZE * 2 * SIZE, device="npu", dtype=torch.float32).view(shape)
 
@@ -42,7 +42,7 @@ def test_blocks_are_zeroed_and_then_copied_in_both_halves(ratio):
 
 
 def test_vllm_asks_for_blocks_by_the_layout_that_can_be_divided(engine, relaxed, tmp_path):
-    """Layers with and without a window share memory: a block belongs to either."""
+    """Layers with and without a window share memory: a block may belong to either."""
     import asking
 
     asking.build("gemma2", tmp_path)

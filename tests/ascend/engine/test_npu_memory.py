@@ -1,4 +1,4 @@
-"""How much memory the KV cache gets, of what the emulated NPU counts."""
+"""How much of the memory that the emulated NPU counts goes to the KV cache."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_it_is_the_share_without_what_was_taken_and_what_a_step_needs():
     def step():
         torch.empty(160 * MIB, dtype=torch.uint8, device=DEVICE)
 
-    for _ in range(2):  # the second time PyTorch has the step's memory in its cache
+    for _ in range(2):  # the second time, PyTorch's cache holds the step's memory
         left = budget.for_kv_cache(step)
         assert left == pytest.approx(total // 2 - (96 + 160) * MIB, abs=4 * MIB)
     assert len(weights)

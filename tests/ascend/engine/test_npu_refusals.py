@@ -1,4 +1,4 @@
-"""What the platform for NPUs refuses, with the cure, while the configuration is made."""
+"""Settings that the platform for NPUs refuses, with the cure, when the configuration is made."""
 
 import sys
 
@@ -50,7 +50,7 @@ assert not torch.npu.is_initialized()
 
 
 def test_a_configuration_leaves_the_npu_to_the_engines_process():
-    """vLLM forks that, and an NPU cannot be used in a process that is forked from one that uses it."""
+    """vLLM forks the engine's process. A process cannot use an NPU if the process it was forked from uses one."""
     finished = run(sys.executable, "-c", CONFIGURE, MODEL, **emulated_npu.variables())
     assert finished.code == 0, finished
 

@@ -1,4 +1,4 @@
-"""The same on other families of products, by what the driver says that the device is. In processes of their own."""
+"""The same on other product families, which the driver's device name selects. Each runs in a process of its own."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ EVERY = {
     "paged_attention": "ascend",
     "top_k_top_p_sample": "ascend",
 }
-# What the documents do not promise there falls to the reference.
+# The reference serves the ops that the documents do not promise for a product.
 NOT = dict.fromkeys(EVERY, "reference")
 A5 = {**NOT, "rms_norm": "ascend", "reshape_and_cache": "ascend_scatter"}
 EXPECTED = {
