@@ -1,4 +1,4 @@
-"""What the Triton kernel of paged_attention would launch, recorded instead of launched."""
+"""Records the launches of paged_attention's Triton kernel instead of executing them."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ class _Recorder:
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch, record: Callable[[str, tuple, dict], None]) -> None:
-    """Calls `record` with name, arguments and constants of each launch."""
+    """Calls `record` with the name, arguments and constants of each launch."""
     from vllm_opset.kernels.triton import paged_attention
 
     for module, names in KERNELS.items():

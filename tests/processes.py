@@ -1,4 +1,4 @@
-"""Real programs for the tests: commands, scripts and `vllm serve`, each in a clean environment, and gone afterwards."""
+"""Real programs for the tests: commands, scripts and `vllm serve`, each in a clean environment, ended afterwards."""
 
 import json
 import os
@@ -19,17 +19,17 @@ from readme import ROOT, block
 import vllm_opset
 
 PROGRAMS = Path(sys.executable).parent
-# How long to wait for what takes seconds: only a hang may reach it, not a busy machine.
+# The limit for operations that take seconds: only a hang may reach it, not a busy machine.
 PATIENCE = 300
-# What the tests' own process was told of vLLM and of the plugin is nothing to the programs that it starts.
+# The programs that the tests start do not inherit these settings of vLLM and the plugin.
 OURS = ("VLLM_", "OPSET_", "OMP_", "PYTHONPATH")
 
-# What a line of a traceback that runs through the plugin contains.
+# A traceback line that runs through the plugin contains this.
 OUR_FRAME = f'File "{Path(vllm_opset.__file__).parent}/'
 
 
 def environment(**variables: object) -> dict[str, str]:
-    """This process's environment without what configures vLLM or the plugin, and with `variables`."""
+    """This process's environment without the variables that configure vLLM or the plugin, and with `variables`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     ours = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PATH": f"{PROGRAMS}{os.pathsep}{kept['PATH']}"}
     return kept | ours | {name: str(value) for name, value in variables.items()}
@@ -52,7 +52,7 @@ class Finished:
 
 
 def run(*command: object, **variables: object) -> Finished:
-    """Runs a program of this environment in the repository, to its end. A hang raises subprocess.TimeoutExpired."""
+    """Runs a program of this environment in the repository until it ends. A hang raises subprocess.TimeoutExpired."""
     process = subprocess.Popen(
         [str(word) for word in command],
         stdout=subprocess.PIPE,
@@ -70,7 +70,7 @@ def run(*command: object, **variables: object) -> Finished:
 
 
 def kill_group(process: subprocess.Popen) -> None:
-    """Ends a process that was started in a session of its own, and everything that it started."""
+    """Ends a process that was started in a session of its own, and all processes that it started."""
     if group_is_alive(process):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -85,7 +85,7 @@ def group_is_alive(process: subprocess.Popen) -> bool:
 
 
 def wait_until(condition, what: str) -> None:
-    """Polls. Raises TimeoutError."""
+    """Polls until the condition holds. Raises TimeoutError."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > deadline:
@@ -98,7 +98,7 @@ def serve_command() -> list[str]:
 
 
 def free_port() -> int:
-    """One that nobody listens on, and that no connection gets while a server starts: Linux gives these 32768 and up."""
+    """A port without a listener that no connection gets while a server starts: Linux gives these 32768 and up."""
     while True:
         port = 10_000 + secrets.randbelow(20_000)
         with socket.socket() as probe:
@@ -107,13 +107,13 @@ def free_port() -> int:
 
 
 class Server:
-    """A `vllm serve` that it starts with the README's command and further arguments. `log` is a file for its output."""
+    """A `vllm serve`, started with the README's command and further arguments. `log` is a file for its output."""
 
     def __init__(self, log: Path, *arguments: str, **variables: object) -> None:
         port = free_port()
         self.log = log
         address = ["--host", "127.0.0.1", "--port", str(port)]
-        # More threads than a tiny model can use would only take the cores from the other processes of the test.
+        # More threads than a tiny model can use would only take cores from the other test processes.
         variables = {"OMP_NUM_THREADS": 1, **variables}
         with log.open("w") as file:
             self.process = subprocess.Popen(
@@ -126,7 +126,7 @@ class Server:
             )
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE)
 
-    # Its life
+    # Start and end
 
     def wait_until_ready(self) -> "Server":
         def ready() -> bool:
@@ -141,7 +141,7 @@ class Server:
         return self
 
     def stop(self, number: signal.Signals = signal.SIGTERM, everyone: bool = False) -> int:
-        """Signals the server (or its whole process group, as Ctrl-C does), waits for its end, answers its exit code."""
+        """Signals the server, or its process group as Ctrl-C does. Waits for its end and returns its exit code."""
         (os.killpg if everyone else os.kill)(self.process.pid, number)
         return self.wait()
 
@@ -149,14 +149,14 @@ class Server:
         return self.process.wait(timeout=PATIENCE)
 
     def kill(self) -> None:
-        """To be called at the end, whatever happened. Fails if the server had ended and left processes behind."""
+        """Ends the server in any case. Fails if the server had ended and left processes behind."""
         self.http.close()
         kill_group(self.process)
 
     def text(self) -> str:
         return self.log.read_text()
 
-    # What it says
+    # Requests and answers
 
     def post(self, path: str, body: dict | str | bytes) -> httpx.Response:
         content = body if isinstance(body, str | bytes) else json.dumps(body)

@@ -1,7 +1,7 @@
-"""Runs the tests of what depends on the processor as on lesser ones too: `make test-processors`.
+"""Repeats the tests that depend on the processor with fewer of its instructions: `make test-processors`.
 
-PyTorch and oneDNN are told to use no more than a level, and the C++ kernels are built for no more. Levels that this
-machine does not have are left out, and its best level is tried as it is.
+PyTorch and oneDNN are limited to a level, and the C++ kernels are built for that level. Levels that this machine lacks
+are left out, and its best level is tested without limits.
 """
 
 import os
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from vllm_opset.platform.cpu import machine
 
-# Kernels of both providers against their contracts, weights that oneDNN packs, and what the processor is called.
+# Kernels of both providers against their contracts, weights that oneDNN packs, and the detected processor name.
 TESTS = (
     "tests/test_parity.py",
     "tests/kernels/cpp/test_cpp.py",
@@ -26,7 +26,7 @@ CHOSEN = "(not test_parity) or (keeps_its_contract and (cpu or cpp))"
 
 @dataclass(frozen=True)
 class Level:
-    """name: as in `machine.VECTORS`. onednn, aten: what holds oneDNN and PyTorch to it. compiler: flags of g++."""
+    """name: as in `machine.VECTORS`. onednn, aten: limits for oneDNN and PyTorch. compiler: flags of g++."""
 
     name: str
     onednn: str

@@ -7,7 +7,7 @@ from readme import ROOT
 
 MODEL = ROOT / "examples" / "tiny-qwen3"
 HELD_OUT = [json.loads(line) for line in (MODEL / "heldout.jsonl").read_text().splitlines()]
-# The share that must be answered exactly.
+# The share of questions that must be answered exactly.
 REQUIRED = 0.99
 grade = runpy.run_path(str(MODEL / "tasks.py"))["grade"]
 

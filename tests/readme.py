@@ -1,4 +1,4 @@
-"""The README's code blocks, so that the tests run what it says and not a copy of it."""
+"""The README's code blocks. The tests run these blocks and not a copy of them."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A kernel that raises says what it was given, and nothing steps in for it."""
+"""A kernel that raises reports its inputs, and no other kernel replaces it."""
 
 import dataclasses
 

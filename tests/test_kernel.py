@@ -1,4 +1,4 @@
-"""The registry of kernels: what is registered, under which name, and what is found where."""
+"""The registry of kernels: which kernels are registered, under which names, and where they are found."""
 
 import sys
 from pathlib import Path
@@ -12,8 +12,8 @@ from vllm_opset.kernel import PROVIDERS, REFERENCE, kernel, kernels_of, load
 
 @pytest.fixture(autouse=True)
 def registry_as_it_was(monkeypatch):
-    """What a test registers is forgotten after it."""
-    kernels_of("rms_norm")  # loads the providers, whose files register but once in a process
+    """Restores the registry after a test."""
+    kernels_of("rms_norm")  # loads the providers, whose files register only once in a process
     monkeypatch.setattr(registry, "_registry", {op: dict(known) for op, known in registry._registry.items()})
 
 
@@ -99,7 +99,7 @@ def test_a_file_named_after_no_op_is_an_error(new_provider):
 
 
 def test_a_file_that_fails_to_import_fails_every_time(new_provider):
-    """Half a provider, loaded quietly the second time, would be a fallback that nobody asked for."""
+    """If a partial provider loaded silently the second time, it would be a fallback that nobody asked for."""
     new_provider("failing", {"rms_norm.py": "raise RuntimeError('no such device')"})
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no such device"):
@@ -145,7 +145,7 @@ WRONG_SIGNATURES = {
 
 @pytest.mark.parametrize("run", WRONG_SIGNATURES, ids=lambda run: run.__name__)
 def test_another_signature_than_the_ops_is_refused(run):
-    """Otherwise the first request would meet a TypeError, or the wrong argument."""
+    """Otherwise the first request would raise a TypeError, or pass the wrong argument."""
     with pytest.raises(ValueError, match="rms_norm=mine has another signature than its op: ") as refused:
         kernel(ops.rms_norm, name="mine")(run)
     assert WRONG_SIGNATURES[run] in str(refused.value)
@@ -170,6 +170,6 @@ def attention_without_keywords(
     ],
 )
 def test_a_kernel_may_take_more_than_its_op(op, run):
-    """All that its op takes binds as it does there."""
+    """Every call that its op accepts binds in the same way."""
     kernel(op, name="mine")(run)
     assert kernels_of(op.name)["mine"].run is run

@@ -1,4 +1,4 @@
-"""No word of a user's is ignored: what means nothing is an error that names the nearest word that does."""
+"""No user setting is ignored: an unknown one is an error that names the nearest known one."""
 
 import os
 import re

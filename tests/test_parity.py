@@ -1,6 +1,7 @@
 """Every kernel that runs on this machine's CPU against its contract, and the parity harness against broken kernels.
 
-The first test is generated: a new kernel file is tested at once. The others see each kind of fault caught.
+The first test is generated, so a new kernel file is tested at once. The other tests show that each kind of fault is
+caught.
 """
 
 import re
@@ -26,7 +27,7 @@ def test_kernel_keeps_its_contract(op, kernel):
 
 @pytest.mark.parametrize("op", [ops.rms_norm, ops.paged_attention, ops.reshape_and_cache], ids=lambda op: op.name)
 def test_what_comes_from_another_device_is_checked_on_the_cpu(op, monkeypatch):
-    """This device stands for one: to be taken to the CPU must change no verdict."""
+    """The CPU stands in for another device: copying results to the CPU must not change any verdict."""
     kernel = kernels_of(op.name)["cpu"]
     here = [parity.check_sample(op, kernel, sample, torch.float32) for sample in op.samples(DEVICE, torch.float32)]
     monkeypatch.setattr(parity, "CHECKED_ON", ())
@@ -124,7 +125,7 @@ def broadcasts_a_short_weight(x, weight, *rest, **options):
     return ops.rms_norm(x, None if weight is None else weight.expand(x.shape).flatten(0, -2)[0], *rest, **options)
 
 
-# Each with words of the failure it must cause.
+# Each broken norm, with words of the failure that it must cause.
 BROKEN_NORMS = {
     wrong_factor: "times the tolerance",
     slightly_wrong_factor: "times the tolerance",
@@ -270,7 +271,7 @@ def test_what_a_kernel_does_not_support_is_skipped_with_its_reason():
 
 @pytest.mark.parametrize("op", [ops.linear, ops.paged_attention, ops.rope_cache], ids=lambda op: op.name)
 def test_a_kernel_is_not_called_in_a_dtype_that_it_does_not_support(op):
-    """Neither is what prepares its weights, for illegal inputs as little as for others: a processor may lack both."""
+    """The function that prepares weights is not called either, even for illegal inputs: a processor may lack both."""
 
     def supports(problem):
         return None if problem.dtype is torch.float32 else "only fp32"
@@ -295,7 +296,9 @@ def test_a_kernel_is_not_called_in_a_dtype_that_it_does_not_support(op):
 
 
 def test_a_wrong_result_is_shown_with_its_index_both_values_and_what_was_allowed():
-    """In the words of torch.testing.assert_close. Two elements of the result are wrong; the second is more so."""
+    """The message uses the words of torch.testing.assert_close. Two elements are wrong; the second has the larger
+    error.
+    """
     sample = next(sample for sample in ops.silu_and_mul.samples(DEVICE, torch.float32) if sample.make()[0][0].numel())
 
     def run(x):
@@ -342,7 +345,7 @@ def test_a_missing_refusal_is_shown_with_what_the_contract_demands():
 
 
 def test_the_reference_uses_little_of_its_own_tolerance():
-    """In fp32, where nothing is rounded to a narrower dtype: a tolerance that the reference needs is too tight."""
+    """Tests fp32, where nothing is rounded to a narrower dtype: a tolerance that the reference needs is too tight."""
     for op in ops.ALL:
         reference = kernels_of(op.name)[REFERENCE]
         for sample in op.samples(DEVICE, torch.float32):
@@ -351,7 +354,7 @@ def test_the_reference_uses_little_of_its_own_tolerance():
 
 
 def assert_caught(op: Op, run, words: str) -> None:
-    """That parity fails the implementation, for the reason with these words in it."""
+    """Asserts that parity fails the implementation, for a reason with these words in it."""
     others = set()
     for check in parity.check_kernel(op, Kernel(op.name, "broken", "tests", (), lambda problem: None, run), DEVICE):
         if check.failure and words in check.failure:

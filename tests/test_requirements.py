@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
-NOT_INSTALLED = {"excludes.txt", "overrides.txt"}  # what `make lock` leaves out
+NOT_INSTALLED = {"excludes.txt", "overrides.txt"}  # files that `make lock` leaves out
 INSTALLED = sorted(path for path in REQUIREMENTS.glob("*.txt") if path.name not in NOT_INSTALLED)
 PIN = re.compile(r"[\w.-]+==[\w.+]+((\s|\\\n)+--hash=sha256:[0-9a-f]{64})+")
 

@@ -1,4 +1,4 @@
-"""Which kernel is chosen, how users override it, and what they are told when an override is wrong."""
+"""The choice of kernels, overrides by users, and the messages for wrong overrides."""
 
 import sys
 
@@ -19,7 +19,7 @@ ACTIVATION = Problem("cpu", torch.float32)
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch):
-    """No overrides, nothing chosen, and a registry that forgets what a test adds."""
+    """No overrides, no choices, and a registry that forgets the kernels that a test adds."""
     kernels_of("layer_norm")
     monkeypatch.setattr(registry, "_registry", {op: dict(known) for op, known in registry._registry.items()})
     monkeypatch.setattr(selection, "_overrides", None)
@@ -30,7 +30,7 @@ def clean(monkeypatch):
 
 @pytest.fixture
 def override(monkeypatch, tmp_path):
-    """Says something through one of the three sources: `override(source, {"layer_norm": "reference"})`."""
+    """Sets an override through one of the three sources: `override(source, {"layer_norm": "reference"})`."""
 
     def override(source: str, kernels: dict[str, str], key: str = "kernels") -> dict:
         if source == "OPSET_KERNELS":
@@ -55,7 +55,7 @@ def add_kernel(
     return new
 
 
-# What is chosen.
+# Choices.
 
 
 def test_the_devices_own_kernel_is_preferred():
@@ -106,7 +106,7 @@ def test_with_an_override_every_other_kernel_has_its_reason():
 
 
 def test_a_choice_does_not_ask_for_what_other_devices_need(monkeypatch):
-    """Whether there are C++ kernels for a CPU is found by building them."""
+    """Finding out whether there are C++ kernels for a CPU would build them."""
     asked = []
     monkeypatch.setattr(cpp, "unavailable", lambda: asked.append("cpp"))
     select(ops.relu2, Problem("cuda", torch.float32))
@@ -132,7 +132,7 @@ def test_why_no_kernel_is_nothing_where_one_can():
 
 @pytest.mark.parametrize("device", ["cpu", "xpu"])
 def test_why_no_kernel_names_a_device_that_has_none(device):
-    add_kernel("relu2", "mine")  # which waits to be named
+    add_kernel("relu2", "mine")  # it serves only if it is named
     add_kernel("relu2", "elsewhere", provider="cpu", devices=("cuda",))
     problem = Problem(device, torch.float32)
     assert selection.why_no_kernel(ops.relu2, problem) == f"there is no kernel for {device} here"
@@ -153,7 +153,7 @@ def test_a_chosen_kernel_that_fails_raises():
         select(ops.relu2, ACTIVATION).run(torch.ones(1))
 
 
-# What users say.
+# Overrides by users.
 
 
 @SOURCES
@@ -196,7 +196,7 @@ def test_other_users_of_additional_config_are_left_alone():
     assert configure({"somebody else": {"layer_norm": "theirs"}}) == {}
 
 
-# What users are told.
+# Messages to users.
 
 
 @SOURCES
@@ -366,7 +366,7 @@ def test_the_next_engine_of_a_process_leaves_the_choices_of_the_first(monkeypatc
     monkeypatch.setenv("OPSET_COUNT_CALLS", "1")
     first = selection.forget()
     configure({"opset": {"kernels": {"relu2": "reference"}}})
-    first = selection.forget()  # as a worker does, after its configuration
+    first = selection.forget()  # a worker does this after its configuration
     mine = select(ops.relu2, ACTIVATION)
     add_kernel("relu2", "second", provider="cpu")
     configure({"opset": {"kernels": {"relu2": "second"}}})

@@ -1,6 +1,6 @@
 """Checks a kernel by its contract's samples and laws up to the first failure: OP KERNEL [WORDS], words of their names.
 
-Exits with 0 if all that was run agrees, 1 if something does not, 3 if nothing was run.
+Exits with 0 if every check agrees, with 1 if one does not, and with 3 if nothing was run.
 """
 
 import sys

@@ -1,16 +1,16 @@
-"""The changes that tests must see, as rows of the YAML files beside this one.
+"""The changes that tests must detect, as rows of the YAML files beside this one.
 
 name of the change:
   file: vllm_opset/kernels/cpu/rms_norm.py
-  from: what occurs once in that file
-  to: what stands there instead
-  why: what the change would do to users
+  from: text that occurs once in that file
+  to: the text that replaces it
+  why: the effect of the change on users
   parity: rms_norm cpu          # the kernel against its contract, in Triton's interpreter if it is Triton's,
                                 # with words of the cases' names, if not all are to run
   tests: tests/ops -k words     # or arguments of pytest
   ascend: tests/ascend -k words # or the same in .venv-ascend, with torch_npu
   interpreted: true             # the tests, with TRITON_INTERPRET=1
-  gpu: true                     # only a GPU tells: the row is run with --gpu
+  gpu: true                     # the check needs a GPU: the row is run with --gpu
 """
 
 import shlex
@@ -28,7 +28,7 @@ FIELDS = {"file", "from", "to", "why", "interpreted", "gpu", *KINDS}
 
 @dataclass(frozen=True)
 class Check:
-    """kind: of KINDS. words: its arguments, as in a shell."""
+    """kind: one of KINDS. words: its arguments, as in a shell."""
 
     kind: str
     words: str
@@ -41,7 +41,7 @@ class Check:
 
     @property
     def command(self) -> list[str]:
-        """To be run in the root of a copy of the tree."""
+        """The command, to be run in the root of a copy of the tree."""
         if self.kind == "parity":
             return [sys.executable, str(HERE.relative_to(ROOT) / "check_parity.py"), *self.arguments]
         python = ROOT / ".venv-ascend/bin/python" if self.kind == "ascend" else sys.executable
@@ -74,14 +74,14 @@ class Mutant:
         return self.check.gpu
 
     def applied(self, text: str) -> str:
-        """The text of the file with the change. Raises ValueError unless what it replaces is there once."""
+        """The text of the file with the change. Raises ValueError unless the replaced text occurs exactly once."""
         if (count := text.count(self.before)) != 1:
             raise ValueError(f"{self.name}: {self.before!r} occurs {count} times in {self.file}, and must once")
         return text.replace(self.before, self.after)
 
 
 def mutants() -> list[Mutant]:
-    """All rows of all tables. Raises ValueError for one that is not as the head of this file says."""
+    """All rows of all tables. Raises ValueError for a row that does not follow the format at the head of this file."""
     rows = [
         (name, row) for table in sorted(HERE.glob("*.yaml")) for name, row in yaml.safe_load(table.read_text()).items()
     ]

@@ -1,10 +1,10 @@
-"""Mutation testing: applies small changes, each to a copy of the tree, and lists those that no test sees.
+"""Mutation testing: applies small changes, each to a copy of the tree, and lists those that no test detects.
 
     make mutants ARGS="--only sampler --jobs 4"
 
-The changes are in the YAML files beside this one; `mutants.py` says what a row means. First every check runs on a copy
-without a change: one that is red there, or runs nothing, is an error. Then each change runs its own check, which must
-be red. Exits with 1 if one is not.
+The changes are in the YAML files beside this one; `mutants.py` explains the rows. First every check runs on a copy
+without a change: one that fails there, or runs nothing, is an error. Then each change runs its own check, which must
+fail. Exits with 1 if one does not.
 """
 
 import os
@@ -27,15 +27,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-AGREES, DISAGREES = 0, 1  # what checks exit with: anything else says that they could not be run
-# A change may have a test wait for ever. Much longer than the check takes without it, on a machine with other work.
+AGREES, DISAGREES = 0, 1  # exit codes of checks; any other means that the check could not run
+# A change may make a test wait forever. The limit is much longer than the check takes without the change, on a machine
+# with other work.
 PATIENCE, LEAST_SECONDS = 5, 120
 
 console = Console()
 
 
 class Outcome(NamedTuple):
-    """verdict: killed, timed out, crashed, SURVIVED or ERROR. output: the end of what the check printed."""
+    """verdict: killed, timed out, crashed, SURVIVED or ERROR. output: the end of the check's output."""
 
     mutant: Mutant
     verdict: str
@@ -62,7 +63,7 @@ def main(
 
 
 class Copies:
-    """Copies of the tree, each used by one check at a time, without what git ignores."""
+    """Copies of the tree without the files that git ignores. One check at a time uses a copy."""
 
     def __init__(self, folder: Path, number: int) -> None:
         listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True)
@@ -76,7 +77,7 @@ class Copies:
             self._free.put(root)
 
     def use(self, call: Callable):
-        """What the call returns, which is given the root of a copy."""
+        """Calls it with the root of a copy, and returns its result."""
         root = self._free.get()
         try:
             return call(root)
@@ -85,7 +86,7 @@ class Copies:
 
 
 def _baseline(pool: ThreadPoolExecutor, copies: Copies, checks: Iterable[Check]) -> dict[Check, float]:
-    """How long each check takes without a change. Ends the command if one is not green."""
+    """How long each check takes without a change. Ends the command if one fails."""
     results = _all(pool, lambda check: (check, *copies.use(partial(_run, check, None))), checks, "unchanged")
     if red := [(check, code, output) for check, code, _, output in results if code != AGREES]:
         for check, code, output in red:
@@ -110,14 +111,14 @@ def _tried(mutant: Mutant, seconds: float, root: Path) -> Outcome:
 
 
 def _run(check: Check, limit: float | None, root: Path) -> tuple[int | None, float, str]:
-    """The exit code, None after `limit` seconds, the seconds taken, and the end of the output."""
+    """The exit code (None after `limit` seconds), the seconds taken, and the end of the output."""
     shared = root.parent
     environment = os.environ | {
         "PYTHONPATH": str(root),
-        # A change of the same length within a second would be taken for the same file.
+        # Python would take a change of the same length within a second for the same file.
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
-        "OPSET_CACHE": str(shared / "cpp"),  # what is built goes by its source
+        "OPSET_CACHE": str(shared / "cpp"),  # builds are found by their source
         "TRITON_CACHE_DIR": str(shared / "triton"),
         **check.environment,
     }

@@ -1,4 +1,4 @@
-"""The table of mutation testing fits the code that it is to change: `make mutants` runs it."""
+"""The table of mutation testing matches the code that it changes: `make mutants` runs it."""
 
 import ast
 import shlex
@@ -40,7 +40,7 @@ def test_names_differ_and_the_table_is_long_enough():
 
 
 def test_every_op_is_changed_somewhere():
-    """In a file of its own name, or in what such files share, which the check names."""
+    """The change is in a file named after the op, or in a shared file with a check that names the op."""
     changed = {mutant.file.stem for mutant in MUTANTS}
     checked = {shlex.split(mutant.check.words)[0] for mutant in MUTANTS if mutant.check.kind == "parity"}
     assert {op.name for op in ops.ALL} <= changed | checked

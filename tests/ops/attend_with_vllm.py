@@ -1,6 +1,6 @@
 """Runs vLLM's own Triton attention in the interpreter, next to the reference. Prints the largest differences as JSON.
 
-A program of its own, because the interpreter is chosen when Triton is imported.
+It is a program of its own, because Triton chooses the interpreter when it is imported.
 """
 
 import json
@@ -15,7 +15,8 @@ from vllm_opset import ops
 from vllm_opset.ops.attention._paged_inputs import PagedCase
 
 REQUESTS = ((1, 77), (1, 3), (6, 19), (3, 50), (1, 34))
-# Not a window without causality: with several query rows in a tile, vLLM 0.26 to 0.33 drop values that later rows see.
+# Without a window that is not causal: with several query rows in a tile, vLLM 0.26 to 0.33 drop values that later rows
+# see.
 CASES = {
     "plain": PagedCase(REQUESTS),
     "window": PagedCase(REQUESTS, window=20),
@@ -46,7 +47,7 @@ def difference(name: str, case: PagedCase) -> float:
         options["scale"],
         batch.causal,
         (-1, -1) if case.window is None else (case.window - 1, 0),
-        # vLLM reads pages past the end of a sequence and masks what is in them: they must exist.
+        # vLLM reads pages past the end of a sequence and masks their contents, so these pages must exist.
         batch.block_table.clamp(max=len(kv_cache) - 1),
         case.soft_cap,
         None,

@@ -1,10 +1,10 @@
-"""What the tests of the contracts share: vLLM's own layers as a second opinion, and how far two opinions may differ."""
+"""Fixtures for the tests of the contracts: vLLM's own layers for comparison, and the allowed difference."""
 
 import pytest
 import torch
 
-# Of values of order 1. vLLM's own code rounds intermediates to the dtype, so it is itself off by a few units in the
-# last place.
+# For values of order 1. vLLM's own code rounds intermediates to the dtype, so it has an error of a few units in the
+# last place itself.
 SLACK = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
@@ -15,7 +15,7 @@ def dtype(request) -> torch.dtype:
 
 @pytest.fixture
 def agree():
-    """Asserts that two tensors hold the same, to what the rounding of intermediates leaves of it."""
+    """Asserts that two tensors are equal up to the rounding of intermediates."""
 
     def agree(ours: torch.Tensor, theirs: torch.Tensor, scale: float = 1.0) -> None:
         slack = SLACK[ours.dtype]
@@ -26,7 +26,7 @@ def agree():
 
 @pytest.fixture
 def vllm_layers(monkeypatch):
-    """Allows vLLM's layers to be built without an engine; those built are forgotten afterwards."""
+    """Allows vLLM's layers to be built without an engine. The layers that were built are forgotten afterwards."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
 

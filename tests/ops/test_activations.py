@@ -74,7 +74,7 @@ def test_a_clamp_out_of_reach_changes_nothing():
 
 
 def test_clamps_the_gate_from_above_only():
-    x = torch.tensor([[-20.0, 20.0, 1.0, 1.0]])  # two gates, two ups
+    x = torch.tensor([[-20.0, 20.0, 1.0, 1.0]])  # two gates and two ups
     gate = torch.tensor([[-20.0, 3.0]])
     torch.testing.assert_close(ops.silu_and_mul_with_clamp(x, limit=3.0), F.silu(gate))
 

@@ -1,6 +1,6 @@
 """apply_penalties against vLLM's own, by hand, and with faults that the contract must find.
 
-That kernels equal the reference, and keep the laws of the contract, is tested for all ops in tests/test_parity.py.
+tests/test_parity.py checks for all ops that kernels equal the reference and keep the laws of the contract.
 """
 
 import math
@@ -43,7 +43,7 @@ def test_agrees_with_vllm(run, seed):
 
 
 def test_by_hand(run):
-    """Token 0 is in the prompt, 1 in both, 2 three times in the output, 3 nowhere; the fourth id is padding."""
+    """Token 0 is in the prompt, 1 in both, 2 three times in the output, 3 in neither; the fourth id is padding."""
     logits = torch.tensor([[4.0, -4.0, 4.0, 4.0]])
     prompt, output = torch.tensor([[0, 1, 4]]), torch.tensor([[4, 2, 1, 2, 2]])
     run(logits, prompt, output, torch.tensor([2.0]), torch.tensor([0.5]), torch.tensor([0.25]))

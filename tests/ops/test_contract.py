@@ -16,7 +16,7 @@ def tensors_of(args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """What tells NaN from NaN, in any dtype."""
+    """The bits of a tensor, which distinguish one NaN from another, in any dtype."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -86,7 +86,7 @@ def test_the_accumulator_is_fp32_or_wider():
 
 @ALL_OPS
 def test_the_reference_refuses_illegal_inputs_with_a_reason(contract):
-    """Parity shows it to the author of a kernel that takes them."""
+    """Parity shows this reason to the author of a kernel that accepts such inputs."""
     for dtype in contract.dtypes:
         for sample in contract.illegal_samples("cpu", dtype):
             args, kwargs = sample.make()

@@ -28,7 +28,7 @@ def test_agrees_with_vllms_layer_with_fp32_parameters(agree, vllm_layers):
 
 
 def test_rows_far_from_zero_keep_their_variance():
-    """mean(x²) − mean(x)² of these is nothing but rounding errors."""
+    """For these rows, mean(x²) − mean(x)² is nothing but rounding errors."""
     x = torch.randn(4, 256, generator=RNG) + 4096
     torch.testing.assert_close(ops.layer_norm(x, None, None, 0.0).var(dim=-1, correction=0), torch.ones(4))
 

@@ -20,13 +20,13 @@ def test_agrees_with_torch(dtype, agree, with_bias):
 
 
 def test_every_way_of_the_cpu_kernel_is_in_the_samples():
-    """In fp32, with and without a bias: a packed weight, and one that is small."""
+    """Covers fp32 with and without a bias, each with a packed weight and with a small one."""
     calls = [sample.make()[0] for sample in ops.linear.samples("cpu", torch.float32)]
     assert len({(weight.nbytes > SMALL, bias is None) for _, weight, bias in calls}) == 4
 
 
 def kernel_for(dtype: torch.dtype) -> Kernel:
-    """The CPU's kernel, on a processor where oneDNN multiplies in that dtype: in fp32 that is any."""
+    """The CPU kernel, on a processor where oneDNN multiplies in that dtype. For fp32 that is any processor."""
     kernel = kernels_of("linear")["cpu"]
     if reason := kernel.supports(Problem("cpu", dtype)):
         pytest.skip(f"{reason}: runs on a processor with AVX-512 or AMX instructions for this dtype")
@@ -35,7 +35,7 @@ def kernel_for(dtype: torch.dtype) -> Kernel:
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 80])
 def test_a_bias_is_added_before_the_rounding(num_tokens):
-    """In bf16 the product 257 has no place; with a bias of −2 the result has one."""
+    """bf16 cannot represent the product 257; with a bias of −2 it can represent the result."""
     x, weight = torch.ones(num_tokens, 257, dtype=torch.bfloat16), torch.ones(8, 257, dtype=torch.bfloat16)
     y = kernel_for(torch.bfloat16).call(x, weight, torch.full((8,), -2.0, dtype=torch.bfloat16))
     assert (y == 255).all()

@@ -1,4 +1,4 @@
-"""Against attention as others write it, on dense keys and values with masks that spell out who sees whom."""
+"""paged_attention against other implementations, on dense keys and values with explicit masks."""
 
 import json
 import math
@@ -44,7 +44,7 @@ CASES = {
     "non-causal, window to the left": (PagedCase(((9, 9), (33, 33)), causal=False), {"window": (5, -1)}),
     "non-causal, window to the right": (PagedCase(((9, 9), (33, 33)), causal=False), {"window": (-1, 5)}),
 }
-# How a kernel is run, in which dtype, and how far from fp64 that may be.
+# The dtype in which a kernel runs, and its largest difference from fp64.
 RUNS = {"reference": (torch.float64, 1e-9), "cpu": (torch.float32, 2e-5)}
 
 
@@ -55,7 +55,7 @@ def name(request) -> str:
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    """Cuts what the CPU kernel attends at a time so short that small batches take many chunks, some of one head."""
+    """Makes the CPU kernel's chunks so short that small batches take many chunks, some of one head."""
     cut_short(monkeypatch, chunk_bytes=50_000)
 
 
@@ -75,7 +75,7 @@ def sees(case: PagedCase, query_position: int, key_position: int) -> bool:
 
 
 def dense(case: PagedCase, seed: str) -> torch.Tensor:
-    """What `case` should give, in fp64: PyTorch's attention, or what transformers has for Gemma 2 and gpt-oss."""
+    """The expected result of `case`, in fp64: by PyTorch's attention, or by transformers' for Gemma 2 and gpt-oss."""
     tokens = case.tokens(_samples.generator(seed), "cpu", torch.float64)
     (query, *_), options = case.make(seed, "cpu", torch.float64)
     group = case.num_heads // case.num_kv_heads
@@ -109,7 +109,7 @@ def dense(case: PagedCase, seed: str) -> torch.Tensor:
 
 
 def attended(name: str, case: PagedCase, seed: str) -> torch.Tensor:
-    """What a kernel leaves in the rows of the batch, after a look at the others."""
+    """The rows of the batch that a kernel wrote, after a check of the other rows."""
     inputs, options = case.make(seed, "cpu", RUNS[name][0])
     kernels_of("paged_attention")[name].run(*inputs, **options)
     out = inputs[3]
@@ -118,7 +118,7 @@ def attended(name: str, case: PagedCase, seed: str) -> torch.Tensor:
 
 
 def assert_equals_dense(name: str, case: PagedCase, seed: str) -> None:
-    # transformers takes the softmax in fp32 whatever comes in.
+    # transformers computes the softmax in fp32 for any input dtype.
     slack = max(RUNS[name][1], 1e-6 if case.soft_cap else 0)
     torch.testing.assert_close(attended(name, case, seed), dense(case, seed), rtol=slack, atol=slack)
 

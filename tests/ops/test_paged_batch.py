@@ -1,4 +1,4 @@
-"""What describes a batch to paged_attention: windows, heads, the tensors of a step. What does not fit is refused."""
+"""The description of a batch for paged_attention: windows, heads, the tensors of a step. Mismatches are refused."""
 
 import pytest
 import torch

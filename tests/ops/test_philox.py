@@ -72,7 +72,7 @@ def test_words_are_tritons(tmp_path):
     program, keys, out = tmp_path / "kernel.py", tmp_path / "keys.pt", tmp_path / "out.pt"
     program.write_text(TRITON)
     torch.save(KEYS, keys)
-    # Triton reads it when it is imported, so the interpreter has a process of its own.
+    # Triton reads this variable when it is imported, so the interpreter has a process of its own.
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, program, keys, out], check=True, env=environment, timeout=120)
     assert torch.equal(torch.load(out), philox.words(KEYS, 128))
@@ -93,7 +93,7 @@ def test_exponential_is_positive_and_finite(dtype):
 
 
 def test_exponential_is_distributed_so():
-    """Deciles of 100,000 numbers: a right generator with another key would fail once in a million times."""
+    """Tests deciles of 100,000 numbers. A correct generator with another key would fail once in a million times."""
     numbers = philox.exponential(philox.words(torch.tensor([42]), 100_000), torch.float32)
     deciles = -torch.log1p(-torch.arange(0.1, 0.95, 0.1))
     counts = torch.bucketize(numbers.flatten(), deciles).bincount(minlength=10).double()

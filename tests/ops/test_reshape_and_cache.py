@@ -1,4 +1,4 @@
-"""Against a loop over tokens and heads that puts each key and value where it belongs."""
+"""reshape_and_cache against a loop over tokens and heads that writes each key and value to its place."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def key_and_value(num_tokens: int, num_kv_heads=2, head_size=8, dtype=torch.floa
 
 
 def one_by_one(key, value, kv_cache, slots: list[int]) -> torch.Tensor:
-    """What the cache should hold, as a dense tensor."""
+    """The expected cache, as a dense tensor."""
     expected = kv_cache.clone(memory_format=torch.contiguous_format)
     size = key.shape[2]
     for token, slot in enumerate(slots):
@@ -86,7 +86,7 @@ def test_an_fp8_cache_holds_what_is_left_of_the_scaled_values(run, dtype):
     for token, slot in ((0, 5), (2, 20)):
         block, place = divmod(slot, 16)
         got_key, got_value = kv_cache[block, :, place].float().chunk(2, dim=-1)
-        # Half a step of 3 bits behind the leading one, and of the smallest step.
+        # The tolerances are half a step of the 3 mantissa bits, and half of the smallest step.
         torch.testing.assert_close(got_key * 0.5, key[token].float(), rtol=2**-4, atol=2**-11)
         torch.testing.assert_close(got_value * 4, value[token].float(), rtol=2**-4, atol=2**-8)
         assert not torch.equal(got_key * 0.5, key[token].float()), "nothing was rounded"

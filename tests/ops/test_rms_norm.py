@@ -12,7 +12,7 @@ RNG = _samples.generator("test_rms_norm")
 
 
 def native():
-    """vLLM's own RMS norm, whatever provider it is set to use."""
+    """vLLM's own RMS norm, whichever provider is set."""
     from vllm import ir
 
     return ir.ops.rms_norm.impls["native"].impl_fn
@@ -26,7 +26,7 @@ def test_agrees_with_vllm(dtype, agree, shape):
 
 
 def test_agrees_with_vllms_gemma_norm(dtype, agree):
-    """It adds 1 to the weight in fp32 and rounds only the result, so nothing but the order of the sum differs."""
+    """vLLM's norm adds 1 to the weight in fp32 and rounds only the result, so only the order of the sum differs."""
     x, weight = _samples.normal((5, 96), dtype, "cpu", RNG), _samples.normal((96,), dtype, "cpu", RNG)
     ours = ops.rms_norm(x, weight, 1e-6, weight_offset=1.0)
     theirs = native()(x, weight.float() + 1.0, 1e-6)
@@ -40,7 +40,7 @@ def test_agrees_with_torch():
 
 
 def test_is_rounded_once():
-    """A product of values that were rounded before would differ from the exact one in about a third of the elements."""
+    """If values were rounded before the product, about a third of the elements would differ from the exact product."""
     x, weight = _samples.normal((64, 256), torch.bfloat16, "cpu", RNG), torch.full((256,), 1.1, dtype=torch.bfloat16)
     exact = F.rms_norm(x.double(), (256,), weight.double(), 1e-6).bfloat16()
     assert (ops.rms_norm(x, weight, 1e-6) == exact).float().mean() > 0.99

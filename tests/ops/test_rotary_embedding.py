@@ -78,7 +78,7 @@ def test_multimodal_positions_are_a_table_with_a_row_for_each_token(name, dtype,
 def test_phi3s_two_tables_are_parts_of_one(long, agree):
     from vllm.model_executor.layers.rotary_embedding import Phi3LongRoPEScaledRotaryEmbedding
 
-    # Its constructor wants a model; of what it sets up, its forward reads this.
+    # Its constructor needs a model. Its forward reads only these attributes.
     layer = Phi3LongRoPEScaledRotaryEmbedding.__new__(Phi3LongRoPEScaledRotaryEmbedding)
     torch.nn.Module.__init__(layer)
     layer.head_size, layer.rotary_dim, layer.use_long_rope, layer.original_max_position_embeddings = 64, 48, long, 40
@@ -166,7 +166,7 @@ def test_refuses_shapes_that_disagree(arguments, words):
 @given(data=st.data())
 @settings(deadline=None, max_examples=30, derandomize=True)
 def test_any_layout_gives_the_same(name, data):
-    """Of [T, H * D], [T, H, D], and heads before tokens, as parts of wider tensors, in place and out of place."""
+    """Covers [T, H * D], [T, H, D], and heads before tokens, as parts of wider tensors, in place and out of place."""
     run = kernels_of("rotary_embedding")[name].run
     tokens, heads, pairs = (data.draw(st.integers(low, 4)) for low in (0, 1, 1))
     size = 2 * pairs + data.draw(st.integers(0, 3))

@@ -1,6 +1,6 @@
 """top_k_top_p_sample: the filters against vLLM's own, the rules for ties by hand, the draw from its definition.
 
-That kernels equal the reference, and keep the laws of the contract, is tested for all ops in tests/test_parity.py.
+tests/test_parity.py checks for all ops that kernels equal the reference and keep the laws of the contract.
 """
 
 import math
@@ -25,7 +25,7 @@ def run(request):
 
 
 def kept(run, logits, **settings) -> torch.Tensor:
-    """Which tokens survive the filters."""
+    """The tokens that survive the filters."""
     return run(logits, torch.zeros(len(logits), dtype=torch.int64), processed="logits", **settings)[1] > -INFINITY
 
 
@@ -66,7 +66,7 @@ def test_keeps_what_vllms_min_p_keeps(run):
 
 
 def test_with_ties_keeps_as_many_as_vllm_and_the_same_values(run):
-    """Of equal logits vLLM's unstable sort may keep others, but neither more nor fewer."""
+    """Among equal logits, vLLM's unstable sort may keep other tokens, but neither more nor fewer."""
     logits = torch.randint(-8, 9, (70, 331), generator=_samples.generator("ties")).float() / 4
     chosen = settings(*logits.shape)
     ours, theirs = kept(run, logits, **chosen), by_vllm(logits, **chosen) > -INFINITY
@@ -85,7 +85,7 @@ def test_with_ties_keeps_as_many_as_vllm_and_the_same_values(run):
         ([0.0, 0.0, 0.0, 0.0], {"top_p": 1e-12}, [0]),
         ([0.0, 0.0, 0.0, 0.0], {"top_p": 1.0}, [0, 1, 2, 3]),
         ([-9.0, 0.0, 1.0, 0.0, 1.0, 0.0], {"top_p": 0.7}, [1, 2, 4]),
-        # Top-p counts in what top-k left: of four equal tokens, all of them.
+        # Top-p applies to the tokens that top-k kept: all of the four equal tokens.
         ([0.0, 3.0, 3.0, 0.0, 3.0, 3.0], {"top_k": 1, "top_p": 0.7}, [1, 2, 4]),
         ([0.0, -INFINITY, 0.0, 1.0], {"top_k": 4}, [0, 2, 3]),
         ([0.0, -INFINITY, 0.0, 1.0], {"top_k": 3, "top_p": 0.99}, [0, 2, 3]),
@@ -99,7 +99,7 @@ def test_ties_by_hand(run, logits, chosen, expected):
 
 
 def test_the_draw_follows_its_definition(run):
-    """Every step computed anew, in Python's own numbers."""
+    """Computes every step again, in Python's own numbers."""
     rng = _samples.generator("definition")
     logits = _samples.normal((30, 53), torch.float32, "cpu", rng, 2.0)
     keys = torch.empty(30, dtype=torch.int64).random_(-(2**63), None, generator=rng)
@@ -211,6 +211,6 @@ FAULTS = {
 def test_parity_finds(fault):
     broken, where = FAULTS[fault]
     checks = parity.check_kernel(OP, Kernel(OP.name, "broken", "test", ("cpu",), lambda problem: None, broken), "cpu")
-    # Lazily: the first such case is enough.
+    # The generator is lazy, because the first failing case is enough.
     failed = (check.case for check in checks if check.failure)
     assert any(case.startswith(where) for case in failed) if where else not list(failed)

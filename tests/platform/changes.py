@@ -8,7 +8,7 @@ import sys
 import types
 from collections.abc import Iterator
 
-# Imported before the plugin is loaded, so that what it changes in them can be seen.
+# Imported before the plugin is loaded, so that its changes to them are visible.
 MODULES = (
     "vllm.engine.arg_utils",
     "vllm.entrypoints.llm",
@@ -26,7 +26,7 @@ MODULES = (
 )
 WATCHED = ("vllm", "torch", "torch.accelerator", "torch.cuda")
 
-# Values that were seen stay alive, so that an `id` never means two things.
+# Keeps the values alive that were seen, so that an `id` never refers to two objects.
 _seen: list = []
 
 
@@ -90,7 +90,7 @@ def main() -> None:
     before = snapshot()
     load_plugin()
     after = snapshot()
-    # Modules that the plugin is the first to import are all new: that is no change.
+    # If the plugin is the first to import a module, all of it is new. That is not a change.
     modules = {name.rsplit(".", 1)[0] for name in before}
     added = {name for name in after.keys() - before.keys() if name.rsplit(".", 1)[0] in modules}
     changed = {name for name in before.keys() & after.keys() if before[name] != after[name]}

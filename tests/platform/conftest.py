@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def registered():
-    """The plugin as vLLM's processes have it."""
+    """The plugin, registered as in vLLM's processes."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -16,12 +16,12 @@ def registered():
 
 @pytest.fixture
 def configure(tmp_path, monkeypatch) -> Callable:
-    """`configure(model, **arguments)`: what `LLM(model, **arguments)` checks before it starts anything."""
+    """`configure(model, **arguments)`: the checks of `LLM(model, **arguments)` before it starts anything."""
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_opset.platform.cuda import graphs
 
-    for name in (graphs.VARIABLE, graphs.OURS):  # which a configuration may set, and no test leaves behind
+    for name in (graphs.VARIABLE, graphs.OURS):  # a configuration may set these, and no test may leave them set
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 

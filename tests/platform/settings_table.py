@@ -1,4 +1,4 @@
-"""The tables in `settings/`, and the settings that the installed release of vLLM has."""
+"""The tables in `settings/`, and the settings of the installed release of vLLM."""
 
 import sys
 import typing
@@ -20,7 +20,7 @@ ALL = "*"
 
 @dataclass(frozen=True)
 class Entry:
-    """verdict: one of VERDICTS. value: what is tried of those in TRIED, or None for another than the default."""
+    """verdict: one of VERDICTS. value: the value to try for a verdict in TRIED; None means any but the default."""
 
     verdict: str
     value: object = None
@@ -41,7 +41,7 @@ def names(entries) -> Iterator[str]:
 
 
 def read(part: dict) -> dict[str, Entry]:
-    """Raises ValueError for a name that is there twice."""
+    """Raises ValueError for a name that occurs twice."""
     entries: dict[str, Entry] = {}
     for verdict in VERDICTS:
         said = part.get(verdict, ())
@@ -54,7 +54,7 @@ def read(part: dict) -> dict[str, Entry]:
 
 @cache
 def entries(owner: str, platform: str) -> dict[str, Entry]:
-    """What is said of a class's settings on a platform."""
+    """The entries for a class's settings on a platform."""
     part = table("parts").get(owner, {})
     return read(part) | read(part.get(platform, {}))
 
@@ -66,7 +66,7 @@ def entry(owner: str, name: str, platform: str) -> Entry | None:
 
 @cache
 def classes() -> list[type]:
-    """Those of the configuration, VllmConfig first."""
+    """The classes of the configuration, VllmConfig first."""
     from vllm.config import VllmConfig
 
     found = [VllmConfig]
@@ -78,7 +78,7 @@ def classes() -> list[type]:
 
 @cache
 def types_of(owner: type) -> dict[str, object]:
-    """The types of what users can set, which vLLM may have written as names."""
+    """The types of the settings that users can set; vLLM may have written them as names."""
     hints = typing.get_type_hints(owner, vars(sys.modules[owner.__module__]))
     return {f.name: hints[f.name] for f in fields(owner) if f.init and not f.name.startswith("_")}
 
@@ -92,7 +92,7 @@ def dataclasses_in(kind) -> Iterator[type]:
 
 @cache
 def settings(owner: type) -> dict[str, object]:
-    """The types of the class's settings, without parts that have a table of their own and nothing said of the whole."""
+    """The types of the class's settings. It omits parts with a table of their own and no entry for the whole."""
     own = table("parts").get(owner.__name__, {})
     named = {name for key in (own, *(own.get(platform, {}) for platform in PLATFORMS)) for name in read(key)}
     return {
@@ -103,7 +103,7 @@ def settings(owner: type) -> dict[str, object]:
 
 
 def another(kind, default: object) -> object:
-    """A value of that type that is neither the default nor off. Raises TypeError if there is none to be thought of."""
+    """A value of that type that is neither the default nor off. Raises TypeError if none can be found."""
     if typing.get_origin(kind) is typing.Literal:
         return next(value for value in typing.get_args(kind) if value not in (default, "auto", "default"))
     if isinstance(kind, type):
@@ -120,7 +120,7 @@ def another(kind, default: object) -> object:
 
 
 def refused_variables(*platforms: str) -> dict[str, str]:
-    """The variables that are refused on one of these platforms, by default on any, and a value that is."""
+    """The variables refused on one of these platforms (by default on any), each with a refused value."""
     groups = table("variables")["refused"].items()
     return {
         name: value

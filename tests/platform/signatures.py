@@ -1,4 +1,4 @@
-"""Signatures compared: calls that one function takes and another refuses, and calls of vLLM in a source."""
+"""Compares signatures: calls that one function accepts and another refuses, and calls of vLLM in a source file."""
 
 import ast
 import importlib
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def refused(theirs: Callable, ours: Callable) -> list[str]:
-    """Calls that `theirs` takes and `ours` refuses: of all arguments by position or by name, and of the fewest."""
+    """Calls that `theirs` accepts and `ours` refuses: with all arguments by position, by name, and with the fewest."""
     return [str(call) for call in _calls(parameters(theirs)) if not _binds(inspect.signature(ours), call)]
 
 
@@ -41,7 +41,7 @@ def _binds(signature: inspect.Signature, call: tuple[list, dict]) -> bool:
 
 
 def method(cls: type, name: str) -> Callable:
-    """The method as it is called on an object of the class, without what Python passes by itself."""
+    """The method as called on an object of the class, without the argument that Python passes by itself."""
     found = inspect.getattr_static(cls, name)
     if isinstance(found, staticmethod | classmethod):
         return getattr(cls, name)
@@ -69,7 +69,7 @@ def _is_ours(cls: type) -> bool:
 
 
 class Calls(ast.NodeVisitor):
-    """The calls of vLLM's functions in a module's source, as far as their names say which they are.
+    """The calls of vLLM's functions in a module's source, as far as their names identify the functions.
 
     found: for each, (line, function, number of positional arguments, names of the others). Names are followed from
     imports, `self`, `super()` and parameters that are annotated with a class.
@@ -113,7 +113,7 @@ class Calls(ast.NodeVisitor):
             self.found.append((node.lineno, function, *_given(node)))
 
     def _resolve(self, node: ast.expr) -> object | None:
-        """What the expression names, or None if only a run can tell."""
+        """The object that the expression names, or None if it is known only at run time."""
         if isinstance(node, ast.Name):
             return next((scope[node.id] for scope in reversed(self.scopes) if node.id in scope), None)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):  # an annotation
@@ -132,14 +132,14 @@ def calls_of(name: str, module: ModuleType) -> list[tuple[int | None, list[str] 
 
 
 def _given(node: ast.Call) -> tuple[int | None, list[str] | None]:
-    """How many arguments by position, and the names of the others; None for what only a run can tell."""
+    """The number of positional arguments, and the names of the others. None: known only at run time."""
     several = any(isinstance(argument, ast.Starred) for argument in node.args)
     names = [keyword.arg for keyword in node.keywords]
     return None if several else len(node.args), None if None in names else names
 
 
 class _Instance:
-    """Something of this class. above: seen by `super()`."""
+    """An object of this class. above: it is seen by `super()`."""
 
     def __init__(self, cls: object, above: bool = False) -> None:
         self.cls, self.above = cls, above
@@ -165,7 +165,7 @@ def _is_vllms(function: Callable) -> bool:
 
 
 def why_not(function: Callable, num_positional: int | None, names: list[str] | None) -> str | None:
-    """Why a call is refused; None if it is not, or if only a run can tell what it passes."""
+    """The reason why a call is refused. None if it is accepted, or if its arguments are known only at run time."""
     signature = inspect.signature(function)
     bind = signature.bind_partial if num_positional is None or names is None else signature.bind
     try:

@@ -1,4 +1,4 @@
-"""config.json of models too small to be of use: what platforms check before anything is loaded."""
+"""config.json of tiny models that are useless in practice: platforms check it before anything is loaded."""
 
 SMALL = {
     "vocab_size": 320,

@@ -1,4 +1,4 @@
-"""When the plugin is used, and that it never fails to be used in silence."""
+"""When the plugin is used, and that it never fails silently."""
 
 import logging
 import subprocess
@@ -41,7 +41,7 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def said(monkeypatch) -> list[tuple[int, str]]:
-    """What is logged, with its level."""
+    """The logged messages, with their levels."""
     said = []
     monkeypatch.setattr(platform, "_log_once", lambda *words: said.append(words))
     return said
@@ -150,7 +150,7 @@ def test_the_cpu_does_not_serve_for_an_accelerator_unasked(
 
 
 def run(script: str, **environment) -> subprocess.CompletedProcess:
-    """The script in a process of its own, in which vLLM was not imported yet."""
+    """Runs the script in a process of its own that has not imported vLLM yet."""
     import os
 
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""The documented list of what the plugin changes is exact."""
+"""The documented list of the plugin's changes is exact."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Engines of one process that want other kernels: each keeps its own, in what vLLM shares among models too."""
+"""Engines of one process with different kernels: each keeps its own, even in objects that vLLM shares among models."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.window
 
 
 class Model(torch.nn.Module):
-    """Two layers with a rotary embedding each, as vLLM's models have it."""
+    """Two layers with a rotary embedding each, as in vLLM's models."""
 
     def __init__(self) -> None:
         from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -21,7 +21,7 @@ class Model(torch.nn.Module):
 
 
 def load(kernel: str) -> Model:
-    """Loads it as a worker does, with an override for this engine."""
+    """Loads the model as a worker does, with an override for this engine."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     config = VllmConfig(additional_config={"opset": {"kernels": {"rotary_embedding": kernel}}})

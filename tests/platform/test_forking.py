@@ -26,7 +26,7 @@ print("hangs" if os.WIFSIGNALED(status) else "runs")
 """
 
 
-# What uses two threads: PyTorch, and the C++ kernels, which share its runtime.
+# Code that uses two threads: PyTorch, and the C++ kernels, which share its OpenMP runtime.
 IN_TORCH = "def use(): return (torch.randn(600, 600) @ torch.randn(600, 600)).exp().sum()"
 IN_CPP = "from vllm_opset import kernel\ndef use(): kernel.kernels_of('silu_and_mul')['cpp'].run(torch.ones(600, 600))"
 
@@ -44,5 +44,5 @@ def test_forked_process_computes(use):
 
 
 def test_forked_process_would_hang_otherwise():
-    """If this fails, PyTorch's threads survive a fork by themselves, and `forking` can go."""
+    """If this fails, PyTorch's threads survive a fork by themselves, and `forking` can be removed."""
     assert forked("", patience=5) == "hangs"

@@ -1,4 +1,4 @@
-"""vLLM's layers with opset's kernels, against the code of vLLM that they replace."""
+"""vLLM's layers with opset's kernels, against the vLLM code that they replace."""
 
 import contextlib
 import functools
@@ -43,11 +43,11 @@ def chosen() -> set[str]:
 
 
 def test_every_replacement_is_registered():
-    """The names that this vLLM has; `_find` raises for one that it lacks and should have."""
+    """Covers the names that this vLLM has; `_find` raises for a name that it should have but lacks."""
     for replacement in (*layers.REPLACEMENTS, *layers._rotary_embeddings()):
         original = layers._find(replacement)
         if original is not None:
-            # vLLM has two registries; each class knows the one of its own.
+            # vLLM has two registries; each class knows its own.
             registry = original.register_oot.__func__.__globals__["op_registry_oot"]
             registered = registry[replacement.cls]
             assert issubclass(registered, replacement.layer) and issubclass(registered, original)
@@ -55,7 +55,7 @@ def test_every_replacement_is_registered():
 
 @pytest.fixture
 def registries():
-    """vLLM's registries, one or two; after the test they hold again what they held before."""
+    """vLLM's registries, one or two; after the test their former contents are restored."""
     originals = filter(None, map(layers._find, layers.REPLACEMENTS))
     found = [original.register_oot.__func__.__globals__["op_registry_oot"] for original in originals]
     both = list({id(registry): registry for registry in found}.values())
@@ -85,7 +85,7 @@ def test_a_replacement_that_names_nothing_is_an_error():
     wrong = layers.Replacement(f"{layers.VLLM}.layernorm", "RMSNormal", layers.RMSNormLayer)
     with pytest.raises(LookupError, match="RMSNormal"):
         layers._find(wrong)
-    # A class that exists, but that vLLM would never replace.
+    # This class exists, but vLLM would never replace it.
     wrong = layers.Replacement("torch.nn", "LayerNorm", layers.LayerNormLayer)
     with pytest.raises(LookupError, match="LayerNorm"):
         layers._find(wrong)
@@ -267,7 +267,7 @@ def gated_activation():
     return SiluAndMul()
 
 
-# Layers, and what they are called with: tensors of these widths, after the positions.
+# Layers, and their inputs: tensors of these widths, after the positions.
 CALLS = {
     "norm": (norm, (), (48,)),
     "norm with residual": (norm, (), (48, 48)),
@@ -293,7 +293,7 @@ def test_a_layer_takes_activations_of_another_dtype_than_it_was_built_for(name, 
 
 
 def test_a_compiler_sees_through_a_layer():
-    """No kernel for a CPU but the reference and PyTorch's can be traced. In fp16 it is traced anew."""
+    """Among the CPU kernels, only the reference and PyTorch's can be traced. fp16 needs a new trace."""
     names = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding")
     selection.configure({"opset": {"kernels": dict.fromkeys(names, "reference")}})
     for make, positions, widths in CALLS.values():
@@ -318,7 +318,7 @@ def test_a_compiler_sees_through_a_layer():
 )
 @pytest.mark.parametrize("with_key", [True, False])
 def test_rotary_embeddings_of_several_sequences(make, with_key):
-    """vLLM's take positions [batch, seq_len] too, and query and key in any shape of as many rows."""
+    """vLLM's layers also take positions [batch, seq_len], and query and key in any shape with as many rows."""
     layer, positions = rotary_embedding(), torch.randint(0, 128, (2, 7))
     query, key = make(4), make(2) if with_key else None
     copies = query.contiguous(), key if key is None else key.contiguous()

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.window
 
 @pytest.fixture(autouse=True)
 def alone():
-    """A process that is all of a tensor-parallel group."""
+    """A tensor-parallel group of a single process."""
     from vllm.distributed import parallel_state
 
     selection.configure()
@@ -85,7 +85,7 @@ def test_weights_that_are_loaded_again_are_used():
 
 
 def test_weights_are_packed_at_loading_and_again_when_they_change():
-    """But for those of a head that is also an embedding: there vLLM does not always tell, and `refresh` does."""
+    """A head that is also an embedding differs: vLLM does not always report a change, so `refresh` packs it again."""
     model = layers().bfloat16()
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
@@ -112,18 +112,18 @@ def test_a_model_that_was_loaded_uses_a_kernel_of_the_users_choice():
     assert choice.kernel.name == "reference"
 
 
-# As on a GPU, where weights stay where they are.
+# As on a GPU, where weights stay unpacked.
 
 
 @pytest.fixture
 def reference():
-    """The kernels for a CPU prepare weights."""
+    """Selects the reference, because the CPU kernels prepare weights."""
     selection.configure({"opset": {"kernels": {"linear": "reference"}}})
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_weights_that_stay_may_be_replaced_and_changed(compiled, reference):
-    """As vLLM does when it loads weights again, layer by layer, or moves them."""
+    """vLLM does this when it loads weights again, layer by layer, or moves them."""
     model, x = layers(), torch.ones(2, 48)
     linear.bind(model, compiled)
     for name in ("row", "head", "embedding"):
@@ -137,7 +137,7 @@ def test_weights_that_stay_may_be_replaced_and_changed(compiled, reference):
 
 
 def test_a_compiler_is_given_an_operator_of_any_number_of_rows(reference, monkeypatch):
-    """One graph for all numbers of rows, in which the kernel sees how many there are."""
+    """One graph serves all numbers of rows, and the kernel sees the actual number."""
     model, rows = layers(), []
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=48**-0.5)
@@ -156,7 +156,7 @@ def test_a_compiler_is_given_an_operator_of_any_number_of_rows(reference, monkey
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_second_model_leaves_the_first_one_its_kernel(compiled, monkeypatch):
-    """As two engines of one process do that are started with different overrides."""
+    """Two engines of one process do this if they start with different overrides."""
     names, found = ("reference", "another"), []
     known = {name: dataclasses.replace(registry.kernels_of("linear")["reference"], name=name) for name in names}
     monkeypatch.setitem(registry._registry, "linear", known)
@@ -190,7 +190,7 @@ def test_a_graph_is_found_by_engines_that_chose_the_same_kernels():
 
 
 def seeing(run, seen_by: list, what: str | None = None):
-    """`run`, noting how many rows it is given, or `what`, at each call."""
+    """`run`, recording at each call its number of rows, or `what`."""
 
     def seen(x, weight, bias):
         seen_by.append(what or len(x))
@@ -209,7 +209,7 @@ def test_a_warm_up_multiplies_one_row_by_each_kind(compiled, reference, monkeypa
     )
     linear.bind(model, compiled)
     linear.multiply_one_row(model)
-    # [64, 48] with a bias and without, and the head's [128, 48].
+    # One call each for [64, 48] with a bias, [64, 48] without, and the head's [128, 48].
     assert rows == [1, 1, 1]
 
 
@@ -226,7 +226,7 @@ def test_a_kernel_that_prepares_weights_is_refused_where_they_stay(compiled, mon
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_convolutions_keep_their_method(compiled, reference):
-    """vLLM keeps the weights of some in a linear layer, with a dimension more."""
+    """vLLM keeps the weights of some convolutions in a linear layer, with one more dimension."""
     model = layers()
     model["row"].weight.data = model["row"].weight.data.unsqueeze(1)
     linear.bind(model, compiled)

@@ -1,4 +1,4 @@
-"""The releases of vLLM that are served are stated once, and what happens with others."""
+"""The supported releases of vLLM are stated once, and other releases are handled."""
 
 import re
 import tomllib
@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def version(monkeypatch):
-    """`version("0.25.1")`: vLLM says that it is this release, whatever its distribution is called."""
+    """`version("0.25.1")`: vLLM reports this release, whatever its distribution is called."""
     import vllm
 
     monkeypatch.delenv("OPSET_PLATFORM", raising=False)

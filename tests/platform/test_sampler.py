@@ -32,7 +32,7 @@ def logits(name: str = "logits", num_rows: int = ROWS) -> torch.Tensor:
 
 
 def metadata(num_rows: int = ROWS, processors=(), **changes):
-    """vLLM's, for a batch of random requests without any extras but the given ones."""
+    """vLLM's metadata for a batch of random requests, with only the given extras."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 
@@ -75,9 +75,9 @@ def filters() -> dict:
 def penalties() -> dict:
     rng = _samples.generator("penalties")
     prompts = torch.randint(0, VOCABULARY + 1, (ROWS, 12), generator=rng)
-    # Few different tokens, so that some come up several times.
+    # Few different tokens, so that some occur several times.
     outputs = [torch.randint(0, 6, (length,), generator=rng).tolist() for length in range(3, 3 + ROWS)]
-    outputs[2][1:] = [-1, -1]  # not known yet, as async scheduling leaves them
+    outputs[2][1:] = [-1, -1]  # not known yet, as with async scheduling
     return {
         "no_penalties": False,
         "prompt_token_ids": prompts,
@@ -104,7 +104,7 @@ def from_requests(*per_request: dict) -> list:
 
 
 def near_the_top():
-    """A processor of a user's, which depends on the temperature having been applied."""
+    """A user's processor that depends on the temperature having been applied."""
     from vllm.v1.sample.logits_processor import LogitsProcessor
 
     class NearTheTop(LogitsProcessor):
@@ -159,7 +159,7 @@ def test_log_probabilities_are_vllms(case, mode):
     ours, theirs = results
     assert ours.sampled_token_ids.shape == theirs.sampled_token_ids.shape
     assert ours.sampled_token_ids.dtype == theirs.sampled_token_ids.dtype
-    # Column 0 is the token that was drawn; of the others those that are not kept are in no particular order.
+    # Column 0 is the drawn token. Among the others, the tokens that are not kept have no defined order.
     mine, expected = ours.logprobs_tensors.logprobs[:, 1:], theirs.logprobs_tensors.logprobs[:, 1:]
     torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
     ids, expected_ids = ours.logprobs_tensors.logprob_token_ids, theirs.logprobs_tensors.logprob_token_ids
@@ -227,7 +227,7 @@ def test_nothing_is_processed_that_nobody_asked_for(mode):
 
 
 def test_the_mode_of_one_call_counts_before_the_samplers():
-    """As vLLM's in that mode: in another, its own top-k and top-p do not hear of the call's."""
+    """Compares with vLLM's sampler in that mode: in another mode, its own top-k and top-p ignore the mode of a call."""
     from vllm.v1.sample.sampler import Sampler
 
     asked = metadata(temperature=mixed_temperatures(), max_num_logprobs=5, **filters())
@@ -252,7 +252,7 @@ def test_the_greedy_bound_is_vllms(processors):
     close = (torch.arange(VOCABULARY) * 1e-8).expand(64, -1)
     for temperature, greedy in ((0.9 * _SAMPLING_EPS, True), (1.1 * _SAMPLING_EPS, False)):
         rows = torch.full((64,), temperature)
-        rows[0] = 1.0  # no batch of greedy requests alone
+        rows[0] = 1.0  # so that the batch is not all greedy
         output = opset_sampler()(close.clone(), metadata(64, processors, temperature=rows))
         assert bool((output.sampled_token_ids[1:] == VOCABULARY - 1).all()) is greedy
 
@@ -320,7 +320,7 @@ def test_an_unseeded_neighbour_changes_nothing():
 
 
 def test_a_draw_that_vllm_takes_back_is_drawn_again():
-    """As its runner does for a request whose prompt is only partly computed."""
+    """vLLM's runner takes back the draw of a request whose prompt is only partly computed."""
     from vllm_opset.model.sampler import SeededGenerator, draw_keys
 
     generator = SeededGenerator(11)

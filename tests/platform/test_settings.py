@@ -1,6 +1,6 @@
-"""Every setting, argument and variable of vLLM's is honoured, refused or has no meaning here, and the tables say so.
+"""Every setting, argument and variable of vLLM is honoured, refused or has no meaning here, as the tables say.
 
-A new one in a new release is red until somebody has looked at it.
+A new one in a new release fails these tests until someone has reviewed it.
 """
 
 import copy
@@ -25,7 +25,7 @@ MAKEFILE = Path(__file__).parents[2] / "Makefile"
 
 @pytest.fixture
 def rules_of(monkeypatch):
-    """`rules_of("npu")`: from now on that platform's rules check a configuration, which this one's completes."""
+    """`rules_of("npu")`: from now on that platform's rules check configurations, and this platform completes them."""
     from vllm_opset.platform.cpu.platform import OpsetCpuPlatform
 
     def rules_of(platform: str):
@@ -77,7 +77,7 @@ def engine_arguments() -> set[str]:
 
 
 def listed() -> set[str]:
-    """All names in the tables but patterns."""
+    """All names in the tables except patterns."""
     parts = {
         f"{owner}.{name}" for owner in table("parts") for platform in PLATFORMS for name in entries(owner, platform)
     }
@@ -96,7 +96,7 @@ def offered() -> set[str]:
 
 
 def test_nothing_is_listed_that_no_release_has():
-    """elsewhere.yaml says which release has what the default one has not, so that a misspelt name is found."""
+    """elsewhere.yaml lists the releases of names that the default release lacks, so that misspelt names are found."""
     release, absent, elsewhere = version("vllm").partition("+")[0], listed() - offered(), table("elsewhere")
     assert not absent & set(elsewhere.get(release, ()))
     if f"RELEASE := {release}\n" in MAKEFILE.read_text():
@@ -104,7 +104,7 @@ def test_nothing_is_listed_that_no_release_has():
 
 
 def tried(*verdicts: str) -> list[tuple[str, str, str]]:
-    """Platforms, classes and names of what has one of these verdicts and this release knows."""
+    """Platforms, classes and names of the settings with one of these verdicts that this release knows."""
     return [
         (platform, owner.__name__, name)
         for platform in PLATFORMS
@@ -133,7 +133,7 @@ def test_what_vllm_refuses_is_refused(setting, rules_of, configure):
 
 @pytest.fixture(scope="module")
 def flags() -> set[str]:
-    """Those of vLLM's command line."""
+    """The flags of vLLM's command line."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -141,17 +141,17 @@ def flags() -> set[str]:
 
 
 def cures(line: str) -> set[str]:
-    """The flags that a refusal names, of a part's keys the part's."""
+    """The flags that a refusal names; for a key of a part, the part's flag."""
     return {flag for flag in re.findall(r"--[a-z][a-z0-9-]*[a-z0-9]", line) if f"{flag}-*" not in line}
 
 
 def set_and_check(platform: str, owner: str, name: str, configure) -> None:
-    """Raises what a user would see who sets it, through EngineArgs where that is possible."""
+    """Sets it as a user would, through EngineArgs where possible, and raises the error that the user would see."""
     value = value_of(platform, owner, name)
     late = entry(owner, name, platform).verdict == "late"
     config = configure(LLAMA, **({} if late else arguments_for(owner, name, value)))
-    # Some settings can only be made by hand, in a configuration that is complete. Rules that take what vLLM has
-    # resolved there for a user's wish are not asked.
+    # Some settings can only be made by hand, in a complete configuration. Rules that would take values resolved by vLLM
+    # for a user's choice are not checked.
     module = importlib.import_module(f"vllm_opset.platform.{platform}.refusals")
     idle = [rule for rule in (*module.ASKED, *module.RULES) if not rule.applies(config)]
     part = functools.reduce(getattr, filter(None, table("parts")[owner]["at"].split(".")), config)
@@ -171,7 +171,7 @@ ALIASES = {said: name for name, said in table("arguments")["sets"].items()}
 
 
 def arguments_for(owner: str, name: str, value: object) -> dict[str, object]:
-    """EngineArgs' own argument, or else the part's, or nothing where there is neither."""
+    """EngineArgs' own argument, or the part's argument, or nothing if neither exists."""
     known = engine_arguments()
     alias = ALIASES.get(f"{owner}.{name}", name)
     if alias in known:
@@ -212,17 +212,19 @@ def test_what_is_off_or_default_is_not_refused(platform, rules_of, configure, mo
 
 
 def test_a_copy_of_a_complete_configuration_is_not_refused(configure):
-    """vLLM makes one for a model within a model, when what it has resolved looks like a user's wish."""
+    """vLLM copies a configuration for a model within a model. The values that it resolved then look like a user's
+    choice.
+    """
     from vllm.config import replace
 
     config = configure(LLAMA)
     assert replace(config, model_config=config.model_config).parallel_config.worker_cls
 
 
-# Settings that leave opset's attention and linear layers on, since they are about neither.
+# Settings that concern neither opset's attention nor its linear layers, and leave both on.
 OF_NO_PART = {
     "AttentionConfig": {
-        "backend",  # is looked at by itself
+        "backend",  # checked by itself
         "hisparse_config",
         "indexer_kv_dtype",
         "indexer_sparse_logits",
@@ -235,7 +237,7 @@ OF_NO_PART = {
         "tokenspeed_mla_min_split_kv",
         "trtllm_ragged_backend",
         "use_fp4_indexer_cache",
-        "use_non_causal",  # every attention is asked for it
+        "use_non_causal",  # every attention supports it
         "use_prefill_query_quantization",
     },
     "KernelConfig": {
@@ -245,7 +247,7 @@ OF_NO_PART = {
         "enable_jit_warmup",
         "enable_rocm_segmented_attn_autotune",
         "ir_op_priority",
-        "linear_backend_per_quant",  # for quantised layers, which stay vLLM's
+        "linear_backend_per_quant",  # for quantised layers, which vLLM's kernels keep serving
         "moe_backend",
         "monokernel",
         "sparse_indexer_topk_backend",
@@ -254,7 +256,7 @@ OF_NO_PART = {
 
 
 def test_on_vllms_own_platform_every_setting_of_kernels_is_looked_at_or_about_no_part():
-    """A part of opset that would replace those kernels is left to vLLM (`cuda/test_native.py`)."""
+    """If such a setting selects kernels that a part of opset would replace, the part is off (`cuda/test_native.py`)."""
     from vllm.config import AttentionConfig, KernelConfig
 
     from vllm_opset.platform.native import parts

@@ -1,7 +1,7 @@
-"""This package and vLLM call each other as both expect, on every release that is served.
+"""This package and vLLM call each other with matching signatures, on every supported release.
 
-A method that overrides one of vLLM's takes every call that vLLM's takes. A function in the place of one of vLLM's takes
-the calls that vLLM makes. vLLM's functions take the calls that this package makes.
+A method that overrides one of vLLM's accepts every call that vLLM's method accepts. A function that replaces one of
+vLLM's accepts the calls that vLLM makes. vLLM's functions accept the calls that this package makes.
 """
 
 import importlib
@@ -17,7 +17,7 @@ import vllm_opset
 
 pytestmark = pytest.mark.window
 
-# Objects of these classes are built by this package alone, mostly of what vLLM built.
+# This package alone builds objects of these classes, mostly from objects that vLLM built.
 BUILT_HERE = {
     "vllm_opset.platform.cpu.linear.PackedEmbeddingMethod",
     "vllm_opset.platform.cpu.linear.PackedLinearMethod",
@@ -31,13 +31,13 @@ BUILT_HERE = {
 }
 # `fitting` compares it: vLLM calls it by position, and its names change.
 BY_POSITION = {"_sample_random"}
-# Imported within functions that only releases which have them call.
+# Imported in functions that only the releases which have these classes call.
 CAME_LATE = {"vllm.v1.kv_cache_layout.KVCacheLayout"}
 
 
 @pytest.fixture(scope="module")
 def modules() -> list[ModuleType]:
-    """All of this package, also what is for devices that are not here."""
+    """All modules of this package, including those for absent devices."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("vllm._C", "vllm._C_stable_libtorch"):
             patch.setitem(sys.modules, name, ModuleType(name))
@@ -71,13 +71,13 @@ def test_vllms_functions_take_the_calls_of_this_package(modules):
 
 
 def test_what_is_imported_while_serving_is_there(modules):
-    """Imports at the top of a module have been tried by importing it."""
+    """Imports at the top of a module are tested by importing the module."""
     missing = {name for module in modules for name in Calls(module).missing}
     assert missing <= CAME_LATE
 
 
 def test_layers_take_what_vllms_take():
-    """Each one's `forward_oot` becomes its `forward`."""
+    """The `forward_oot` of each class becomes its `forward`."""
     from vllm_opset.model import layers
 
     registered = {id(layer): layer for layer in _registries()}.values()
@@ -103,7 +103,7 @@ def _forward_native(layer: type):
 
 
 def in_place_of_vllms():
-    """(name, the module of vLLM's that calls it, what this package puts there), wherever there is no hook."""
+    """(name, the module of vLLM that calls it, this package's replacement), for every function without a hook."""
     from vllm.config import vllm as vllm_config
     from vllm.model_executor.models import registry
     from vllm.v1.worker import block_table, gpu_worker
@@ -129,7 +129,7 @@ def test_what_is_put_in_place_of_vllms_functions_takes_its_calls():
 
 
 def test_a_call_that_would_be_refused_is_found():
-    """As of a method that got a parameter in the middle, and of one that lost one."""
+    """Tests a method that gained a parameter in the middle, and one that lost a parameter."""
 
     def before(logits, rows, positions, *, seed=0): ...
 

@@ -11,7 +11,7 @@ from processes import PATIENCE, Server
 
 @dataclass
 class Stream:
-    """What a client of a streamed completion has seen."""
+    """The data that a client of a streamed completion has received."""
 
     text: str = ""
     frames: int = 0
@@ -19,7 +19,7 @@ class Stream:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def read(self, http: httpx.AsyncClient, leave_after: int | None = None, **request: object) -> "Stream":
-        """Reads to the end, or hangs up after so many frames."""
+        """Reads to the end, or hangs up after this many frames."""
         async with http.stream("POST", "/v1/completions", json=body(**request, stream=True)) as response:
             assert response.status_code == 200, await response.aread()
             async for line in response.aiter_lines():
@@ -57,7 +57,7 @@ def client(server: Server) -> httpx.AsyncClient:
 
 
 def all_at_once(server: Server, ask: Coroutine, things: Iterable) -> list:
-    """`ask(http, thing)` of all things, concurrently; the answers in their order."""
+    """Runs `ask(http, thing)` concurrently for all things, and returns the answers in their order."""
 
     async def gather() -> list:
         async with client(server) as http:

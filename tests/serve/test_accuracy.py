@@ -9,7 +9,7 @@ from streams import all_at_once, chat, complete
 
 pytestmark = pytest.mark.serve
 
-# A kernel that takes the wrong half for the gate. (The model is sturdy: 1.5 times the right values do not mislead it.)
+# A kernel that uses the wrong half as the gate. (The model is robust: 1.5 times the right values do not mislead it.)
 WRONG = """
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
@@ -21,13 +21,13 @@ def silu_and_mul(x):
 
 
 async def ask_both_ways(http, task: dict) -> list[tuple[str, str]]:
-    """(form, answer) as a completion and as a chat."""
+    """(form, answer), as a completion and as a chat."""
     completion = await complete(http, prompt=task["completion"], max_tokens=64)
     return [("completion", completion), ("chat", await chat(http, task["messages"], max_tokens=64))]
 
 
 def share_of_right_answers(server: Server, tasks: list[dict]) -> tuple[float, list[str]]:
-    """And what was wrong."""
+    """The share of right answers, and the wrong ones."""
     answers = all_at_once(server, ask_both_ways, tasks)
     wrong = [
         f"{form} {task['messages'][-1]['content']!r}: {answer!r}, not {task['answer']!r}"
@@ -45,7 +45,7 @@ def test_held_out_questions_are_answered_exactly(server):
 
 
 def test_the_gate_closes_on_a_wrong_kernel(tmp_path):
-    """So the tokens that are served come from the kernels that were selected."""
+    """This shows that the served tokens come from the selected kernels."""
     (tmp_path / "wrong_kernel.py").write_text(WRONG)
     override = {"opset": {"kernels": {"silu_and_mul": "wrong"}}}
     server = Server(

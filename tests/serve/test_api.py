@@ -1,4 +1,4 @@
-"""What the OpenAI-compatible API offers, over HTTP, on the plugin's sampler and attention."""
+"""The features of the OpenAI-compatible API, over HTTP, on the plugin's sampler and attention."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from processes import wait_until
 
 pytestmark = [pytest.mark.serve, pytest.mark.window]
 
-# A task whose answer the model knows, and what is far from its training: there almost anything may come next.
+# A task whose answer the model knows, and a prompt far from its training, after which almost anything may come next.
 KNOWN = {"prompt": "count: 10 to 19 =", "answer": " 10 11 12 13 14 15 16 17 18 19"}
 RANDOM = {"prompt": "zq", "temperature": 1.5, "ignore_eos": True, "max_tokens": 24}
 
@@ -19,7 +19,7 @@ def text(answer: dict) -> str:
 
 
 def token_ids(server, characters: str) -> list[int]:
-    """One for each character."""
+    """One token id for each character."""
     ids = server.post("/tokenize", {"model": "tiny", "prompt": characters}).json()["tokens"]
     assert len(ids) == len(characters)
     return ids
@@ -98,7 +98,7 @@ def test_logprobs_are_those_of_a_distribution_and_greedy_takes_the_first(server)
 
 
 def test_prompt_logprobs_equal_the_logprobs_of_generating(server):
-    """A prefill of the whole text and a decode step for each token of it see the same distribution."""
+    """A prefill of the whole text and a decode step for each of its tokens see the same distribution."""
     generated = server.complete("zq", max_tokens=20, logprobs=1, ignore_eos=True)["choices"][0]
     steps = generated["logprobs"]["token_logprobs"]
     prompt = server.complete("zq" + generated["text"], max_tokens=1, prompt_logprobs=0)["choices"][0]["prompt_logprobs"]
@@ -136,7 +136,7 @@ def test_structured_output_by_a_schema(server):
         "digits": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3},
     }
     schema = {"type": "object", "properties": properties, "required": ["kind", "digits"], "additionalProperties": False}
-    # White space is allowed everywhere, and this model would write no end of it.
+    # White space is allowed everywhere, and this model would write it without end.
     bias = dict.fromkeys(token_ids(server, " \n\t\r"), -100)
     answer = server.complete("sort: 90210 =", max_tokens=100, structured_outputs={"json": schema}, logit_bias=bias)
     value = json.loads(text(answer))

@@ -1,4 +1,4 @@
-"""What a client can get wrong: it hears so, with a reason, and the server goes on."""
+"""Wrong requests by clients: the client gets an error with a reason, and the server continues."""
 
 import json
 
@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.window]
 COMPLETION = {"model": "tiny", "prompt": "reverse: plugin =", "max_tokens": 8}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Write plugin backwards."}]}
 
-# For each: what is changed in a good completion, and words of the reason.
+# Each item: the change to a good completion, and words of the reason.
 WRONG = [
     ({"prompt": "copy: " + "a" * 600}, "maximum context length is 512"),
     ({"prompt": [5] * 600}, "maximum context length is 512"),
@@ -46,7 +46,7 @@ WRONG = [
 
 
 def assert_refused(response, words: str, server) -> None:
-    """A 4xx with a reason, and the next question is answered."""
+    """The response is a 4xx with a reason, and the next question is answered."""
     assert 400 <= response.status_code < 500, response.text
     assert words in response.json()["error"]["message"] + str(response.json()["error"].get("param"))
     assert server.complete("reverse: plugin =", max_tokens=64)["choices"][0]["text"] == " nigulp"
@@ -77,7 +77,7 @@ def test_a_wrong_chat_is_refused(server, change, words):
 
 
 def test_a_bad_request_beside_good_ones_harms_nobody(server):
-    """It is refused before it reaches the batch."""
+    """The server refuses it before it reaches the batch."""
 
     async def ask(http, wrong: bool) -> tuple[int, str]:
         request = {**COMPLETION, "max_tokens": 64, "temperature": -1 if wrong else 0}

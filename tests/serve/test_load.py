@@ -1,4 +1,4 @@
-"""Many clients, some of which leave."""
+"""Many clients, some of which disconnect."""
 
 import asyncio
 
@@ -10,9 +10,9 @@ from streams import Stream, all_at_once, client, complete
 pytestmark = [pytest.mark.serve, pytest.mark.window]
 
 CLIENTS = 64
-# Held by those who leave: they would go on for much longer than all others.
+# Requests of the clients that disconnect: they would run much longer than all others.
 ENDLESS = {"max_tokens": 480, "ignore_eos": True}
-# Far from what the model was trained on, where almost anything may come next.
+# A prompt far from the model's training, after which almost anything may come next.
 RANDOM = {"prompt": "zq", "temperature": 1.5, "ignore_eos": True, "max_tokens": 24}
 
 

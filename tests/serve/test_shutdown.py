@@ -1,4 +1,4 @@
-"""How a server ends while it works. That an idle one ends well is seen at the end of the fixture `server`."""
+"""How a busy server ends. The fixture `server` tests the end of an idle one."""
 
 import asyncio
 import signal
@@ -10,14 +10,14 @@ from streams import Stream, client
 
 pytestmark = pytest.mark.serve
 
-# Long enough to be there when the signal comes.
+# Long enough to be running when the signal arrives.
 ENDLESS = {"max_tokens": 400, "ignore_eos": True, "prompt": "zq"}
 CLIENTS = 8
 
 
 @pytest.fixture
 def own(request, tmp_path):
-    """A server that the test may end, with the arguments that it is parametrized by."""
+    """A server that the test may end, with the arguments of its parametrization."""
     server = Server(tmp_path / "log", *getattr(request, "param", ()))
     try:
         yield server.wait_until_ready()
@@ -26,14 +26,14 @@ def own(request, tmp_path):
 
 
 def assert_ended_well(server: Server, code: int) -> None:
-    """vLLM logs an EngineDeadError of its own in most shutdowns; that is not the plugin's to mend."""
+    """vLLM logs its own EngineDeadError in most shutdowns; the plugin need not fix that."""
     assert code == 0, server.text()
     assert OUR_FRAME not in server.text(), server.text()
     wait_until(lambda: not group_is_alive(server.process), "no process is left behind")
 
 
 def test_a_sigterm_during_load(own):
-    """Open streams are dropped by vLLM, some without a word: their clients hang up when the engine is gone."""
+    """vLLM drops open streams, some without a message: their clients hang up when the engine is gone."""
 
     async def load() -> None:
         async with client(own) as http:

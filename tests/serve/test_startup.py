@@ -1,4 +1,4 @@
-"""What is wrong from the start ends it: loudly, with the name and the cure, and never with stock vLLM."""
+"""Errors at the start end the server: with a message that names the error and the cure, and never with stock vLLM."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.serve
 
 CURE = "Mend that, or set OPSET_PLATFORM=off to run vLLM without this plugin"
 MISSING = "ModuleNotFoundError: No module named 'a_module_that_is_missing'"
-# Loaded when vLLM asks for its platform, and when it loads its general plugins.
+# vLLM loads the first when it asks for its platform, and the second when it loads its general plugins.
 BROKEN_MODULES = ["platform.cpu.platform", "kernels.cpu.silu_and_mul"]
 MISSPELT = {"opset": {"kernels": {"rms_nrom": "reference"}}}
 
@@ -64,7 +64,7 @@ def test_a_wrong_choice_of_platform():
 
 
 def test_switched_off_the_plugin_has_no_part_in_it():
-    """Stock vLLM, which has no device here and says so."""
+    """Stock vLLM has no device here, and says so."""
     start = run(*serve_command(), OPSET_PLATFORM="off")
     assert start.code == 1, start
     assert "Failed to infer device type" in start.output

@@ -1,4 +1,4 @@
-"""What there is of the Ascend kernels where torch_npu is not: why they cannot be had, and what caches they take."""
+"""The Ascend kernels without torch_npu: the reason why they are unavailable, and the caches that they take."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def test_without_torch_npu_the_reason_says_so():
 
 
 def test_without_cann_the_reason_names_the_libraries_and_the_cure(tmp_path):
-    """In a process of its own, with a torch_npu that must not be imported to find out."""
+    """Runs in a process of its own, with a torch_npu that must not be imported for the answer."""
     package = tmp_path / "torch_npu" / "__init__.py"
     package.parent.mkdir()
     package.write_text("raise AssertionError('imported')")

@@ -1,4 +1,4 @@
-"""Where the library of C++ kernels comes from, and what is said where it cannot be had."""
+"""Tests the search for the library of C++ kernels, and the message if it is unavailable."""
 
 import contextlib
 import ctypes
@@ -30,7 +30,7 @@ print(choice.kernel.name, "|", kernel.unavailable().get("cpp"))
 
 
 def choice(**variables) -> tuple[str, str]:
-    """Which kernel serves silu_and_mul in a process of its own, and why there are no C++ kernels there."""
+    """The kernel that serves silu_and_mul in a process of its own, and the reason why it has no C++ kernels."""
     finished = run(sys.executable, "-c", SHOW, **variables)
     assert finished.code == 0, finished
     name, _, reason = finished.out.strip().partition(" | ")
@@ -63,7 +63,7 @@ NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to anothe
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """A folder for the cache, not made yet, and sources of one function."""
+    """A folder for the cache, which does not exist yet, and sources of one function."""
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "answer.cpp").write_text(SOURCE)
     monkeypatch.setattr(_build, "SOURCES", tmp_path / "sources")
@@ -72,14 +72,14 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 def load() -> ctypes.CDLL:
-    """As a process that starts."""
+    """Loads the library as a starting process does."""
     found = _build.library.__wrapped__()
     assert found.reason is None
     return found.code
 
 
 def why_not() -> str:
-    """Why there is no library, in a process that starts."""
+    """The reason why a starting process has no library."""
     found = _build.library.__wrapped__()
     assert found.code is None
     return found.reason
@@ -194,7 +194,7 @@ def in_a_folder_that_is_a_link(library: Path) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_library_that_others_could_have_written_is_not_loaded(cache, place, said, caplog):
-    """To load it is to run its code, as whoever starts vLLM."""
+    """Loading the library runs its code with the rights of the user who starts vLLM."""
     load()
     (library,) = cache.iterdir()
     marker, source = cache.with_name("marker"), cache.with_name("planted.cpp")
@@ -243,7 +243,7 @@ def test_a_compiler_that_does_not_end_is_given_up(cache, monkeypatch, tmp_path):
         f"{compiler} has not built them in 1 s: see whether this command ends by itself, or name "
     )
     state = Path(f"/proc/{child.read_text().strip()}/stat")
-    for _ in range(50):  # until it is gone, or waits for whoever adopted it
+    for _ in range(50):  # until it is gone, or waits for the process that adopted it
         if not state.exists() or state.read_text().split()[2] == "Z":
             break
         time.sleep(0.1)

@@ -1,6 +1,6 @@
 """The C++ kernels beyond the samples of their contracts: large inputs on several threads, and every attention sample.
 
-The contracts themselves are checked by tests/test_parity.py, as of all kernels.
+tests/test_parity.py checks the contracts of these kernels, like those of all kernels.
 """
 
 import re
@@ -15,7 +15,7 @@ from vllm_opset.ops import _samples
 from vllm_opset.ops.attention._paged_inputs import PagedCase
 from vllm_opset.ops.contract import Sample
 
-# A user may have no compiler, and then torch kernels serve instead. .ci/run requires one, so there nothing is skipped.
+# A user may have no compiler; then torch kernels serve instead. .ci/run requires one, so it skips nothing here.
 if reason := kernel.unavailable().get("cpp"):
     pytest.skip(f"no C++ kernels here, until g++ 12 is installed: {reason}", allow_module_level=True)
 
@@ -31,7 +31,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def large_inputs(name: str) -> tuple:
-    """More than one thread's worth, in bf16 but for linear."""
+    """Inputs that occupy more than one thread, in bf16 except for linear."""
     if name == "linear":
         x, weight, bias = (
             _samples.normal(shape, torch.float32, "cpu", _samples.generator(f"linear {shape}"))
@@ -83,7 +83,7 @@ def test_large_inputs_agree_with_the_reference(name, two_threads):
 
 
 def test_all_attention_samples_in_cpp(monkeypatch):
-    """With long prefills too, which are PyTorch's as a rule: so every feature is checked at every query length."""
+    """Long prefills usually go to PyTorch. Here they run in C++ too, to check every feature at every query length."""
     monkeypatch.setattr(paged_attention, "FEW_TOKENS", 10_000)
     op = ops.paged_attention
     checks = list(parity.check_kernel(op, kernel.kernels_of(op.name)["cpp"], "cpu"))
@@ -92,7 +92,7 @@ def test_all_attention_samples_in_cpp(monkeypatch):
 
 
 def test_the_library_has_pytorchs_openmp_runtime():
-    """A second one in the process would have threads of its own, which spin while PyTorch's work."""
+    """A second runtime in the process would have its own threads, which spin while PyTorch's threads work."""
     script = "from vllm_opset.kernels.cpp import _build; _build.library(); print(open('/proc/self/maps').read())"
     maps = run(sys.executable, "-c", script).out
     assert "vllm-opset/kernels-" in maps
@@ -111,7 +111,7 @@ def test_a_position_beyond_the_table_is_an_error(lost):
 
 
 def test_a_cache_in_another_dtype_is_converted_to():
-    """Selection knows the layer's dtype; a model may promote its keys."""
+    """Selection knows only the layer's dtype; a model may promote its keys."""
     key, value, cache, slots = large_inputs("reshape_and_cache")[0]
     cpp, expected = cache.clone(), cache.clone()
     kernel.kernels_of("reshape_and_cache")["cpp"].run(key.float(), value.float(), cpp, slots)
@@ -120,7 +120,7 @@ def test_a_cache_in_another_dtype_is_converted_to():
 
 
 def test_silu_far_out():
-    """Where e^-x is no float any more."""
+    """Covers inputs for which e^-x is no longer a finite float."""
     x = torch.tensor([[-1e38, -1e5, -89.0, 89.0, 1e38, -torch.inf, torch.inf, torch.nan]])
     got = kernel.kernels_of("silu_and_mul")["cpp"].run(torch.cat((x, torch.ones_like(x)), dim=1))
     torch.testing.assert_close(got, torch.nn.functional.silu(x), equal_nan=True)

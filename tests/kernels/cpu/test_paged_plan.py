@@ -1,4 +1,4 @@
-"""How the CPU kernel of paged_attention finds the rows of a cache, and cuts a batch into what it attends at a time."""
+"""How the CPU kernel of paged_attention finds the rows of a cache, and cuts a batch into chunks."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_what_is_gathered_at_a_time_is_bounded():
 
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"causal": False}, {"soft_cap": 1.5, "sinks": True}], ids=str)
 def test_attention_agrees_however_little_is_gathered_at_a_time(options, monkeypatch):
-    """Requests of one number of queries, so that they are a group, over contexts of several lengths."""
+    """All requests have the same number of queries, so that they form a group, over contexts of several lengths."""
     case = PagedCase(((7, 40), (7, 7), (7, 90), (7, 20), (1, 9), (1, 30)), **options)
     (query, kv_cache, batch, out), arguments = case.make("little", "cpu", torch.float32)
     want = out.clone()

@@ -1,9 +1,9 @@
-"""Compiles Triton kernels for a Hopper GPU, without one: every sample of their contracts is launched into the void.
+"""Compiles Triton kernels for a Hopper GPU, without one: every sample of their contracts runs with no-op launches.
 
     python tests/kernels/triton/compile_only.py [OP ...]
 
-Prints JSON: for each op the variants that were compiled, with their registers, shared and local memory, how often they
-use spilled registers, and the global loads and stores in their PTX. Needs Triton and its own ptxas, nothing else.
+Prints JSON: for each op the compiled variants, with their registers, shared and local memory, the number of uses of
+spilled registers, and the global loads and stores in their PTX. Needs only Triton and its own ptxas.
 """
 
 import collections
@@ -26,14 +26,14 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 232448  # that a thread block of a Hopper GPU can have
+SHARED_BYTES = 232448  # the limit of a thread block on a Hopper GPU
 
 
 class CompileOnly:
-    """Stands where Triton's CUDA driver would: kernels are compiled, and their launches do nothing."""
+    """Replaces Triton's CUDA driver: kernels are compiled, and their launches do nothing."""
 
     utils = SimpleNamespace(
-        # A module, of some kind: without one Triton would load it at every launch.
+        # Any module will do. Without one, Triton would load it at every launch.
         load_binary=lambda *_: (0, 0, 0, 0, 1024),
         get_device_properties=lambda _: {"max_shared_mem": SHARED_BYTES},
     )
@@ -65,7 +65,7 @@ def main(names: list[str]) -> None:
 
 
 def _recorded() -> list[CompiledKernel]:
-    """A list that every kernel is put on that is compiled from now on."""
+    """A list to which every kernel compiled from now on is added."""
     compiled, original = [], CompiledKernel.__init__
 
     def init(self, *args):
@@ -102,13 +102,14 @@ def _resources(kernel: CompiledKernel) -> dict:
 
 def _cuobjdump(option: str, path: str) -> str:
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    # It warns of the file's format on stderr, every time.
+    # The program warns of the file's format on stderr every time.
     return subprocess.check_output([program, option, path], text=True, stderr=subprocess.DEVNULL)
 
 
 def _spills(sass: str) -> int:
-    """How often spilled registers are stored or loaded in the innermost loops of matrix products, or, of a kernel
-    without these, anywhere. What is put aside before such a loop waits in memory, and is in nobody's way.
+    """Counts stores and loads of spilled registers in the innermost loops of matrix products. For a kernel without
+    matrix products, it counts them everywhere. A register that is stored before such a loop costs nothing inside the
+    loop.
     """
     pattern = r"^\s+/\*([0-9a-f]+)\*/\s+(@!?U?P\d+ )?\s*([A-Z]+)[.\w]* ?(?:[^;]*\b0x([0-9a-f]+) ;)?"
     codes = [
@@ -125,10 +126,10 @@ def _spills(sass: str) -> int:
 
 
 def _loops(codes: list[tuple[int, bool, str, int | None]]) -> list[set[int]]:
-    """The places of the instructions of each loop: what leads to a jump back without passing where it leads to.
+    """The addresses of the instructions of each loop: those that lead to a backward jump without passing its target.
 
-    codes: place, whether it is conditional, code and target of each instruction. Not every jump back closes a loop:
-    what waits for a barrier stands at the end of a kernel and jumps back from there.
+    codes: address, whether it is conditional, opcode and target of each instruction. Not every backward jump closes a
+    loop: code that waits for a barrier stands at the end of a kernel and jumps back from there.
     """
     flow = networkx.DiGraph()
     for (place, conditional, code, target), following in itertools.zip_longest(codes, codes[1:]):
@@ -137,7 +138,7 @@ def _loops(codes: list[tuple[int, bool, str, int | None]]) -> list[set[int]]:
         if following and (conditional or code not in ("BRA", "BRX", "EXIT")):
             flow.add_edge(place, following[0])
     entry, reached = codes[0][0], set()
-    for place in sorted(flow):  # where a jump to one of several places (BRX) leads is not told: to whatever is left
+    for place in sorted(flow):  # BRX, a jump to one of several places, has unknown targets: any place not reached yet
         if place not in reached:
             flow.add_edge(entry, place)
             reached |= networkx.descendants(flow, place) | {place}
@@ -151,7 +152,7 @@ def _loops(codes: list[tuple[int, bool, str, int | None]]) -> list[set[int]]:
 
 
 def _dominates(dominators: dict[int, int], start: int, end: int) -> bool:
-    """Whether every way to `end` passes `start`."""
+    """Whether every path to `end` passes `start`."""
     while end != start and end in dominators and dominators[end] not in (None, end):
         end = dominators[end]
     return end == start

@@ -1,4 +1,4 @@
-"""One call again and again, in a replayed CUDA graph: whatever depends on who comes first gives other bits at times."""
+"""Repeats one call in a replayed CUDA graph: results that depend on the order of programs differ at times."""
 
 import torch
 
@@ -9,7 +9,7 @@ REPLAYS = 10
 
 
 def assert_same_bits(case: PagedCase, num_calls: int) -> None:
-    """num_calls: in one graph."""
+    """num_calls: calls in one graph."""
     (query, kv_cache, batch, first), options = case.make("again", "cuda", torch.bfloat16)
     run = kernels_of("paged_attention")["triton"].run
     run(query, kv_cache, batch, first, **options)

@@ -1,4 +1,4 @@
-"""Kernels that are compiled ahead: in other threads, not launched, and ready when they are."""
+"""Kernels that are compiled ahead: in other threads, without being launched, and ready for their first launch."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# For a Hopper GPU, without one; Triton decides at import whether it interprets.
+# Compiles for a Hopper GPU, without one. Triton decides at import whether it interprets.
 SCRIPT = """
 import json, threading
 import compile_only, torch, triton
@@ -107,7 +107,7 @@ def test_two_threads_leave_triton_as_it_was():
     other = threading.Thread(target=compile_in_another_thread)
     with compiled_ahead():
         other.start()
-        entered.wait(0.2)  # time enough, if nothing keeps it out
+        entered.wait(0.2)  # long enough for the other thread to enter, unless it is blocked
     leave.set()
     other.join()
     assert JITFunction.run is run

@@ -1,4 +1,4 @@
-"""Launch parameters: the data in launch.yaml, how an entry is found, and how tuning makes entries of measurements."""
+"""Launch parameters: the data in launch.yaml, the search for an entry, and the entries that tuning makes of times."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""What only a GPU can show: sizes beyond 32-bit offsets, and work in flight on other streams.
+"""Properties that need a GPU: sizes beyond 32-bit offsets, and work in flight on other streams.
 
 Parity on a GPU (`vllm-opset parity --device cuda`) checks the contracts, captured and replayed as well.
 """
@@ -53,10 +53,10 @@ def test_cache_beyond_32_bit_offsets(op):
 
 
 def test_a_kernel_waits_for_the_one_before():
-    """A chain of calls, each on what the one before it wrote, gives when replayed what it gives call by call.
+    """In a chain, each call reads the result of the one before. A replay must give the same as separate calls.
 
-    In a graph the next kernel is launched as soon as the one before it allows. The rows are long and few, so that a
-    kernel takes longer than a launch, and both fit the GPU at once.
+    In a graph, the next kernel is launched as soon as its predecessor allows it. The rows are long and few. A kernel
+    therefore takes longer than a launch, and the GPU has room for both kernels at once.
     """
     start = torch.randn(2, 128, 16384, device="cuda").bfloat16()
     chained, one_by_one = start.clone(), start.clone()

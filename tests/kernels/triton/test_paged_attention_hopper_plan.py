@@ -1,11 +1,11 @@
 """The arithmetic of paged_attention's Hopper kernel, on a CPU.
 
-It decides which blocks of keys a tile attends, in which order and with which masks, and which queries are a tile.
+It decides which blocks of keys a tile attends, in which order and with which masks, and which queries form a tile.
 
-Triton's interpreter does not run Gluon. So the bodies of these functions run as plain Python, on numbers, and with
-PyTorch's tensors where the device has blocks of them. test_triton.py compiles the kernel for sm_90a. Only a GPU tells
-the rest, by test_paged_attention_on_hopper.py: barriers between the warps, copies to shared memory, the products, and
-how programs draw their tiles.
+Triton's interpreter does not run Gluon. So the bodies of these functions run as plain Python, on numbers, and on
+PyTorch's tensors in place of the device's blocks. test_triton.py compiles the kernel for sm_90a. The rest needs a GPU
+and test_paged_attention_on_hopper.py: barriers between the warps, copies to shared memory, the products, and the order
+in which programs draw their tiles.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from vllm_opset.kernels.triton.paged_attention import prefill as many
 
 
 class Memory:
-    """What a pointer points to. A place in it is the pointer and an offset, as in device code."""
+    """The memory behind a pointer. An address in it is the pointer plus an offset, as in device code."""
 
     def __init__(self, values: list[int]) -> None:
         self.values = torch.tensor(values)
@@ -36,7 +36,7 @@ def load(place: tuple[Memory, torch.Tensor], mask: torch.Tensor, other: int) -> 
     return torch.where(mask, memory.values[offset.clamp(max=len(memory.values) - 1)], other)
 
 
-# Of Triton's language, and of Gluon's.
+# Names of Triton's language, and of Gluon's.
 LANGUAGE = SimpleNamespace(
     cdiv=_launch.cdiv,
     where=lambda condition, one, other: one if condition else other,
@@ -50,7 +50,7 @@ LANGUAGE = SimpleNamespace(
 
 
 def as_python(function, **names):
-    """The body of a function of device code, with other values for some of the names that it uses."""
+    """The body of a device function, with other values for some of the names that it uses."""
     body = function.fn
     return FunctionType(body.__code__, {**body.__globals__, "tl": LANGUAGE, "gl": LANGUAGE, **names})
 
@@ -114,6 +114,6 @@ def test_each_query_is_in_one_tile(name, module):
     for tile in range(starts[-1] // queries + len(query_lens)):
         request = request_of(tile, Memory(starts), len(query_lens), queries)
         first, number = queries_of(tile, starts[request], query_lens[request], len(query_lens), queries)
-        assert number <= queries  # or below one: the tile is empty
+        assert number <= queries  # below one, the tile is empty
         found.update(range(starts[request] + first, starts[request] + first + number))
     assert found == Counter(range(starts[-1]))

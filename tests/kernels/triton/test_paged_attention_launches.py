@@ -1,4 +1,4 @@
-"""What the contract's samples of paged_attention launch in Triton's interpreter: all that it can run, in every form."""
+"""The contract's samples of paged_attention launch every kernel that Triton's interpreter can run, in every form."""
 
 import pytest
 import torch

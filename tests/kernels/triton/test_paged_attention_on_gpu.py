@@ -1,4 +1,4 @@
-"""paged_attention where only a GPU can take it: contexts, batches and caches of real size, and programs that race."""
+"""paged_attention at sizes that need a GPU: contexts, batches and caches of real size, and programs that race."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def case_agrees(case: PagedCase) -> None:
 
 
 def attention_agrees(query, kv_cache, batch, options, case: PagedCase) -> None:
-    """For each request by the root mean square of its own result: of a long one that is a tenth of a short one's."""
+    """Compares each request by the root mean square of its own result: a long one's is a tenth of a short one's."""
     got, want = torch.zeros_like(query), torch.zeros_like(query)
     kernels_of("paged_attention")["triton"].run(query, kv_cache, batch, got, **options)
     ops.paged_attention(query, kv_cache, batch, want, **options)
@@ -40,7 +40,7 @@ def test_attention_over_131072_tokens(query_len):
 @pytest.mark.parametrize("longest_prompt", [1, 700])
 @pytest.mark.parametrize(("num_reqs", "longest"), [(256, 5000), (700, 1500)])
 def test_attention_of_hundreds_of_requests_of_mixed_lengths(num_reqs, longest, longest_prompt):
-    """More than the 256 that are planned together as well."""
+    """Includes batches of more than 256 requests, the number that is planned together."""
     draw = torch.Generator().manual_seed(0)
     seq_lens = torch.randint(longest_prompt, longest, (num_reqs,), generator=draw).tolist()
     prompts = [longest_prompt if index % 16 == 7 else 1 for index in range(num_reqs)]
@@ -66,6 +66,6 @@ def test_attention_over_a_cache_beyond_32_bit_offsets(query_len):
 
 
 def test_attention_splits_keys_again_and_again():
-    """Programs of a tile meet in one place, a thousand times: any that reads too early gives other bits."""
+    """The programs of a tile meet at one counter, a thousand times: any that reads too early gives other bits."""
     case = PagedCase(((1, 3000), (1, 5000), (1, 70)), num_heads=8, head_size=128)
     assert_same_bits(case, 100)

@@ -1,4 +1,4 @@
-"""paged_attention of many queries on a Hopper GPU, which has a kernel of its own for them: all that it takes.
+"""paged_attention of many queries on a Hopper GPU, which has its own kernel for them: all problems that it takes.
 
 The samples of the contract have too few queries for it.
 """
@@ -19,7 +19,7 @@ from vllm_opset.ops.attention.paged_attention import TOLERANCES
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper generation: runs on one")
 
-# Prompts, chunks of prompts, decoded tokens and an empty request; enough tiles that no keys need to be split.
+# Prompts, chunks of prompts, decoded tokens and an empty request; enough tiles that keys need not be split.
 MIXED = ((1, 77), (150, 150), (70, 300), (0, 0), (1, 34), (200, 512), (40, 41), (3, 1000), *((1, 20),) * 12)
 CROSS = ((300, 40), (6, 2), (100, 190), (2, 0), *((70, 7),) * 16)
 mixed = functools.partial(PagedCase, MIXED, num_heads=16, num_kv_heads=4)
@@ -29,7 +29,7 @@ CASES = {
     "MQA": mixed(num_kv_heads=1),
     "GQA, 7 heads a group": mixed(num_heads=28),
     "GQA, 128 heads a group": mixed(num_heads=256, num_kv_heads=2),
-    # Their first queries see all keys but the last of a block of 64 or of 128.
+    # The first queries of these chunks see all but the last key of a block of 64 or of 128.
     "chunks that begin one key before the end of a block": PagedCase(
         ((200, 262), (200, 326), (130, 256)) * 8, num_heads=16, num_kv_heads=4
     ),
@@ -59,7 +59,7 @@ def hopper_agrees(case: PagedCase, dtype: torch.dtype, values: dict[str, int]) -
     want = out.clone()
     ops.paged_attention(query, kv_cache, batch, want, **options)
     with _launch.trial("paged_attention_prefill_sm90", values) as asked:
-        for _ in range(2):  # the second one finds what the first one left
+        for _ in range(2):  # the second call finds the memory that the first one left
             kernels_of("paged_attention")["triton"].run(*inputs, **options)
     assert asked, "the case went to another kernel"
     tolerance = TOLERANCES[dtype]
@@ -87,6 +87,6 @@ def test_hopper_agrees_when_programs_take_many_tiles(name, values, num_programs,
 
 
 def test_hopper_gives_the_same_again_and_again():
-    """Programs draw their tiles in another order each time; what a tile's result is must not depend on it."""
+    """Programs draw their tiles in another order each time; the result of a tile must not depend on it."""
     case = PagedCase(((3000, 5000), (700, 700), (1, 4000)), num_heads=32, num_kv_heads=8, head_size=128)
     assert_same_bits(case, 20)

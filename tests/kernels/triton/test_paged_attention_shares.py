@@ -1,8 +1,8 @@
-"""How paged_attention shares keys out between programs, in Triton's interpreter: test_triton.py runs this file in a
-process of its own.
+"""How paged_attention splits keys between programs, in Triton's interpreter. test_triton.py runs this file in a process
+of its own.
 
-The samples of the contract are too small for loops over hundreds of requests and dozens of parts, and to fill a GPU. So
-what these loops take at a time, and the number of multiprocessors, are small numbers here.
+The samples of the contract are too small for loops over hundreds of requests and dozens of partial results, and too
+small to fill a GPU. So the step sizes of these loops and the number of multiprocessors are small numbers here.
 """
 
 import importlib
@@ -37,7 +37,7 @@ CASES = {
 def in_small_steps(monkeypatch):
     for module in (few, many):
         monkeypatch.setattr(module, "REQUESTS", tl.constexpr(2))
-    monkeypatch.setattr(merge, "COMBINED_ELEMENTS", tl.constexpr(2 * 64))  # two parts of heads of this size
+    monkeypatch.setattr(merge, "COMBINED_ELEMENTS", tl.constexpr(2 * 64))  # two partial results of heads of this size
 
 
 @pytest.mark.parametrize("num_multiprocessors", [2, 12])
@@ -50,7 +50,7 @@ def test_attention_agrees_however_keys_are_shared_out(name, num_multiprocessors,
     want = out.clone()
     ops.paged_attention(query, kv_cache, batch, want, **options)
     tolerance = TOLERANCES[dtype]
-    for _ in range(2):  # the second layer of a step finds what the first one left
+    for _ in range(2):  # the second layer of a step finds the memory that the first one left
         out.fill_(UNTOUCHED)
         kernels_of("paged_attention")["triton"].run(query, kv_cache, batch, out, **options)
         torch.testing.assert_close(out, want, rtol=tolerance.rtol, atol=tolerance.atol * case.output_scale())
@@ -87,7 +87,7 @@ def test_the_plan_cuts_the_row_of_all_blocks_into_equal_shares(name, num_program
 
 
 def _blocks(query_len: int, seq_len: int, turn: int, left: int | None) -> int:
-    """Of a request, with the places that are left empty after it."""
+    """The blocks of a request, including the empty places after it."""
     if query_len == 0:
         return 0
     first_seen = 0 if left is None else max(0, seq_len - query_len - left)

@@ -1,4 +1,4 @@
-"""Sampling where only a GPU can take it: vocabularies of real size, and rows that take each way through the kernel."""
+"""Sampling at sizes that need a GPU: vocabularies of real size, and rows for each path through the kernel."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def normal(std, num_rows=6, vocab_size=VOCAB_SIZE):
 
 
 def peaked(rng):
-    """A dozen tokens far above a flat crowd, so that a sample of the row does not show them."""
+    """A dozen tokens far above the other, nearly equal ones, so that a sample of the row does not contain them."""
     logits, tokens = normal(1.5)(rng), torch.randint(0, VOCAB_SIZE, (6, 12), generator=rng)
     return logits.scatter(1, tokens, 14 + 2 * torch.randn(6, 12, generator=rng))
 
@@ -67,7 +67,7 @@ def test_every_way_leads_to_the_reference(rows, settings, processed):
 
 
 def test_a_row_draws_the_same_in_every_batch_and_on_every_stream():
-    """Bit for bit, log-probabilities too, while other batches are drawn at the same time."""
+    """Compares bit for bit, including log-probabilities, while other batches are drawn at the same time."""
     run = kernels_of("top_k_top_p_sample")["triton"].run
     rng = torch.Generator().manual_seed(0)
     stds = torch.tensor([1.0, 2.0, 3.75, 8.0])[torch.arange(256) % 4]
@@ -88,7 +88,7 @@ def test_a_row_draws_the_same_in_every_batch_and_on_every_stream():
 
 
 def test_again_and_again():
-    """Programs of a row meet in one place, a thousand times: any that reads too early gives another token."""
+    """The programs of a row meet at one counter, a thousand times: any that reads too early gives another token."""
     run = kernels_of("top_k_top_p_sample")["triton"].run
     rng = torch.Generator().manual_seed(0)
     logits = (torch.randn(40, VOCAB_SIZE, generator=rng) * (1 + torch.arange(40) % 4)[:, None]).cuda()

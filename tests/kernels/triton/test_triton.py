@@ -1,6 +1,6 @@
-"""Every Triton kernel, on a machine without a GPU: right in Triton's interpreter, and compiled for a Hopper GPU.
+"""Every Triton kernel, on a machine without a GPU: correct in Triton's interpreter, and compiled for a Hopper GPU.
 
-Triton decides at import whether it interprets, so both happen in processes of their own.
+Triton decides at import whether it interprets, so both run in processes of their own.
 """
 
 import json
@@ -16,7 +16,8 @@ import torch
 from vllm_opset.kernels import triton
 
 OPS = [module.name for module in pkgutil.iter_modules(triton.__path__) if not module.name.startswith("_")]
-# Ops that take minutes or nearly so, each in a process of its own. All others share one, which takes seconds to start.
+# Ops that take minutes or nearly so, each in a process of its own. All others share one process, which takes seconds to
+# start.
 ALONE = ("paged_attention", "top_k_top_p_sample", "qk_norm_rope_cache", "rope_cache")
 PARITY = "from vllm_opset.cli import main; main()"
 COMPILE = str(Path(__file__).with_name("compile_only.py"))
@@ -45,7 +46,7 @@ def test_kernels_keep_their_contracts_in_the_interpreter(ops):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the samples of the contract are run on the GPU")
 def test_attention_shares_keys_out_in_the_interpreter():
-    """Tests that Triton has to be imported as an interpreter for, in a process of their own."""
+    """Runs, in a process of their own, the tests that need Triton to be imported as an interpreter."""
     path = Path(__file__).with_name("test_paged_attention_shares.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
@@ -55,7 +56,7 @@ def test_attention_shares_keys_out_in_the_interpreter():
 
 @IN_PROCESSES
 def test_kernels_compile_for_hopper_without_spilling(ops, tmp_path):
-    """The variants that the ops' samples ask for. Triton's cache is empty, so each is compiled."""
+    """Compiles the variants that the ops' samples use. Triton's cache is empty, so each is compiled."""
     compiled = _json_of(COMPILE, *ops, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert compiled.keys() == set(ops)
     kernels = {variant["kernel"] for variant in compiled.get("paged_attention", ())}

@@ -13,7 +13,7 @@ pytestmark = [
 
 @pytest.fixture
 def untouched(monkeypatch):
-    """PyTorch as a process has it that has no model runner: this one may have had one."""
+    """Restores PyTorch as it is in a process without a model runner, because this process may have had one."""
     from torch.accelerator import memory
 
     for name in ("empty_cache", "empty_host_cache"):

@@ -1,4 +1,4 @@
-"""Processors, cores and memory, as control groups of both kinds give them; and what the KV cache takes of it."""
+"""Processors, cores and memory, as control groups of both kinds report them, and the KV cache's share of the memory."""
 
 import os
 import platform
@@ -73,7 +73,7 @@ def test_threads_of_one_core_count_once(monkeypatch, tmp_path):
     assert machine.physical_cores() == 2
 
 
-# What Linux says in /proc/cpuinfo, without lines that nobody reads; of the flags, the vectors' and some others.
+# Excerpt of Linux's /proc/cpuinfo: the lines that are read, with the flags for vectors and some others.
 XEON_WITH_AMX = """
 processor	: 0
 vendor_id	: GenuineIntel
@@ -143,7 +143,7 @@ def test_processors_are_named_with_what_they_have(text, name, vectors, monkeypat
 
 @dataclass
 class Spec:
-    """A layer's cache that takes so much for one request."""
+    """The cache of a layer, which takes this many bytes for one request."""
 
     size: int
 

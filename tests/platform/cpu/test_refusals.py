@@ -1,4 +1,4 @@
-"""What is not supported is refused in one line that names it and the cure."""
+"""Unsupported features are refused in one line that names the feature and the cure."""
 
 import functools
 
@@ -128,7 +128,7 @@ def test_refused_with_the_cure(feature, cure, model, arguments, configure):
         from vllm.config import KVTransferConfig
 
         arguments = {"kv_transfer_config": KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")}
-    # pydantic wraps what a configuration raises; the line is the same.
+    # pydantic wraps the exception of a configuration; the line is the same.
     with pytest.raises(Exception, match=feature) as refusal:
         configure(model, **arguments)
     (line,) = [line for line in str(refusal.value).splitlines() if "vllm-opset" in line]
@@ -156,7 +156,7 @@ def test_environment_is_refused(feature, variable, configure, monkeypatch):
 @pytest.mark.parametrize(
     ("feature", "attribute", "value"),
     [
-        # vLLM refuses these itself, here or for such a model, as long as nobody sets them later.
+        # vLLM itself refuses these, here or for such a model, unless someone sets them later.
         ("cascade attention", "model_config.disable_cascade_attn", False),
         ("encoder-decoder models", "model_config.is_encoder_decoder", True),
         ("weight transfer", "weight_transfer_config", object()),
@@ -174,14 +174,14 @@ def test_refused_where_vllm_lets_it_pass(feature, attribute, value, configure):
     config = configure(LLAMA)
     *path, name = attribute.split(".")
     idle = [rule for rule in (*ASKED, *RULES) if not rule.applies(config)]
-    # Past the checks of pydantic, which knows what else would have to be set.
+    # This bypasses the checks of pydantic, which would require other settings as well.
     object.__setattr__(functools.reduce(getattr, path, config), name, value)
     with pytest.raises(Refusal, match=feature):
         check(idle, config, "here")
 
 
 def test_a_layout_of_the_cache_is_refused_where_no_attention_is_asked(configure, monkeypatch):
-    """Whatever this release does: both are in the window."""
+    """Covers both cases, whatever this release does, since the supported releases include both."""
     from vllm_opset.platform import asked
 
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")

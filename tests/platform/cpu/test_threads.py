@@ -1,4 +1,4 @@
-"""Threads of a worker are the user's word, or the cores."""
+"""A worker has as many threads as the user asks for, or as there are cores."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ from vllm_opset.platform.cpu import threads
     ],
 )
 def test_threads_of_a_worker(environment, expected):
-    """Of one, of two and of eight workers on five cores, one of which is for the rest, where vLLM says 3."""
+    """Covers one, two and eight workers on five cores. One core is left for the rest, and vLLM sets 3."""
     script = (
         "import os; from vllm_opset.platform.cpu import machine, threads; machine.physical_cores = lambda: 5\n"
         "threads.remember_users_choice(); os.environ['OMP_NUM_THREADS'] = '3'; threads.remember_users_choice()\n"

@@ -1,4 +1,4 @@
-"""Prints as JSON what an engine answers on a small random model. Its platform and parts come from the environment.
+"""Prints as JSON the answers of an engine on a small random model. Its platform and parts come from the environment.
 
 Its argument is JSON: more arguments of LLM.
 """
@@ -18,7 +18,7 @@ SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 
 
 def save_model(folder: str) -> None:
-    """The same weights every time, spread so widely that what attention does shows in the log-probabilities."""
+    """Saves the same weights every time, spread so widely that attention shows in the log-probabilities."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -37,7 +37,8 @@ def save_model(folder: str) -> None:
 def answers(llm: LLM, order: list[int], sampled: list[int] = EVERYONE, **params) -> list[dict]:
     """The tokens of each prompt and the log-probabilities of the likeliest ones.
 
-    order: of the prompts in the batch. sampled: those with these parameters, and seeds of their own. Others are greedy.
+    order: the order of the prompts in the batch. sampled: prompts that use these parameters, with seeds of their own.
+    All others are greedy.
     """
     asked = [
         SamplingParams(
@@ -69,7 +70,7 @@ def main(arguments: dict) -> None:
             skip_tokenizer_init=True,
             max_model_len=512,
             max_num_seqs=16,
-            # Other engines may come and go on this GPU while this one would measure what it has.
+            # While this engine measures free memory, other engines may start and stop on this GPU.
             gpu_memory_utilization=0.1,
             kv_cache_memory_bytes=1 << 30,
             **arguments,

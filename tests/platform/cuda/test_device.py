@@ -1,4 +1,4 @@
-"""A GPU that is missing or cannot be used is named in one line, with the cure."""
+"""A GPU that is missing or unusable is named in one line, with the cure."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from vllm_opset.platform.cuda import device
 
 @pytest.fixture
 def found(monkeypatch):
-    """`found(cuda="13.0", gpus=1, triton=True)`: what PyTorch and Python find."""
+    """`found(cuda="13.0", gpus=1, triton=True)`: the devices and packages that PyTorch and Python find."""
 
     def found(cuda: str | None = "13.0", gpus: int = 1, triton: bool = True, capability=(9, 0)) -> None:
         monkeypatch.setattr(torch.version, "cuda", cuda)

@@ -1,4 +1,4 @@
-"""Which graphs are captured: configurations of the two platforms for GPUs, made without one."""
+"""The graphs that are captured: configurations of the two platforms for GPUs, made without a GPU."""
 
 import functools
 import importlib.util
@@ -27,8 +27,8 @@ def on_a_gpu(configure, monkeypatch):
 
     from vllm_opset.platform.cuda import nvml
 
-    configure(LLAMA)  # what a model's class is: without a GPU only the platform that is here imports it
-    graphs.take_back()  # what that platform may have set
+    configure(LLAMA)  # reads the model's class: without a GPU, only this machine's platform imports it
+    graphs.take_back()  # undoes the settings of that platform
     monkeypatch.setattr(nvml, "gpu", lambda *_: SimpleNamespace(name="a GPU", total_memory=1 << 37))
 
     def on_a_gpu(platform: type) -> None:
@@ -41,7 +41,7 @@ def on_a_gpu(configure, monkeypatch):
 
 @pytest.fixture
 def configured(configure, on_a_gpu, monkeypatch):
-    """`configured(**arguments)`: the modes of compiler and graphs, and whether vLLM's variable asks for pieces."""
+    """`configured(**arguments)`: the modes of compiler and graphs, and whether vLLM's variable enables pieces."""
     from vllm.config import VllmConfig
 
     from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
@@ -71,7 +71,7 @@ def configured(configure, on_a_gpu, monkeypatch):
         ({"optimization_level": 0}, ("NONE", "NONE", False)),
         ({"offload_group_size": 2}, ("NONE", "FULL_DECODE_ONLY", False)),
         ({"runner": "pooling"}, ("NONE", "NONE", False)),
-        # What cannot break is vLLM's to say without a compiler: NONE in 0.26, from 0.30 on without the pieces.
+        # Without a compiler, vLLM decides for models that cannot break: NONE in 0.26, and no pieces from 0.30 on.
         ({"runner": "pooling", "compilation_config": {"cudagraph_mode": "PIECEWISE"}}, ("NONE", "NONE", False)),
         ({"offload_group_size": 2, "compilation_config": {"cudagraph_mode": "PIECEWISE"}}, ("NONE", "NONE", False)),
     ],
@@ -89,12 +89,12 @@ BEYOND = [640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048]
         ({}, 512, BEYOND),
         ({"max_num_seqs": 20}, 40, [128, 256, 384, 512, *BEYOND]),
         ({"max_num_seqs": 64}, 128, [256, 384, 512, *BEYOND]),
-        # No step is longer.
+        # No step is longer than this.
         ({"max_num_batched_tokens": 1000}, 512, [640, 768, 896, 1000]),
         ({"max_num_batched_tokens": 300}, 300, []),
         ({"max_num_seqs": 2, "max_model_len": 256}, 4, [128, 256, 384, 512]),
         ({"compilation_config": {"mode": 3}}, 512, BEYOND),
-        # What users say, and what has no pieces.
+        # Sizes that users set, and configurations without pieces.
         ({"compilation_config": {"max_cudagraph_capture_size": 256}}, 256, []),
         ({"compilation_config": {"cudagraph_capture_sizes": [1, 8, 24]}}, 24, []),
         ({"compilation_config": {"mode": 3, "compile_sizes": [1, 1000]}}, 512, []),
@@ -113,7 +113,7 @@ def test_sizes(arguments, largest, beyond, configured, configure):
 
 @pytest.mark.parametrize(("enable_sp", "largest"), [(True, 64), (False, 2048)])
 def test_sizes_of_sequence_parallelism_stay(enable_sp, largest, configured, configure):
-    """Without its setting, as from 0.33 on, there is none of vLLM's."""
+    """Without its setting, as from 0.33 on, vLLM has no such sizes."""
     config = configure(LLAMA, max_num_batched_tokens=8192)
     compilation = config.compilation_config
     object.__setattr__(compilation.pass_config, "enable_sp", enable_sp)
@@ -128,15 +128,15 @@ def test_sizes_of_sequence_parallelism_stay(enable_sp, largest, configured, conf
         ({}, 2048),
         ({"compilation_config": {"max_cudagraph_capture_size": 256}}, 256),
         ({"enforce_eager": True}, 0),
-        # Nothing of vLLM's is changed for other parts, or for one of the two.
+        # vLLM's sizes stay unless both attention and linear are on.
         ({"additional_config": {"opset": {"native": {"linear": "off"}}}}, 512),
         ({"attention_backend": "FLASH_ATTN"}, 512),
-        # There are no pieces.
+        # This configuration has no pieces.
         ({"additional_config": {"opset": {"native": {"ops": "on"}}}}, 512),
     ],
 )
 def test_sizes_on_stock_vllm(arguments, largest, configure, on_a_gpu, monkeypatch):
-    if importlib.util.find_spec(COMPILED_KERNELS) is None:  # vLLM's platform imports them, for others to call
+    if importlib.util.find_spec(COMPILED_KERNELS) is None:  # vLLM's platform imports these for other code
         monkeypatch.setitem(sys.modules, COMPILED_KERNELS, ModuleType("nothing"))
     from vllm_opset.platform.native.platform import OpsetNativePlatform
 
@@ -154,7 +154,7 @@ def test_the_variable_is_taken_back_before_the_next_engine(configured):
 
 
 def test_an_engine_that_is_up_changes_nothing_for_the_next(configured):
-    """vLLM keeps what it has read of the environment as long as an engine is up."""
+    """vLLM caches the environment as long as an engine is up."""
     from vllm import envs
 
     modes = []

@@ -1,4 +1,4 @@
-"""vLLM's own CUDA platform with opset's parts: when it is taken, which parts serve, and what users are told."""
+"""vLLM's own CUDA platform with opset's parts: when it is chosen, which parts serve, and the messages to users."""
 
 import functools
 import itertools
@@ -27,12 +27,14 @@ pytestmark = pytest.mark.window
 HOPPER, TURING = 90, 75
 NATIVE = "vllm_opset.platform.OpsetNativePlatform"
 
-# When it is taken.
+# When the platform is chosen.
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """`machine("cuda", compiled=True)`: what PyTorch finds, and whether vLLM has its kernels for NVIDIA GPUs."""
+    """`machine("cuda", compiled=True)`: the device that PyTorch finds, and whether vLLM has its kernels for NVIDIA
+    GPUs.
+    """
 
     def machine(accelerator: str | None, compiled: bool) -> None:
         monkeypatch.setattr(platform, "_accelerator", lambda: accelerator)
@@ -76,18 +78,18 @@ def test_asked_for_without_compiled_kernels_is_an_error_with_the_cure(machine, m
 
 @pytest.fixture
 def config(configure, monkeypatch):
-    """`config(**arguments)`: a configuration as vLLM has it before its platform looks at it."""
+    """`config(**arguments)`: a configuration before vLLM's platform has processed it."""
     monkeypatch.delenv("OPSET_NATIVE", raising=False)
     monkeypatch.delenv("OPSET_CONFIG", raising=False)
 
     def config(**changes):
         made = configure(QWEN3, load_format="dummy", dtype="bfloat16")
-        # What this machine's own platform has said.
+        # This machine's own platform has set this.
         made.parallel_config.worker_cls = "auto"
         made.compilation_config.mode = None
         for path, value in changes.items():
             *parts_of, name = path.split("__")
-            # Past the checks of pydantic, which knows what else would have to be set.
+            # This bypasses the checks of pydantic, which would require other settings as well.
             object.__setattr__(functools.reduce(getattr, parts_of, made), name, value)
         return made
 
@@ -114,7 +116,7 @@ def test_the_table_is_well_formed():
 
 @pytest.mark.parametrize("row", parts.defaults().values(), ids=parts.defaults().keys())
 def test_what_is_on_by_default_was_measured_to_be_faster(row):
-    """The page says which parts are on by default, and its engines with these are nowhere slower than stock vLLM's."""
+    """The page names the parts that are on by default, and shows no engine with them slower than stock vLLM."""
     page = (Path(__file__).parents[3] / row["measured"]).read_text()
     (named,) = re.findall(r"The default parts are ([a-z, ]+)\.", page)
     assert set(re.split(", | and ", named)) == {part for part in parts.PARTS if row[part]}
@@ -124,9 +126,9 @@ def test_what_is_on_by_default_was_measured_to_be_faster(row):
 
 
 def _to_stock(page: str) -> dict[str, list[float]]:
-    """Engines with the default parts as shares of stock vLLM's, by quantity, in the page's first such table."""
+    """The ratios of engines with the default parts to stock vLLM, by quantity, in the page's first such table."""
     _, _, table = page.partition("opset's default parts |")
-    header = page[: page.index(table)].splitlines()[-1].count("|")  # the column of what follows: the share
+    header = page[: page.index(table)].splitlines()[-1].count("|")  # the column after it holds the ratio
     found: dict[str, list[float]] = {}
     for line in table.partition("\n\n")[0].splitlines()[1:]:
         cells = [cell.strip() for cell in line.split("|")]
@@ -199,7 +201,7 @@ def test_attention_that_users_name_in_other_words_stays(changes, config, everyth
 def test_layers_with_sinks_are_left_to_vllm_unless_the_part_is_asked_for(
     has_sink, asked, ours, config, everything_is_faster, monkeypatch
 ):
-    if not stock.has_kernels_for_cuda():  # vLLM's platform imports them, for others to call
+    if not stock.has_kernels_for_cuda():  # vLLM's platform imports the compiled kernels for other code
         monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("nothing"))
     from vllm.platforms.cuda import CudaPlatform
     from vllm.platforms.interface import DeviceCapability
@@ -238,7 +240,7 @@ def test_what_is_not_covered_is_left_to_vllm_by_default(part, config, everything
     "changes",
     [
         {"cache_config__kv_offloading_size": 1.0},
-        {"cache_config__cache_dtype": "float16"},  # of a model in bfloat16
+        {"cache_config__cache_dtype": "float16"},  # the model is in bfloat16
         {"parallel_config__worker_cls": "another.Worker"},
     ],
 )
@@ -273,7 +275,7 @@ def test_what_is_not_covered_but_asked_for_is_refused(part, config, monkeypatch)
         parts.decide(config(**NOT_COVERED[part]), HOPPER)
 
 
-# One GPU, dense language models, weights as they are: whatever else was not compared with stock vLLM.
+# Only one GPU, dense language models and unquantised weights were compared with stock vLLM. These were not.
 NOT_COMPARED = [
     {"parallel_config__tensor_parallel_size": 2},
     {"parallel_config__pipeline_parallel_size": 2},
@@ -356,7 +358,7 @@ def test_wrong_words_are_errors(words, message, config, monkeypatch):
 
 
 def test_keys_of_draws_differ():
-    """Over all positions of many requests with small seeds, as users give them."""
+    """Uses all positions of many requests with small seeds, like those of users."""
     from vllm_opset.platform.native.sampler import draw_keys
 
     seeds, positions = torch.arange(512), torch.arange(4096)

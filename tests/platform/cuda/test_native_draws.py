@@ -1,7 +1,7 @@
-"""The sampler that vLLM's second model runner gets, on a CPU: vLLM's own class around opset's draw.
+"""The sampler for vLLM's second model runner, on a CPU: vLLM's own class around opset's draw.
 
-Stand-ins are vLLM's buffers, which need a GPU, and its kernels for what no request here asks for. They fit the default
-release; `test_native_sampler.py` builds vLLM's whole sampler, on every release.
+vLLM's buffers need a GPU, so they are replaced. vLLM's kernels that no request here needs are replaced too. The
+stand-ins fit the default release; `test_native_sampler.py` builds vLLM's whole sampler, on every release.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from vllm_opset import ops, selection
 from vllm_opset.ops import _samples
 
 VOCABULARY = 331
-# Each in a place of its own among those that vLLM has room for.
+# Each request has its own place among those that vLLM reserves.
 REQUESTS = {
     6: {"temperature": 2.0, "min_p": 0.5},
     1: {"temperature": 1.5, "top_k": 5},
@@ -27,7 +27,7 @@ PLACES = 8
 
 
 class Idle:
-    """What does nothing, whatever it is asked."""
+    """An object whose every method does nothing."""
 
     def __getattr__(self, name: str):
         return lambda *args, **kwargs: 0
@@ -35,7 +35,7 @@ class Idle:
 
 @pytest.fixture
 def sampler(monkeypatch):
-    """`sampler(requests, mode)`: opset's, in the place of vLLM's in a model runner, with these requests in it."""
+    """`sampler(requests, mode)`: opset's sampler, in place of vLLM's in a model runner, with these requests."""
     from vllm import SamplingParams
     from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -70,7 +70,7 @@ def _copied(array: np.ndarray) -> torch.Tensor:
 
 
 def sample(sampler, places: list[int], positions: list[int], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step of the requests in these places, as this release of vLLM calls it: tokens, and processed logits."""
+    """A step of the requests in these places, called as this vLLM release does: tokens, and processed logits."""
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     rows = torch.tensor(places)
@@ -84,7 +84,7 @@ def sample(sampler, places: list[int], positions: list[int], logits: torch.Tenso
         "expanded_local_pos": torch.zeros(len(places), dtype=torch.int64),
         "return_logprobs": True,
     }
-    asked = inspect.signature(Sampler.sample).parameters  # as vLLM calls it
+    asked = inspect.signature(Sampler.sample).parameters  # the parameters that vLLM passes
     return sampler.sample(**{name: known[name] for name in asked if name in known})[:2]
 
 

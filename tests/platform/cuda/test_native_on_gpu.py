@@ -23,38 +23,38 @@ pytestmark = pytest.mark.skipif(
     reason="needs an NVIDIA GPU and stock vLLM: runs on one",
 )
 
-# In bf16 this model's log-probabilities are off by up to 0.08; a prompt with other tokens in it changes them by 3.
+# In bf16 this model's log-probabilities have errors of up to 0.08; a prompt with other tokens changes them by 3.
 CLOSE = 0.25
 
-# What OPSET_NATIVE says, or "stock" for vLLM without the plugin's platform.
+# The value of OPSET_NATIVE, or "stock" for vLLM without the plugin's platform.
 STOCK = "stock"
 OFF = "attention=off,sampler=off,linear=off,ops=off"
 NAMED = "sampler=off,linear=off,ops=off"  # attention by --attention-backend
 SAMPLER = "attention=off,sampler=on,linear=off,ops=off"
 COMPILED_PARTS = "attention=on,sampler=on,linear=on,ops=off"  # the default on GPUs where they are faster
 ALL = "attention=on,sampler=on,linear=on,ops=on"
-# vLLM's model runners by what VLLM_USE_V2_MODEL_RUNNER says: this process may have it set for other platforms.
+# vLLM's model runners, by the value of VLLM_USE_V2_MODEL_RUNNER: this process may have it set for other platforms.
 FIRST, SECOND = "0", "1"
 
-# What Inductor chooses by timing may come out otherwise while a GPU is busy: what it combines in one kernel, and sizes
-# of blocks, by which products and sums may become one operation or two. A variable, below, has reductions be the same.
+# On a busy GPU, choices that Inductor makes by timing may differ: which operations it combines in one kernel, and block
+# sizes. Products and sums may then become one operation or two. A variable below makes reductions the same.
 BY_TIMING = ("combo_kernels", "benchmark_combo_kernel", "triton.autotune_pointwise")
 COMPILED = {"compilation_config": {"inductor_compile_config": dict.fromkeys(BY_TIMING, False)}}
 EAGER = {"enforce_eager": True}
 
-# Engines that are up at a time. Each is a minute or two of one core's work.
+# The number of engines that are up at a time. Each takes a minute or two of one core's work.
 AT_ONCE = 8
-# Of each kind, compiled, until two are equal. On a busy GPU those with the second model runner were seen to differ in a
-# few rounded results, in one of two runs; such an engine has differed from itself, too. What the plugin changed would
-# differ in all.
+# Compiled engines of each kind that are started until two are equal. On a busy GPU, engines with the second model
+# runner differed in a few rounded results, in one of two runs. Such an engine has differed from itself, too. A change
+# by the plugin would show in all of them.
 ENGINES = 3
 
 
 @pytest.fixture(scope="module")
 def answers() -> Iterator[Callable[..., dict]]:
-    """`answers(native, runner, eager, number)`: what an engine answers, or another one of the same kind.
+    """`answers(native, runner, eager, number)`: the answers of an engine, or of another engine of the same kind.
 
-    The first of each kind is asked, whichever tests run.
+    The first engine of each kind is asked, whichever tests run.
     """
     kinds = [
         *itertools.product((STOCK, OFF), (FIRST, SECOND), (False, True)),
@@ -85,7 +85,8 @@ def ask(native: str, runner: str, eager: bool) -> dict:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "TORCHINDUCTOR_DETERMINISTIC": "1",
-            # Code that comes from a cache may round otherwise than when it was compiled: the same engine's answers did.
+            # Cached code may round differently from freshly compiled code. The answers of one engine did differ in this
+            # way.
             **{name: f"{folder}/{name}" for name in CACHES},
             **({"OPSET_PLATFORM": "off"} if native == STOCK else {"OPSET_PLATFORM": "native", "OPSET_NATIVE": native}),
         }
@@ -106,7 +107,7 @@ def tokens(found: list[dict]) -> list[list[int]]:
 
 
 def differences(found: dict, expected: dict) -> list[str]:
-    """Of answers that should be equal bit for bit: where those to a prompt first differ."""
+    """For answers that should be equal bit for bit: where the answers to a prompt first differ."""
     first = []
     for asked in (name for name, value in found.items() if isinstance(value, list)):
         for index, (mine, theirs) in enumerate(zip(found[asked], expected[asked], strict=True)):
@@ -117,7 +118,7 @@ def differences(found: dict, expected: dict) -> list[str]:
 
 
 def assert_close(found: dict, expected: dict) -> None:
-    """The log-probabilities of each request's first token: later ones depend on what was drawn."""
+    """Compares the log-probabilities of each request's first token; later ones depend on the drawn tokens."""
     for one, other in zip(found["greedy"], expected["greedy"], strict=True):
         mine, theirs = one["logprobs"][0], other["logprobs"][0]
         common = mine.keys() & theirs.keys()
@@ -150,7 +151,7 @@ def test_opsets_attention_answers_where_users_name_it(runner, answers):
     ("runner", "kernels"), [(FIRST, {"top_k_top_p_sample", "apply_penalties"}), (SECOND, {"top_k_top_p_sample"})]
 )
 def test_the_sampler_leaves_greedy_requests_as_they_are(runner, kernels, answers):
-    """Their tokens. Log-probabilities were seen to differ by up to 0.0003, on a busy GPU."""
+    """Compares tokens. Log-probabilities differed by up to 0.0003, on a busy GPU."""
     found, stock = answers(SAMPLER, runner), answers(STOCK, runner)
     assert found["kernels"] == dict.fromkeys(kernels, "triton")
     assert tokens(found["greedy"]) == tokens(stock["greedy"])

@@ -1,6 +1,6 @@
-"""Every rule of a native part, with a configuration that it is there for.
+"""Every rule of a native part, with a configuration that triggers it.
 
-A rule that is taken away, or one that is new and has no example here, turns this red.
+The test fails if a rule is removed, or if a new rule has no example here.
 """
 
 import functools
@@ -16,7 +16,7 @@ from vllm_opset.platform.refusals import Refusal
 pytestmark = pytest.mark.window
 
 HOPPER = 90
-# By the feature that a rule names: what turns it on, as paths in a configuration and their values, or a variable.
+# By the feature that a rule names: the settings that enable it, as paths in a configuration, or as a variable.
 EXAMPLES: dict[str, dict] = {
     "another worker class": {"parallel_config__worker_cls": "another.Worker"},
     "another attention backend": {"attention_config__backend": SimpleNamespace(name="TRITON_ATTN")},
@@ -59,7 +59,7 @@ KINDS = ("cannot", "unmeasured", "slower")
 
 
 class Changed:
-    """An object with other values in place of some of its attributes, by path, whatever kind of attribute they are."""
+    """An object with other values for some of its attributes, by path, whatever kind of attribute they are."""
 
     def __init__(self, base, changes: dict[str, object]) -> None:
         self._base, self._changes = base, changes
@@ -81,7 +81,7 @@ def rules(name: str, which: str) -> dict[str, parts.Rule]:
 
 @pytest.fixture
 def changed(configure, monkeypatch, tmp_path):
-    """`changed(feature)`: a configuration that every part could serve, but for the feature."""
+    """`changed(feature)`: a configuration that every part could serve, except for the feature."""
     monkeypatch.setattr(parts, "defaults", lambda: {"sm90": dict.fromkeys(parts.PARTS, True) | {"measured": "a page"}})
     monkeypatch.delenv("OPSET_CONFIG", raising=False)
     monkeypatch.delenv("OPSET_NATIVE", raising=False)
@@ -115,7 +115,8 @@ def test_without_any_of_these_every_part_serves(changed):
     assert all(decision.on for decision in parts.decide(changed(None), HOPPER).values())
 
 
-# What each part does not do, and where it was not measured. Written out: a rule that is gone is to be missed.
+# The features that each part does not support, and those for which it was not measured. They are listed in full, so
+# that a removed rule is noticed.
 CANNOT = {
     "attention": (
         "another worker class", "another attention backend", "multi-head latent attention (MLA)",

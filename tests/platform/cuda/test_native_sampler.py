@@ -1,5 +1,6 @@
-"""The sampler of vLLM's second model runner with opset's draw, on a CPU: all but vLLM's own Triton kernels, which these
-requests do not need."""
+"""The sampler of vLLM's second model runner with opset's draw, on a CPU. It leaves out vLLM's own Triton kernels, which
+these requests do not need.
+"""
 
 import inspect
 from types import SimpleNamespace
@@ -17,26 +18,26 @@ CPU = torch.device("cpu")
 
 
 def shared_memory(buffer: type) -> type:
-    """In place of vLLM's memory that a GPU sees as well: on a CPU every memory is."""
+    """Replaces vLLM's memory that the GPU can access as well. On a CPU, plain memory is enough."""
 
     class SharedMemory(buffer):
         def __init__(self, size, dtype: torch.dtype) -> None:
             self.cpu = self._uva = torch.zeros(size, dtype=dtype)
             self.np = self.cpu.numpy()
-            if not hasattr(buffer, "uva"):  # in early releases no method
+            if not hasattr(buffer, "uva"):  # in early releases it is no method
                 self.uva = self.cpu
 
     return SharedMemory
 
 
 def build(cls: type, **known):
-    """An object of a class whose constructor takes other arguments in other releases."""
+    """Builds an object of a class whose constructor takes different arguments in different releases."""
     return cls(**{name: known[name] for name in inspect.signature(cls).parameters if name in known})
 
 
 @pytest.fixture
 def stock(monkeypatch):
-    """What vLLM builds."""
+    """The sampler that vLLM builds."""
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.sample import sampler
@@ -54,7 +55,7 @@ def stock(monkeypatch):
 
 @pytest.fixture
 def runner(stock):
-    """With opset's sampler."""
+    """A model runner with opset's sampler."""
     from vllm_opset.platform.native.sampler import install
 
     selection.configure()
@@ -80,7 +81,7 @@ def logits_of(slots: list[int]) -> torch.Tensor:
 
 
 def draw(sampler, slots: list[int], position: int) -> torch.Tensor:
-    """The tokens of the requests in these slots, by all of vLLM's code around the draw."""
+    """The tokens of the requests in these slots, drawn through all of vLLM's code around the draw."""
     rows, count = torch.tensor(slots, dtype=torch.int32), len(slots)
     batch = SimpleNamespace(
         num_reqs=count,

@@ -1,4 +1,4 @@
-"""What a process does that configures an engine for a GPU and then forks: over an emulated NVML, without a GPU."""
+"""A process that configures an engine for a GPU and then forks, over an emulated NVML, without a GPU."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The platform for GPUs without vLLM's compiled kernels, as far as that can be seen without a GPU."""
+"""The platform for GPUs without vLLM's compiled kernels, as far as it can be tested without a GPU."""
 
 import functools
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.window
 
 @pytest.fixture
 def config(configure):
-    """A configuration that this machine's platform has made. That for GPUs takes it for one that is complete."""
+    """A configuration that this machine's platform has made. The platform for GPUs treats it as complete."""
     from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
 
     config = configure(LLAMA)
@@ -49,7 +49,9 @@ def test_every_rule_of_its_own_is_tested():
 
 @pytest.fixture
 def asked(configure, monkeypatch):
-    """`asked(**arguments)`: what users ask for there, and this machine's platform completes."""
+    """`asked(**arguments)`: applies that platform's checks of user settings; this machine's platform completes the
+    rest.
+    """
     from vllm_opset.platform.cpu.platform import OpsetCpuPlatform
 
     def asked(**arguments):
@@ -109,9 +111,9 @@ def test_compiled_graphs_of_other_platforms_are_not_taken_for_ours(config):
     ("asked", "runner", "graphs", "custom_ops"),
     [
         (None, "generate", "FULL_AND_PIECEWISE", ["all"]),
-        # Pooling models cannot be captured whole.
+        # Whole graphs cannot capture pooling models.
         (None, "pooling", "NONE", ["all"]),
-        # A compiler sees through vLLM's own code, and decides on graphs as vLLM does.
+        # A compiler traces vLLM's own code, and vLLM chooses the graphs.
         (3, "generate", None, []),
     ],
 )

@@ -1,4 +1,4 @@
-"""The warm-up attends so that whatever paged_attention launches for a batch was compiled: launches are recorded."""
+"""The warm-up compiles every kernel that paged_attention launches for any batch. Launches are recorded."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 MULTIPROCESSORS = 132
 HEAD_SIZE, BLOCK_SIZE = 128, 16
 NUM_BATCHES = 400
-# KV heads, query heads of each; tokens of a step, requests and length at most.
+# KV heads, query heads of each KV head, and the largest numbers: tokens of a step, requests, and length.
 SETTINGS = {
     "usual": (8, 4, 8192, 256, 40960),
     "chunks": (8, 4, 2048, 256, 32768),
@@ -43,7 +43,7 @@ SETTINGS = {
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Names and constants of all that is launched: a set that fills."""
+    """A set that collects the names and constants of all launches."""
     from vllm_opset.kernels.triton import paged_attention
 
     variants = set()
@@ -69,7 +69,7 @@ def layer(num_kv_heads: int, group: int) -> SimpleNamespace:
 
 
 def worker(served: SimpleNamespace, most_tokens: int, most_requests: int, longest: int) -> SimpleNamespace:
-    """What the warm-up looks at in one."""
+    """The attributes of a worker that the warm-up uses."""
     table = torch.zeros(1, -(-longest // BLOCK_SIZE), dtype=torch.int32)
     runner = SimpleNamespace(
         device=torch.device("cpu"),
@@ -88,8 +88,8 @@ def worker(served: SimpleNamespace, most_tokens: int, most_requests: int, longes
 
 
 def batches(most_tokens: int, most_requests: int, longest: int):
-    """(query tokens, contexts) of the requests of random steps: of decode, of prompts and chunks, and mixed; some have
-    one request that does not decode.
+    """(query tokens, contexts) of the requests of random steps: decode, prompts and chunks, and mixed. Some have a
+    single request that does not decode.
     """
     draw = random.Random(0)
     for _ in range(NUM_BATCHES):
@@ -122,7 +122,7 @@ def test_all_that_serving_launches_was_launched_before(setting, launched):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_partial_results_fit_the_memory_that_is_kept_free(setting, dtype, launched, monkeypatch):
-    """In steps of requests with drafts, too, whose tiles are the largest."""
+    """Covers steps of requests with drafts too, whose tiles are the largest."""
     from vllm_opset.kernels.triton import paged_attention
 
     num_kv_heads, group, most_tokens, most_requests, longest = SETTINGS[setting]
@@ -150,7 +150,7 @@ def test_partial_results_fit_the_memory_that_is_kept_free(setting, dtype, launch
 
 @pytest.mark.parametrize("form", ["cuda", "native"])
 def test_partial_results_are_held_while_vllm_measures(form, launched, monkeypatch):
-    """And then given back, since steps allocate them."""
+    """They are returned afterwards, since steps allocate them."""
     from vllm.v1.worker.gpu_worker import Worker
 
     from vllm_opset.platform.cuda import workspace
@@ -198,7 +198,7 @@ def test_too_little_memory_is_said_with_the_cure(form, method, monkeypatch):
 
 
 class Held:
-    """A tensor that is listed while it lives."""
+    """A tensor that is listed while it is alive."""
 
     def __init__(self, size: int, held: list[int]) -> None:
         self.size, self.held = size, held
@@ -222,7 +222,7 @@ class Runner(SimpleNamespace):
 
 @pytest.mark.parametrize("knows", ["attention alone", "something else"])
 def test_steps_are_compiled_ahead_where_any_values_will_do(knows, monkeypatch):
-    """And then all are taken, the longest too."""
+    """In that case all steps are run, including the longest."""
     called, ahead = [], []
 
     @contextlib.contextmanager
