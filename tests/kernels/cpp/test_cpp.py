@@ -84,7 +84,7 @@ def test_large_inputs_agree_with_the_reference(name, two_threads):
 
 def test_all_attention_samples_in_cpp(monkeypatch):
     """Long prefills usually go to PyTorch. Here they run in C++ too, to check every feature at every query length."""
-    monkeypatch.setattr(paged_attention, "FEW_TOKENS", 10_000)
+    monkeypatch.setattr(paged_attention, "DECODE_TOKENS", 10_000)
     op = ops.paged_attention
     checks = list(parity.check_kernel(op, kernel.kernels_of(op.name)["cpp"], "cpu"))
     assert not [check for check in checks if check.failure]
