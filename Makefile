@@ -7,6 +7,8 @@ VENV = .venv$(addprefix -,$(filter-out $(RELEASE),$*))
 # A process for each core, and one thread in each, since more would fight for that core. tests/conftest.py says what stays
 # together, and in which order.
 SIDE_BY_SIDE := -n auto --no-loadscope-reorder
+# The kinds of GPUs that Triton kernels are compiled for.
+TARGETS := nvidia/sm80 nvidia/sm89 nvidia/sm90 nvidia/sm100 nvidia/sm120 amd/gfx942 amd/gfx950
 # Folders of tests with some that need a GPU.
 GPU_TESTS := kernels/triton engine platform/cuda
 
@@ -16,7 +18,7 @@ export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants mutants window window-light parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%)
+.PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants compile-all mutants window window-light parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%) $(TARGETS:%=compile-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -70,6 +72,11 @@ window-light: $(WINDOW:%=window-light-%) ## what needs no engine, on every vLLM 
 
 $(WINDOW:%=window-light-%): window-light-%: env-%
 	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m "window and not engine and not serve" $(ARGS)
+
+compile-all: $(TARGETS:%=compile-%) ## compile every Triton kernel for every kind of GPU, and print registers, shared memory and spills
+
+$(TARGETS:%=compile-%): compile-%: env
+	@.venv/bin/python tests/kernels/triton/compile_only.py --table --target $* $(ARGS)
 
 parity: env ## every kernel against its op's reference
 	@.venv/bin/vllm-opset parity $(ARGS)

@@ -1,5 +1,6 @@
 """`vllm-opset doctor`: reports this machine, the platform that vLLM would use, and every op's kernel, with reasons."""
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -204,7 +205,7 @@ def _kernels(device: str, dtype: torch.dtype) -> list[dict]:
         refused = []
         for problem in problems:
             try:
-                choice = selection.select(op, type(problem)(**{**vars(problem), "device": device}))
+                choice = selection.select(op, dataclasses.replace(problem, device=device, target=None))
             except selection.OverrideError as error:  # not a fault: a model may have none of these sample problems
                 refused.append(str(error).partition(". ")[0])
             else:

@@ -38,7 +38,7 @@ def find(
     for launch, trials in measured.items():
         print_table(launch, ("case", "size", *map(str, range(1, BEST + 1)), "slowest"), _ranking(trials))
     for launch, trials in measured.items():
-        print(f"{launch}:\n    {_launch.family(torch.device('cuda'))}:")
+        print(f"{launch}:\n    {_launch.target(torch.device('cuda'))}:")
         for entry in tune.entries(trials):
             print("      - {" + ", ".join(f"{name}: {value}" for name, value in entry.items()) + "}")
     if json_file:

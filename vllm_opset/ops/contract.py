@@ -17,9 +17,12 @@ against. Everything else about the op hangs on it by decorators of its own:
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
+
+from vllm_opset import targets
+from vllm_opset.targets import Target
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,14 +33,20 @@ class Problem:
 
     Hashable and printable. An op whose kernels depend on more extends it with its own fields.
 
-    device: torch device type, such as "cpu" or "cuda". dtype: of the activations.
+    device: torch device type, such as "cpu" or "cuda". dtype: of the activations. target: the kind of device, by
+    default that of this machine.
     """
 
     device: str
     dtype: torch.dtype
+    target: Target = field(default=None, kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.target is None:
+            object.__setattr__(self, "target", targets.of(self.device))
 
     def __str__(self) -> str:
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        values = ((field.name, getattr(self, field.name)) for field in fields(self) if field.repr)
         return ", ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in values)
 
 

@@ -1,9 +1,10 @@
-"""Compiles Triton kernels for a Hopper GPU, without one: every sample of their contracts runs with no-op launches.
+"""Compiles Triton kernels for a GPU that is not there: every sample of their contracts runs with no-op launches.
 
-    python tests/kernels/triton/compile_only.py [OP ...]
+    python tests/kernels/triton/compile_only.py [--target nvidia/sm90] [--table] [OP ...]
 
-Prints JSON: for each op the compiled variants, with their registers, shared and local memory, the number of uses of
-spilled registers, and the global loads and stores in their PTX. Needs only Triton and its own ptxas.
+Prints JSON: for each op the compiled variants, with their registers, their shared memory, and the number of uses of
+spilled registers. For NVIDIA GPUs it adds local memory, and the global loads and stores in the PTX. With --table, it
+prints the largest values of each kernel. Needs only the stock Triton wheel.
 """
 
 import collections
@@ -15,28 +16,44 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Annotated
 
 import networkx
 import torch
 import triton
+import typer
+from rich.console import Console
+from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 
-from vllm_opset import ops
+from vllm_opset import ops, targets
 from vllm_opset.kernel import kernels_of
+from vllm_opset.targets import Target
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_BYTES = 232448  # the limit of a thread block on a Hopper GPU
+HOPPER = "nvidia/sm90"
+# The limit of a thread block.
+SHARED_BYTES = {
+    "nvidia/sm80": 166912,
+    "nvidia/sm89": 101376,
+    "nvidia/sm90": 232448,
+    "nvidia/sm100": 232448,
+    "nvidia/sm120": 101376,
+    "amd/gfx942": 65536,
+    "amd/gfx950": 163840,
+}
 
 
 class CompileOnly:
     """Replaces Triton's CUDA driver: kernels are compiled, and their launches do nothing."""
 
-    utils = SimpleNamespace(
-        # Any module will do. Without one, Triton would load it at every launch.
-        load_binary=lambda *_: (0, 0, 0, 0, 1024),
-        get_device_properties=lambda _: {"max_shared_mem": SHARED_BYTES},
-    )
+    def __init__(self, target: Target) -> None:
+        self.target = _triton(target)
+        self.utils = SimpleNamespace(
+            # Any module will do. Without one, Triton would load it at every launch.
+            load_binary=lambda *_: (0, 0, 0, 0, 1024),
+            get_device_properties=lambda _: {"max_shared_mem": SHARED_BYTES[str(target)]},
+        )
 
     def get_current_device(self) -> int:
         return 0
@@ -45,23 +62,50 @@ class CompileOnly:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return HOPPER
+        return self.target
 
     def launcher_cls(self, source, metadata):
         return lambda *_: None
 
 
-def main(names: list[str]) -> None:
-    triton.runtime.driver.set_active(CompileOnly())
+def main(
+    names: Annotated[list[str] | None, typer.Argument(metavar="OP")] = None, target: str = HOPPER, table: bool = False
+) -> None:
+    wanted = Target(*target.split("/"))
+    triton.runtime.driver.set_active(CompileOnly(wanted))
     compiled = _recorded()
     report = {}
-    for name in names or ops.BY_NAME:
-        for kernel in kernels_of(name).values():
-            if kernel.provider == "triton":
-                compiled.clear()
-                _launch_samples(ops.BY_NAME[name], kernel)
-                report[kernel.op] = report.get(kernel.op, []) + [_resources(variant) for variant in compiled]
-    json.dump(report, sys.stdout, indent=1)
+    with targets.instead(wanted):
+        for name in names or ops.BY_NAME:
+            for kernel in kernels_of(name).values():
+                if kernel.provider == "triton":
+                    compiled.clear()
+                    _launch_samples(ops.BY_NAME[name], kernel)
+                    resources = _amd_resources if wanted.vendor == "amd" else _resources
+                    report[kernel.op] = report.get(kernel.op, []) + [resources(variant) for variant in compiled]
+    if table:
+        _print(report, target)
+    else:
+        json.dump(report, sys.stdout, indent=1)
+
+
+def _print(report: dict, target: str) -> None:
+    rows = collections.defaultdict(list)
+    for op, variants in report.items():
+        for variant in variants:
+            rows[op, variant["kernel"]].append(variant)
+    printed = Table("op", "kernel", "variants", "registers", "shared bytes", "spills", title=target)
+    for (op, name), variants in rows.items():
+        most = (str(max(variant[key] for variant in variants)) for key in ("reg", "shared", "spills"))
+        printed.add_row(op, name, str(len(variants)), *most)
+    Console(width=120).print(printed)
+
+
+def _triton(target: Target) -> GPUTarget:
+    """The target as Triton names it."""
+    if target.vendor == "amd":
+        return GPUTarget("hip", target.architecture, 64)
+    return GPUTarget("cuda", target.generation, 32)
 
 
 def _recorded() -> list[CompiledKernel]:
@@ -95,8 +139,20 @@ def _resources(kernel: CompiledKernel) -> dict:
         "kernel": kernel.name,
         "warps": kernel.metadata.num_warps,
         **numbers,
+        "shared": kernel.metadata.shared,
         "spills": spills,
         "accesses": dict(accesses),
+    }
+
+
+def _amd_resources(kernel: CompiledKernel) -> dict:
+    notes = dict(re.findall(r"\.((?:[sv]gpr)(?:_spill)?_count):\s+(\d+)", kernel.asm["amdgcn"]))
+    return {
+        "kernel": kernel.name,
+        "warps": kernel.metadata.num_warps,
+        "reg": int(notes["vgpr_count"]),
+        "shared": kernel.metadata.shared,
+        "spills": int(notes["vgpr_spill_count"]) + int(notes["sgpr_spill_count"]),
     }
 
 
@@ -159,4 +215,4 @@ def _dominates(dominators: dict[int, int], start: int, end: int) -> bool:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    typer.run(main)

@@ -1,11 +1,13 @@
 """Launch parameters: the data in launch.yaml, the search for an entry, and the entries that tuning makes of times."""
 
+import pytest
 import torch
 import triton
 
-from vllm_opset import ops
+from vllm_opset import ops, targets
 from vllm_opset.bench.tune import Trial, entries
 from vllm_opset.kernels.triton import _launch
+from vllm_opset.targets import Target
 
 CPU = torch.device("cpu")
 
@@ -32,10 +34,22 @@ def test_a_bound_belongs_to_its_entry():
     assert _launch.parameters("rms_norm", CPU, bound + 1) == second
 
 
-def test_a_gpu_without_entries_is_served_with_the_nearest_older_ones(monkeypatch):
-    monkeypatch.setattr(_launch, "table", lambda: {"mine": {"families": {"sm80": [], "sm90": [], "sm120": []}}})
-    for family, used in (("sm90", "sm90"), ("sm100", "sm90"), ("sm89", "sm80"), ("sm75", "sm80"), ("sm121", "sm120")):
-        monkeypatch.setattr(_launch, "family", lambda device, family=family: family)
+@pytest.mark.parametrize(
+    ("target", "used"),
+    [
+        ("nvidia/sm90", "nvidia/sm90"),
+        ("nvidia/sm100", "nvidia/sm90"),
+        ("nvidia/sm89", "nvidia/sm80"),
+        ("nvidia/sm75", "nvidia/sm80"),
+        ("nvidia/sm121", "nvidia/sm120"),
+        ("amd/gfx90a", "nvidia/sm80"),
+        ("amd/gfx950", "amd/gfx942"),
+    ],
+)
+def test_a_target_without_entries_is_served_with_the_vendors_nearest_older_ones(target, used, monkeypatch):
+    families = {key: [] for key in ("nvidia/sm80", "nvidia/sm90", "nvidia/sm120", "amd/gfx942")}
+    monkeypatch.setattr(_launch, "table", lambda: {"mine": {"families": families}})
+    with targets.instead(Target(*target.split("/"))):
         assert _launch.family_used("mine", CPU) == used
 
 

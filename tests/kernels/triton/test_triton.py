@@ -54,6 +54,14 @@ def test_attention_shares_keys_out_in_the_interpreter():
     assert process.returncode == 0 and " passed" in process.stdout and "skipped" not in process.stdout, process.stdout
 
 
+@pytest.mark.parametrize("target", ["nvidia/sm120", "amd/gfx942"])
+def test_kernels_compile_for_gpus_of_other_vendors_and_generations(target, tmp_path):
+    """A sample of them. `make compile-all` compiles every op for every target."""
+    ops = ("rms_norm", "reshape_and_cache")
+    compiled = _json_of(COMPILE, "--target", target, *ops, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert {kernel["spills"] for op in ops for kernel in compiled[op]} == {0}
+
+
 @IN_PROCESSES
 def test_kernels_compile_for_hopper_without_spilling(ops, tmp_path):
     """Compiles the variants that the ops' samples use. Triton's cache is empty, so each is compiled."""

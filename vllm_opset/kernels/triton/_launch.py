@@ -1,4 +1,4 @@
-"""Launch parameters: plain data in launch.yaml, by launch, GPU family and size of the call.
+"""Launch parameters: plain data in launch.yaml, by launch, target and size of the call.
 
 They are found offline, by measuring (`vllm-opset tune`); nothing is tuned while serving. A kernel asks once per call:
 
@@ -20,10 +20,14 @@ import triton.language as tl
 import yaml
 from triton.language.extra import cuda
 
+from vllm_opset import targets
 from vllm_opset.kernels.triton import INTERPRETED
+from vllm_opset.targets import Target
 
 Parameters = Mapping[str, int]
 Entry = tuple[float, Parameters]  # the largest size that it serves, and what with
+
+PROVEN = Target("nvidia", "sm90")
 
 _trials: dict[str, tuple[Parameters, list[int]]] = {}
 
@@ -51,29 +55,36 @@ def sizes(launch: str, device: torch.device) -> tuple[int, ...]:
 
 
 def family_used(launch: str, device: torch.device) -> str:
-    """The GPU family whose entries a device is served with: its own, or the nearest older one, or the oldest."""
-    known = sorted(table()[launch]["families"], key=_generation)
-    not_newer = [name for name in known if _generation(name) <= _generation(family(device))]
-    return not_newer[-1] if not_newer else known[0]
+    """The family of targets whose entries serve a device: its own, the vendor's nearest older one, or the first."""
+    mine, known = target(device), [Target(*name.split("/")) for name in table()[launch]["families"]]
+    not_newer = [one for one in known if one.vendor == mine.vendor and one.generation <= mine.generation]
+    return str(max(not_newer, key=lambda one: one.generation) if not_newer else known[0])
 
 
-@functools.cache
-def family(device: torch.device) -> str:
-    """The GPU family of a device, such as "sm90" for Hopper; in the interpreter, the one that is to be proven there."""
-    if device.type == "cpu":
-        return "sm90"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm{major}{minor}"
+def target(device: torch.device) -> Target:
+    """The target that kernels on a device are launched for. In the interpreter, that is the one to prove there."""
+    found = targets.of(device.type)
+    return PROVEN if found.vendor == "cpu" else found
 
 
 @functools.cache
 def overlap(device: torch.device) -> Mapping[str, bool]:
     """Launch arguments of a kernel that calls `begin(OVERLAP)`: whether it may be launched before its predecessor ends.
 
-    GPUs can from Hopper on (programmatic dependent launch); it hides the time that a launch takes.
+    NVIDIA GPUs can from Hopper on (programmatic dependent launch). It hides the time that a launch takes. Triton takes
+    `launch_pdl` for these GPUs alone.
     """
-    can = not INTERPRETED and _generation(family(device)) >= 90
+    mine = target(device)
+    if mine.vendor != "nvidia":
+        return {"OVERLAP": False}
+    can = not INTERPRETED and targets.PDL in mine.features
     return {"OVERLAP": can, "launch_pdl": can}
+
+
+@functools.cache
+def registers(device: torch.device, most: int) -> Mapping[str, int]:
+    """Launch arguments that limit the registers of a thread, where Triton can."""
+    return {"maxnreg": most} if target(device).vendor == "nvidia" else {}
 
 
 @triton.jit
@@ -122,7 +133,3 @@ def trial(launch: str, values: Parameters) -> Iterator[list[int]]:
 def table() -> Mapping[str, Mapping]:
     """launch.yaml."""
     return yaml.safe_load(Path(__file__).with_name("launch.yaml").read_text())
-
-
-def _generation(name: str) -> int:
-    return int(name.removeprefix("sm"))

@@ -3,8 +3,7 @@
 import torch
 
 from vllm_opset.ops.contract import DTYPES, Problem
-
-FP8_CAPABILITY = (8, 9)  # the first GPUs that convert to and from e4m3
+from vllm_opset.targets import FP8
 
 
 def floats(problem: Problem) -> str | None:
@@ -15,8 +14,7 @@ def floats(problem: Problem) -> str | None:
 def kv_cache(problem: Problem) -> str | None:
     """fp32, bf16 and fp16, accumulated in fp32; a KV cache of these or, from compute capability 8.9 on, of fp8 e4m3."""
     if problem.kv_cache_dtype == torch.float8_e4m3fn:
-        old = problem.device == "cuda" and torch.cuda.get_device_capability() < FP8_CAPABILITY
-        return "this GPU cannot convert to and from fp8 e4m3" if old else floats(problem)
+        return floats(problem) if FP8 in problem.target.features else f"{problem.target} does not convert fp8 e4m3"
     if problem.kv_cache_dtype not in DTYPES:
         return f"the KV cache must be of {_names((*DTYPES, torch.float8_e4m3fn))}, not {problem.kv_cache_dtype}"
     return floats(problem)

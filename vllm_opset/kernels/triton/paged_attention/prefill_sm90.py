@@ -34,6 +34,7 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     start_of,
 )  # fmt: skip
 from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST, is_visible
+from vllm_opset.targets import WGMMA
 
 COPY_BYTES = 16  # the copy engine takes addresses and strides that are multiples of so many
 ELEMENT_BYTES = 2  # of queries and keys, for its matrix instructions
@@ -304,7 +305,7 @@ def _clear(
 
 def can_prefill_sm90(call: Call) -> bool:
     """Whether a Hopper GPU's copy engine and matrix instructions take these inputs."""
-    if INTERPRETED or _launch.family(call.query.device) != "sm90":
+    if INTERPRETED or WGMMA not in _launch.target(call.query.device).features:
         return False
     plain = not call.soft_cap and call.alibi_slopes is None and call.k_scale is None and call.v_scale is None
     halves = call.query.element_size() == ELEMENT_BYTES and call.kv_cache.dtype == call.query.dtype

@@ -56,6 +56,7 @@ def top_k_top_p_sample(
     listed = empty(num_rows * capacity * filtered, dtype=torch.float32)
     listed_ids = empty(num_rows * capacity * filtered, dtype=torch.int32)
 
+    registers = _launch.registers(device, values["registers"])
     # Settings that are off are not read: `given` says so, and one compiled variant serves all that differ in it.
     given = sum(1 << bit for bit, setting in enumerate((temperature, top_k, top_p, min_p)) if setting is not None)
     settings = tuple(
@@ -72,7 +73,7 @@ def top_k_top_p_sample(
     read.read[(num_rows * num_chunks,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, given, settings, strides, asked,
         ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-        CHUNK=chunk, FILTERED=filtered, num_warps=values["warps"], maxnreg=values["registers"], **overlap,
+        CHUNK=chunk, FILTERED=filtered, num_warps=values["warps"], **registers, **overlap,
     )  # fmt: skip
     chunks = max(FEW_CHUNKS, _launch.next_power_of_2(num_chunks))
     if rereads:
@@ -80,13 +81,13 @@ def top_k_top_p_sample(
         reread.reread[(num_rows * programs,)](
             logits, logits.stride(), vocab_size, num_chunks, programs, keys, given, settings, strides, asked,
             ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-            CHUNK=chunk, CHUNKS=chunks, num_warps=values["warps"], maxnreg=values["registers"], **overlap,
+            CHUNK=chunk, CHUNKS=chunks, num_warps=values["warps"], **registers, **overlap,
         )  # fmt: skip
     finish.finish[(num_rows,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, asked,
         ints, floats, parts, part_ids, listed, listed_ids, capacity,
         CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered,
-        num_warps=values["row_warps"], maxnreg=ROW_REGISTERS, **overlap,
+        num_warps=values["row_warps"], **_launch.registers(logits.device, ROW_REGISTERS), **overlap,
     )  # fmt: skip
     if out is not None:
         read.process[(num_rows * num_chunks,)](
