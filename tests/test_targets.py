@@ -49,3 +49,9 @@ def test_a_kernel_is_refused_by_its_problems_target_alone(name, refused):
     )  # fmt: skip
     reason = kernels_of("reshape_and_cache", elsewhere=True)["triton"].supports(problem)
     assert (reason == f"{name} does not convert fp8 e4m3") is refused
+
+
+@pytest.mark.parametrize("op", ops.ALL, ids=str)
+def test_every_ops_problem_carries_a_target(op):
+    args, kwargs = next(op.samples("cpu", op.dtypes[0])).make()
+    assert op.describe(*args, **kwargs).target == targets.of("cpu")

@@ -31,7 +31,7 @@ from vllm_opset import ops, targets
 from vllm_opset.kernel import kernels_of
 from vllm_opset.targets import Target
 
-HOPPER = "nvidia/sm90"
+HOPPER = Target("nvidia", "sm90")
 # The limit of a thread block.
 SHARED_BYTES = {
     "nvidia/sm80": 166912,
@@ -47,7 +47,7 @@ SHARED_BYTES = {
 class CompileOnly:
     """Replaces Triton's CUDA driver: kernels are compiled, and their launches do nothing."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target = HOPPER) -> None:
         self.target = _triton(target)
         self.utils = SimpleNamespace(
             # Any module will do. Without one, Triton would load it at every launch.
@@ -69,7 +69,9 @@ class CompileOnly:
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(metavar="OP")] = None, target: str = HOPPER, table: bool = False
+    names: Annotated[list[str] | None, typer.Argument(metavar="OP")] = None,
+    target: str = str(HOPPER),
+    table: bool = False,
 ) -> None:
     wanted = Target(*target.split("/"))
     triton.runtime.driver.set_active(CompileOnly(wanted))

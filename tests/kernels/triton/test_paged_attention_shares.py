@@ -80,7 +80,7 @@ def test_the_plan_cuts_the_row_of_all_blocks_into_equal_shares(name, num_program
     blocks = [_blocks(query_len, seq_len, turn, left) for query_len, seq_len in requests]
     *ends, share = starts.tolist()
     assert ends == [sum(blocks[:count]) for count in range(len(blocks) + 1)]
-    quickest = int(math.sqrt(max(blocks) * few.MERGE_BLOCKS.value) + 0.5)
+    quickest = int(math.sqrt(max(blocks) * few.COMBINE_BLOCKS.value) + 0.5)
     assert share == max(1, math.ceil(sum(blocks) / num_programs), quickest)
     firsts = [sum(end <= program * share for end in ends[1:]) for program in range(num_programs + 1)]
     assert first_requests.tolist() == [min(first, len(requests) - 1) for first in firsts]

@@ -54,6 +54,7 @@ class PagedAttentionProblem(Problem):
     kv_apart: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
         window_sides(self.window, self.causal)
