@@ -1,4 +1,7 @@
-"""WHAT: one file per op, its contract. The reference in plain PyTorch is the contract's body; see `contract`."""
+"""The ops: one file per op, which holds its contract. The contract's body is the reference in plain PyTorch.
+
+See `contract`.
+"""
 
 from vllm_opset.ops.activation.gelu_and_mul import gelu_and_mul
 from vllm_opset.ops.activation.gelu_fast import gelu_fast

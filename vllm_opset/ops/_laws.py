@@ -10,7 +10,7 @@ from vllm_opset.ops.contract import Op
 
 
 def equal(law: str, got: torch.Tensor, want: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Raises AssertionError with the words of the law, and where and by how much the tensors differ, if they do.
+    """Raises AssertionError if the tensors differ. The message states the law, where they differ and by how much.
 
     NaN equals nothing.
     """
@@ -18,7 +18,7 @@ def equal(law: str, got: torch.Tensor, want: torch.Tensor, rtol: float = 0.0, at
 
 
 def rows_are_independent(op: Op, call: Callable[[Callable, torch.Tensor], torch.Tensor]) -> None:
-    """Gives an op the property that a row's result does not depend on the other rows, bit for bit.
+    """Gives an op this property: the result of a row does not depend on the other rows, bit for bit.
 
     call: `(implementation, x [rows, 64]) -> result`, with the op's further arguments filled in.
     """

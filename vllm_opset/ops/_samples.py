@@ -5,21 +5,22 @@ import zlib
 
 import torch
 
-# Of a statistical test, for each of its settings. Triton's interpreter, which takes 10 ms a draw, lowers it.
+# The number of draws in a statistical test, for each of its settings. Tests lower it under Triton's interpreter, which
+# takes 10 ms a draw.
 DRAWS = 10_000
 
 
 def generator(name: str, device: str = "cpu") -> torch.Generator:
     """A generator seeded by a sample's name.
 
-    On the CPU, so that a sample is the same in every process and on every device; benchmarks, whose tensors are large,
-    give their device.
+    It is on the CPU by default, so a sample is the same in every process and on every device. Benchmarks need large
+    tensors, so they pass their device.
     """
     return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
 
 
 def bench_tokens(device: str) -> tuple[int, ...]:
-    """The numbers of tokens that ops on activations are timed with: of decode steps and of prompts."""
+    """The numbers of tokens for benchmarks of ops on activations: those of decode steps, then those of prompts."""
     return (1, 16, 256) if device == "cpu" else (1, 64, 256, 4096, 16384)
 
 
@@ -31,9 +32,9 @@ def normal(
 
 
 def side_by_side(*tensors: torch.Tensor, padding: int = 8) -> tuple[torch.Tensor, ...]:
-    """The same values as views of one tensor with wider rows, as the outputs of a fused projection are.
+    """The same values as views of one tensor with wider rows, like the outputs of a fused projection.
 
-    After the last one come `padding` columns of NaN, which no kernel may read or write. Leading dimensions must agree.
+    `padding` columns of NaN follow the last view. No kernel may read or write them. Leading dimensions must agree.
     """
     widths = [tensor.shape[-1] for tensor in tensors]
     wide = tensors[0].new_full((*tensors[0].shape[:-1], sum(widths) + padding), math.nan)

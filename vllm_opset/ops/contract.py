@@ -1,18 +1,18 @@
-"""What an op is: its semantics, the inputs it is checked with, how close a kernel must come, and what it must cost.
+"""The contract of an op: its semantics, its inputs for checks, its tolerances and its minimum cost.
 
-A contract is a plain PyTorch function with a docstring, turned into an `Op` by the decorator `op`. Calling the op runs
-that function: it is the reference, the implementation of last resort on every device, and what parity is judged
-against. Everything else about the op hangs on it by decorators of its own:
+A contract is a plain PyTorch function with a docstring. The decorator `op` turns it into an `Op`. Calling the op runs
+that function, the reference. The reference is the implementation of last resort on every device, and parity compares
+kernels with it. The op's own decorators add everything else:
 
     @op(problem=MyProblem, mutates=("x",))
     def my_op(x, weight): ...
 
-    @my_op.problem_of          # what a kernel is chosen by, read off the arguments of a call
-    @my_op.sample_inputs       # inputs for parity: real shapes and the edges
+    @my_op.problem_of          # derives the problem, by which a kernel is chosen, from the arguments of a call
+    @my_op.sample_inputs       # inputs for parity: real shapes and edge cases
     @my_op.illegal_inputs      # inputs that the reference and every kernel must refuse with a ValueError
     @my_op.property_           # a law that every kernel must keep, beyond agreeing with the reference
     @my_op.bench_inputs        # inputs for benchmarks: the sizes that real models use
-    @my_op.cost                # bytes that must move and FLOP that must be done
+    @my_op.cost                # the bytes and the FLOP that no implementation can avoid
 """
 
 import inspect
@@ -29,9 +29,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Problem:
-    """What is known about a call when its layer is built, and all that a kernel may be chosen by.
+    """The facts about a call that are known when its layer is built. The choice of a kernel depends on nothing else.
 
-    Hashable and printable. An op whose kernels depend on more extends it with its own fields.
+    A problem is hashable and printable. If the kernels of an op depend on more, the op extends it with its own fields.
 
     device: torch device type, such as "cpu" or "cuda". dtype: of the activations. target: the kind of device, by
     default that of this machine.
@@ -62,9 +62,9 @@ class Tolerance:
     reason: str
 
 
-# rtol: one rounding of the result to the dtype is half a unit in its last place; doubled, because an intermediate that
-# is rounded too (as vLLM's own implementations do) can move the result by one more step. atol: what differences of
-# fp32 values of order 1 leave behind, such as 1 + tanh(x) far to the left.
+# rtol: rounding the result to the dtype costs half a unit in the last place. This is doubled, because a rounded
+# intermediate can move the result by one more step, and vLLM's own implementations round intermediates.
+# `atol` covers differences of fp32 values of order 1, such as 1 + tanh(x) for very negative x.
 ROUND_ONCE = {
     torch.float64: Tolerance(1e-12, 1e-12, "fp64 throughout"),
     torch.float32: Tolerance(2e-6, 2e-6, "fp32 in another order"),
@@ -75,7 +75,7 @@ ROUND_ONCE = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What no implementation can avoid: every input byte read once, every output byte written once, and the FLOP."""
+    """The work that no implementation can avoid: each input byte read once, each output byte written once, the FLOP."""
 
     bytes: int
     flops: int
@@ -83,9 +83,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Sample:
-    """One named input of an op. `make` gives the same fresh tensors at every call, so nothing needs to be cloned.
+    """One named input of an op. Each call of `make` creates the same tensors anew, so nothing needs to be cloned.
 
-    scale: the magnitude of the inputs, by which the absolute tolerance grows.
+    scale: the magnitude of the inputs. The absolute tolerance is multiplied by it.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Op:
         return f"<op {self.name}>"
 
     def problem_of(self, describe: Callable[..., Problem]) -> Callable[..., Problem]:
-        """Registers how a `Problem` is read off the arguments of one call."""
+        """Registers the function that derives a `Problem` from the arguments of one call."""
         self.describe = describe
         return describe
 
@@ -144,7 +144,7 @@ class Op:
         return make
 
     def illegal_inputs(self, make: SampleMaker) -> SampleMaker:
-        """Registers `(device, dtype) -> Sample …` that must raise ValueError: where silently wrong results threaten."""
+        """Registers `(device, dtype) -> Sample …` that must raise ValueError, not give wrong results silently."""
         self.illegal_samples = make
         return make
 
@@ -154,12 +154,12 @@ class Op:
         return make
 
     def cost(self, estimate: Callable[..., Cost]) -> Callable[..., Cost]:
-        """Registers the `Cost` of one call, from its arguments."""
+        """Registers the function that computes the `Cost` of one call from its arguments."""
         self.cost_of = estimate
         return estimate
 
     def property_(self, law: Law) -> Law:
-        """Registers `law(implementation, device, dtype)`, which raises AssertionError where the law is broken."""
+        """Registers `law(implementation, device, dtype)`, which raises AssertionError if the law is broken."""
         self.properties[law.__name__] = law
         return law
 
@@ -174,16 +174,20 @@ def op(
 ) -> Callable[[Callable], Op]:
     """Turns a reference into an `Op`.
 
-    problem: the op's `Problem` class. mutates: the parameters that may be written in place; all others must be left as
-    they are. prepared: the parameters that do not change between calls, of which a kernel may want a form of its own;
-    whoever calls it makes that once, by `Kernel.prepared`. dtypes: what samples are made in. tolerances: by the dtype
-    of the output that is compared.
+    problem: the op's `Problem` class.
+
+    mutates: the parameters that a kernel may write in place. It must leave all others as they are.
+
+    prepared: the parameters that do not change between calls. A kernel may need them in a form of its own, which the
+    caller makes once with `Kernel.prepared`.
+
+    dtypes: the dtypes of the samples. tolerances: one for each dtype of a compared output.
     """
     return lambda reference: Op(reference, problem, mutates, prepared, dtypes, tolerances)
 
 
 def accumulator(*tensors: torch.Tensor) -> torch.dtype:
-    """The dtype that a reference computes in: fp32, or fp64 if an input is fp64, so that parity can ask for more."""
+    """The dtype in which a reference computes: fp32, or fp64 if an input is fp64, so that parity can be stricter."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)

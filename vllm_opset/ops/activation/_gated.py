@@ -1,4 +1,4 @@
-"""What the gated activations share: they all map [..., 2 * d] to [..., d], elementwise in pairs of a gate and an up."""
+"""Code that the gated activations share. They map [..., 2 * d] to [..., d]: each pair of gate and up to one element."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,15 +15,15 @@ def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_width(x: torch.Tensor) -> None:
-    """Refuses a last dimension that does not divide in two: halves of sizes 1 and 2 would broadcast unnoticed."""
+    """Refuses an odd last dimension, because halves of sizes 1 and 2 would broadcast unnoticed."""
     if x.shape[-1] % 2:
         raise ValueError(f"the last dimension holds gate and up, so it must be even, not {x.shape[-1]}")
 
 
 def complete(op: Op, *, flops_per_element: int, variants: Sequence[Mapping[str, float | str]] = ({},)) -> None:
-    """Gives a gated activation all but its reference.
+    """Gives a gated activation everything except its reference.
 
-    flops_per_element: of the output. variants: the keyword arguments that samples pass, one set after the other.
+    flops_per_element: FLOP for each output element. variants: sets of keyword arguments; each sample is made with each.
     """
 
     @op.problem_of

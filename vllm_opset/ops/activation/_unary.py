@@ -1,4 +1,4 @@
-"""What the unary activations share: they map each element of x to one of the result."""
+"""Code that the unary activations share. They map each element of x to one element of the result."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from vllm_opset.ops.contract import Cost, Op, Problem, Sample
 
 
 def complete(op: Op, *, flops_per_element: int) -> None:
-    """Gives a unary activation all but its reference."""
+    """Gives a unary activation everything except its reference."""
 
     @op.problem_of
     def _(x) -> Problem:

@@ -28,7 +28,7 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 
 def check_approximation(approximate: str) -> None:
-    """Refuses a word that names no approximation."""
+    """Raises ValueError if the word names no approximation."""
     if approximate not in APPROXIMATIONS:
         raise ValueError(f"approximate must be one of {', '.join(APPROXIMATIONS)}, not {approximate!r}")
 

@@ -1,4 +1,4 @@
-"""gelu_new: GELU by its tanh approximation, as GPT-2 has it.
+"""gelu_new: GELU by its tanh approximation, as GPT-2 uses it.
 
 Semantics: vLLM's `NewGELU.forward_native`, which is `torch.nn.functional.gelu(approximate="tanh")`.
 """

@@ -1,4 +1,4 @@
-"""quick_gelu: GELU by a sigmoid, as CLIP has it.
+"""quick_gelu: GELU approximated by a sigmoid, as CLIP uses it.
 
 Semantics: vLLM's `QuickGELU.forward_native`.
 """

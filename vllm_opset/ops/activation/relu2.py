@@ -1,4 +1,4 @@
-"""relu2: the square of ReLU, as Nemotron has it.
+"""relu2: the square of ReLU, as Nemotron uses it.
 
 Semantics: vLLM's `ReLUSquaredActivation.forward_native`.
 """
@@ -13,7 +13,7 @@ from vllm_opset.ops.contract import accumulator, op
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """y = max(x, 0)², in fp32 and rounded once.
 
-    x: any shape and strides. Returns a new contiguous tensor of x's shape and dtype; what overflows it is infinite.
+    x: any shape and strides. Returns a new contiguous tensor of x's shape and dtype. Values that overflow become inf.
     """
     wide = x.to(accumulator(x))
     return wide.relu().square().to(x.dtype).contiguous()

@@ -13,7 +13,7 @@ from vllm_opset.ops.contract import accumulator, op
 def silu_and_mul_with_clamp(x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> torch.Tensor:
     """y = g · sigmoid(alpha · g) · (u + beta), with g = min(x[..., :d], limit) and u = x[..., d:] clamped to ±limit.
 
-    In fp32 and rounded once. The defaults of alpha and beta make it silu(g) · u.
+    Computed in fp32 and rounded once. With the defaults of alpha and beta, y = silu(g) · u.
 
     x: [..., 2 * d], any strides. Returns a new contiguous tensor [..., d] of x's dtype. Zero rows are allowed.
     Raises ValueError if the last dimension is odd.

@@ -13,7 +13,7 @@ from vllm_opset.ops.contract import accumulator, op
 def swigluoai_and_mul(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
     """y = g · sigmoid(alpha · g) · (u + 1), with g = min(x[..., ::2], limit) and u = x[..., 1::2] clamped to ±limit.
 
-    Gate and up are interleaved, not halves. In fp32 and rounded once.
+    Gate and up are interleaved; they are not the two halves. Computed in fp32 and rounded once.
 
     x: [..., 2 * d], any strides. Returns a new contiguous tensor [..., d] of x's dtype. Zero rows are allowed.
     Raises ValueError if the last dimension is odd.

@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache. `paged_batch` is no op: it holds the type of the argument that describes a batch."""
+"""Attention over a paged KV cache. `paged_batch` is not an op: it defines the argument type that describes a batch."""

@@ -1,16 +1,17 @@
-"""The cases that paged_attention is checked with: every feature, the shapes of real models, and the edges."""
+"""The cases for parity of paged_attention: every feature, the shapes of real models, and the edge cases."""
 
 import torch
 
 from vllm_opset.ops.attention._paged_inputs import APART, LAYOUTS, PagedCase
 
 MIXED = ((1, 77), (1, 3), (19, 19), (6, 50), (0, 0), (1, 34))
-# As with drafts: kernels have a way of their own for so few queries, which a longer request in the batch would hide.
+# Few queries a request, as in speculative decoding. Kernels have a separate path for such batches, and one longer
+# request in the batch would switch it off.
 FEW = ((4, 60), (3, 20), (0, 0), (1, 31))
 
 
 def _apart_cases() -> dict[str, dict]:
-    """Pages of 128 tokens, the size that devices with keys and values apart have in common."""
+    """Cases with separate keys and values, most of them with pages of 128 tokens, a size that all such devices take."""
     mixed = {"requests": ((1, 177), (1, 3), (19, 19), (6, 150), (0, 0), (1, 134)), "block_size": 128}
     return {
         "small pages": {"requests": ((1, 77), (19, 19), (0, 0), (6, 50))},
@@ -43,7 +44,7 @@ CASES: dict[str, PagedCase] = {
     "prefill": PagedCase(((5, 5), (16, 16), (33, 33))),
     "prefill, long": PagedCase(((300, 300),), num_heads=2, num_kv_heads=1),
     "chunked prefill": PagedCase(((7, 40), (20, 52))),
-    # Its first query sees all keys but the last of a block of 64.
+    # The first query sees all keys of a block of 64 except the last.
     "chunk that begins one key before the end of a block": PagedCase(((70, 132),), num_heads=1, num_kv_heads=1),
     "chunk over a long context": PagedCase(((70, 700),), num_heads=1, num_kv_heads=1),
     "chunk over a long context, window, sinks": PagedCase(

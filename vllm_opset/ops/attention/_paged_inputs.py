@@ -1,4 +1,4 @@
-"""Inputs for the ops on a paged KV cache, with poison wherever a kernel has no business to read."""
+"""Inputs for the ops on a paged KV cache. Everything that a kernel must not read is poisoned."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,14 +12,14 @@ from vllm_opset.ops.attention.paged_batch import PagedBatch, keys_and_values, pa
 from vllm_opset.ops.contract import Sample
 
 NAN = float("nan")
-# What rows hold that must be left as they are.
+# The value of rows that a kernel must not write.
 UNTOUCHED = 99.0
-# Keys and values of an fp8 cache are multiplied by these. They differ, so that a kernel that exchanges them is caught.
+# Kernels multiply the keys and values of an fp8 cache by these. The two differ, so that a kernel that swaps them fails.
 SCALES = {"k_scale": 0.25, "v_scale": 0.5}
-# No page of any cache: what a block table holds past the pages of a sequence.
+# The entries of a block table past the last page of a sequence. No cache has such a page.
 NO_PAGE = 2**30
 
-# How a cache [num_blocks, num_kv_heads, block_size, width] may lie in memory: the shape of its storage, and the view.
+# Memory layouts of a cache [num_blocks, num_kv_heads, block_size, width]: the shape of the storage, and the view of it.
 LAYOUTS = {
     "HND": lambda n, h, s, w: ((n, h, s, w), lambda storage: storage),
     "NHD": lambda n, h, s, w: ((n, s, h, w), lambda storage: storage.transpose(1, 2)),
@@ -27,7 +27,7 @@ LAYOUTS = {
     "NHD, layers interleaved": lambda n, h, s, w: ((n, 3, s, h, w), lambda storage: storage[:, 1].transpose(1, 2)),
     "HND, padded rows": lambda n, h, s, w: ((n, h, s, w + 8), lambda storage: storage[..., :w]),
 }
-# A cache [num_blocks, num_kv_heads, block_size, 2, width / 2].
+# The layout with separate keys and values: a cache [num_blocks, num_kv_heads, block_size, 2, width / 2].
 APART = "keys and values apart"
 SHAPES = LAYOUTS | {
     APART: lambda n, h, s, w: ((2, n, s, h, w // 2), lambda storage: storage.permute(1, 3, 2, 0, 4)),
@@ -38,9 +38,13 @@ SHAPES = LAYOUTS | {
 class PagedCase:
     """One call of paged_attention.
 
-    requests: (query_len, seq_len) of each. cache_dtype: None for that of the query. shared_pages: pages at the start
-    that all requests have in common. padded_rows: rows of query and out after the last query token. loose_bounds:
-    whether max_query_len and max_seq_len are more than needed. query_std: how far the scores spread.
+    requests: (query_len, seq_len) of each request. cache_dtype: None for the dtype of the query.
+
+    shared_pages: the number of pages at the start that all requests share. padded_rows: the number of rows of query and
+    out after the last query token.
+
+    loose_bounds: whether max_query_len and max_seq_len exceed the true maxima. query_std: the standard deviation of the
+    query, which sets the spread of the scores.
     """
 
     requests: Sequence[tuple[int, int]]
@@ -86,7 +90,7 @@ class PagedCase:
         return sum(query_len for query_len, _ in self.requests)
 
     def query(self, rng: torch.Generator, device: str, dtype: torch.dtype) -> torch.Tensor:
-        """A slice of the fused projection's result, NaN in padded rows."""
+        """The query, a slice of the fused projection's result, with NaN in the padded rows."""
         width = (self.num_heads + 2 * self.num_kv_heads) * self.head_size
         qkv = torch.full((self.num_tokens + self.padded_rows, width), NAN, dtype=dtype, device=device)
         query = qkv[:, : self.num_heads * self.head_size].unflatten(1, (self.num_heads, self.head_size))
@@ -100,7 +104,7 @@ class PagedCase:
         return _samples.row_view(out) if "padded" in self.layout else out
 
     def tokens(self, rng: torch.Generator, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Key and value of every position of each request, [seq_len, num_kv_heads, 2 * head_size]."""
+        """The key and value of every position: one tensor [seq_len, num_kv_heads, 2 * head_size] for each request."""
         row = (self.num_kv_heads, 2 * self.head_size)
         tokens = [_samples.normal((seq_len, *row), dtype, device, rng) for _, seq_len in self.requests]
         for request in tokens:
@@ -109,9 +113,9 @@ class PagedCase:
         return tokens
 
     def cache(self, tokens: list[torch.Tensor], rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cache that holds the tokens in pages in random order, and its block table.
+        """The cache, which holds the tokens in pages in random order, and its block table.
 
-        Page 0 is vLLM's null page. It, free pages, and all slots without a token are NaN.
+        Page 0 is vLLM's null page. The null page, the free pages and all slots without a token are NaN.
         """
         num_pages = [math.ceil(len(request) / self.block_size) for request in tokens]
         num_blocks = sum(num_pages) + 3
@@ -150,9 +154,9 @@ class PagedCase:
         )
 
     def output_scale(self) -> float:
-        """Root mean square of the output where it is largest: at the query that sees the fewest keys.
+        """The largest root mean square of the output, which is at the query that sees the fewest keys.
 
-        The softmax of n standard normal scores weighs like n / e equal ones.
+        A softmax over n standard normal scores averages like one over n / e equal scores.
         """
         left, right = window_sides(self.window, self.causal)
         fewest = math.inf
@@ -167,7 +171,7 @@ class PagedCase:
 def poisoned_cache(
     layout: str, num_blocks: int, num_kv_heads: int, block_size: int, like: torch.Tensor
 ) -> torch.Tensor:
-    """A cache full of NaN in a layout of `SHAPES`, with the rows' width, dtype and device of `like`."""
+    """A cache full of NaN in a layout of `SHAPES`. `like` gives the width of its rows, its dtype and its device."""
     shape, view = SHAPES[layout](num_blocks, num_kv_heads, block_size, like.shape[-1])
     return view(torch.full(shape, NAN, device=like.device).to(like.dtype))
 
@@ -248,7 +252,7 @@ BENCH_CASES = {
 
 
 def bench_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    """The cases for a device, with pages in random order in a cache that holds nothing else."""
+    """The benchmark cases for a device. Pages are in random order, in a cache that holds nothing else."""
     kind = device if device in BENCH_CASES else "cuda"
     for name, (requests, options) in BENCH_CASES[kind].items():
         case = PagedCase(requests, **BENCH_SHAPE[kind], **options)
@@ -256,7 +260,7 @@ def bench_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _bench_inputs(case: PagedCase, device: str, dtype: torch.dtype) -> tuple[tuple, dict]:
-    """Like PagedCase.make, but made on the device, where gigabytes are made quickly, and without poison."""
+    """Arguments as from PagedCase.make, but made on the device, which is faster for gigabytes, and without poison."""
     rng = torch.Generator(device).manual_seed(0)
     num_pages = [math.ceil(seq_len / case.block_size) for _, seq_len in case.requests]
     pages = torch.randperm(sum(num_pages), generator=rng, device=device).to(torch.int32)

@@ -17,10 +17,10 @@ from vllm_opset.ops.attention._paged_inputs import UNTOUCHED, PagedCase, bench_s
 from vllm_opset.ops.attention.paged_batch import PagedBatch, keys_and_values, window_sides
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
 
-# The weights of the softmax are rounded to the dtype of the values before the second product, as every fused kernel
-# does: half a unit in the last place of each weight. The errors of the keys are independent, so they add up to that
-# share of the root mean square of the output, which is the `scale` of a sample; 8 standard deviations, and the
-# rounding of the output itself, as rtol.
+# atol: fused kernels round the weights of the softmax to the dtype of the values before the second product. Each weight
+# is then off by up to half a unit in its last place. The errors of different keys are independent, so the error of the
+# sum is the same share of the output's root mean square, which is the `scale` of a sample. The bound is 8 standard
+# deviations of it. rtol: the rounding of the output itself.
 TOLERANCES = {
     torch.float64: Tolerance(1e-11, 1e-11, "fp64 throughout"),
     torch.float32: Tolerance(2e-5, 2e-5, "scores of up to 100, their exp and all sums in fp32, in another order"),
@@ -28,17 +28,19 @@ TOLERANCES = {
     torch.float16: Tolerance(2**-10, 2**-9, "weights and output rounded to 11 bits of mantissa"),
 }
 
-# Query rows that the reference attends at a time: bounds the memory for scores, and means nothing.
+# The number of query rows that the reference handles at a time. It bounds the memory for scores and changes no result.
 REFERENCE_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class PagedAttentionProblem(Problem):
-    """What is known when a layer's cache is laid out. dtype: of query and out. soft_cap, alibi, sinks: whether used.
+    """The facts that are known when the cache of a layer is laid out.
 
-    kv_apart: whether the cache has keys and values in dimensions of their own.
+    dtype: dtype of query and out. soft_cap, alibi, sinks: whether the layer uses them.
 
-    Raises ValueError if the heads cannot be shared out or the window holds no key.
+    kv_apart: whether keys and values have a dimension of their own in the cache: [..., 2, head_size].
+
+    Raises ValueError if num_heads is not a multiple of num_kv_heads, or if the window holds no key.
     """
 
     kv_cache_dtype: torch.dtype
@@ -77,18 +79,25 @@ def paged_attention(
 ) -> None:
     """out = softmax(mask(cap(scale * query · key) + bias)) · value over a request's keys, in fp32 and rounded once.
 
-    query, out: [T, num_heads, head_size], any strides; rows from batch.query_start_loc[-1] on are neither read nor
-    written. kv_cache and batch: see `paged_batch`. num_heads is a multiple g of num_kv_heads: query head i reads KV
-    head i // g.
-    Query i of a request is at position seq_len − query_len + i, key j at position j. It sees a key within `window`
-    (see `window_sides`) and, if batch.causal, not after itself. Only without all of these may query_len exceed seq_len.
-    soft_cap: cap(s) = soft_cap * tanh(s / soft_cap), 0 for none. alibi_slopes: fp32 [num_heads], adds slope *
-    (key position − query position). sinks: [num_heads], a further logit of the softmax whose value is zero.
-    k_scale, v_scale: fp32, one element, what a cached key or value is multiplied by; for fp8 caches.
+    query, out: [T, num_heads, head_size], any strides. Rows from batch.query_start_loc[-1] on are neither read nor
+    written. `paged_batch` describes kv_cache and batch. num_heads is a multiple g of num_kv_heads: query head i reads
+    KV head i // g.
 
-    A query of a request without keys gives zeros, as in vLLM's kernel and PyTorch's: a NaN would spread.
-    What no query of a request sees may hold NaN: pages beyond the sequence or before the window, slots after the end
-    of its last page, whole unused pages. Raises ValueError where the shapes do not fit each other.
+    Query i of a request is at position seq_len − query_len + i, key j at position j. The query sees the keys within
+    `window` (see `window_sides`). If batch.causal, it sees no key after its own position. query_len may exceed seq_len
+    only if the batch is not causal and there is no window.
+
+    soft_cap: cap(s) = soft_cap * tanh(s / soft_cap), 0 for none.
+
+    alibi_slopes: fp32 [num_heads]; the bias is slope * (key position − query position).
+
+    sinks: [num_heads], one more logit in each head's softmax, whose value is zero.
+
+    k_scale, v_scale: fp32, one element; cached keys and values are multiplied by them. They are for fp8 caches.
+
+    A query of a request without keys gives zeros, as in vLLM's and PyTorch's kernels, because a NaN would spread.
+    Memory that no query of a request sees may hold NaN: pages beyond the sequence or before the window, slots of the
+    last page after the end of the sequence, and unused pages. Raises ValueError if the shapes do not fit each other.
     """
     check_shapes(query, kv_cache, out, alibi_slopes, sinks)
     sides = window_sides(window, batch.causal)
@@ -114,7 +123,7 @@ def _cached(
 
 
 def _attend(query, key, value, positions, sides, scale, soft_cap, alibi_slopes, sinks) -> torch.Tensor:
-    """Some query rows of one request, [rows, num_heads, head_size], over all its keys."""
+    """The attention of some query rows of one request, [rows, num_heads, head_size], over all keys of that request."""
     num_rows, num_heads, head_size = query.shape
     num_keys, num_kv_heads, _ = key.shape
     distance = torch.arange(num_keys, device=key.device) - positions[:, None]
@@ -137,7 +146,7 @@ def _attend(query, key, value, positions, sides, scale, soft_cap, alibi_slopes, 
 
 
 def _visible(distance: torch.Tensor, sides: tuple[int | None, int | None]) -> torch.Tensor:
-    """distance: key position − query position."""
+    """Which keys a query sees, elementwise. distance: key position − query position."""
     left, right = sides
     visible = torch.ones_like(distance, dtype=torch.bool)
     if left is not None:
@@ -154,7 +163,7 @@ def check_shapes(
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Raises ValueError where they do not fit each other."""
+    """Raises ValueError if the shapes or dtypes do not fit each other."""
     num_heads, head_size = query.shape[1:]
     if out.shape != query.shape or out.dtype != query.dtype:
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, query {query.dtype} {tuple(query.shape)}")
@@ -192,7 +201,7 @@ def _(
 
 @paged_attention.cost
 def _(query, kv_cache, batch, out, *, window=None, **_) -> Cost:
-    """Keys and values that some query sees, and query and output, once; two products for each pair that is seen."""
+    """Moves query, output, and each key and value that some query sees once. Two products for each visible pair."""
     left, right = window_sides(window, batch.causal)
     query_lens, seq_lens = batch.query_start_loc.diff().long(), batch.seq_lens.long()
     request = torch.repeat_interleave(query_lens)
@@ -258,13 +267,13 @@ def _run(run, query, kv_cache, batch: PagedBatch, **options) -> torch.Tensor:
 
 
 def _assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Two results of one kernel: each may be off by the tolerance."""
+    """Compares two results of one kernel. Each of them may be off by the tolerance."""
     tolerance = TOLERANCES[got.dtype]
     torch.testing.assert_close(got, want, rtol=2 * tolerance.rtol, atol=2 * tolerance.atol)
 
 
 MIXED = PagedCase(((1, 77), (19, 19), (6, 50), (1, 34)))
-# If few programs share the keys out, two of them share the long request.
+# If a kernel splits the keys among few programs, two of them share the long request.
 DECODE = PagedCase(((1, 34), (1, 300), (1, 130)))
 
 
@@ -318,13 +327,13 @@ def what_no_query_sees_changes_no_bit(run, device: str, dtype: torch.dtype) -> N
 
 @paged_attention.property_
 def layers_of_all_kinds_share_a_batch(run, device: str, dtype: torch.dtype) -> None:
-    """What one layer keeps in the batch must not mislead another, of other strides, heads, windows or features."""
+    """A layer keeps state in the batch. It must not mislead layers with other strides, heads, windows or features."""
     _assert_layers_share(run, device, dtype, MIXED, (2, "HND"), (2, "NHD, layers interleaved"), (4, "HND"))
     _assert_layers_share(run, device, dtype, DECODE, (2, "HND"))
 
 
 def _assert_layers_share(run, device: str, dtype: torch.dtype, case: PagedCase, *shapes: tuple[int, str]) -> None:
-    """shapes: numbers of KV heads, and layouts."""
+    """Asserts that layers of these shapes can share a batch. shapes: pairs of the number of KV heads and the layout."""
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device)
     layers = [
         (PagedCase(case.requests, num_kv_heads=kv_heads, layout=layout), options)

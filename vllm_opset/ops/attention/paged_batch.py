@@ -1,13 +1,13 @@
-"""What the layers of one step share about a paged batch, and what a window means.
+"""The description of a paged batch that all layers of one step share, and the meaning of a window.
 
-A KV cache is [num_blocks, num_kv_heads, block_size, 2 * head_size] with any strides: the key in the first half of the
-last dimension, the value in the second. Position p of a request lies in slot p % block_size of the page that its row
-of the block table names at p // block_size. `packed_cache` and `packed_batch` show tensors without a cache, such as an
-encoder's, as if they were one.
+A KV cache is [num_blocks, num_kv_heads, block_size, 2 * head_size] with any strides. The first half of the last
+dimension is the key, the second half is the value. Position p of request r lies in slot p % block_size of page
+block_table[r, p // block_size]. `packed_cache` and `packed_batch` present keys and values without a cache, such as
+those of an encoder, as a paged cache.
 
-Some devices want all keys in one piece of memory and all values in another, which no strides of such a tensor can say:
-the value of a token would have to follow its key. There the cache is [num_blocks, num_kv_heads, block_size, 2,
-head_size], the same with its last dimension split, and its problem says `kv_apart`.
+Some devices need all keys in one piece of memory and all values in another. No strides of the tensor above can express
+that, because its last dimension holds the value right after the key. On these devices the last dimension is split, so
+the cache is [num_blocks, num_kv_heads, block_size, 2, head_size], and its problem has `kv_apart` set.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ PACKED_BLOCK_SIZE = 16
 
 
 class BatchSizes(NamedTuple):
-    """The sizes of a batch: query tokens of each request, and the upper bound of their contexts."""
+    """The sizes of a batch: the number of query tokens of each request, and the upper bound of their contexts."""
 
     query_lens: list[int]
     max_seq_len: int
@@ -29,16 +29,22 @@ class BatchSizes(NamedTuple):
 
 @dataclass(eq=False)
 class PagedBatch:
-    """The requests of one step. All tensors but the last two are on the device of the cache.
+    """The requests of one step. All tensors except the last two are on the device of the cache.
 
-    query_start_loc: int32 [num_reqs + 1], where the query tokens of a request start among those of the batch, and the
-    end of the last. seq_lens: int32 [num_reqs], keys of a request, its query tokens included: these are the last ones.
-    block_table: int32 [num_reqs, max_blocks], the pages of a request. Entries past its last page may hold anything;
-    entries of pages that no query sees any more may name any page (vLLM: 0).
-    max_query_len, max_seq_len: upper bounds, so that nothing must be read back from a device.
-    causal: whether a query sees no key after its own position.
-    query_start_loc_cpu, seq_lens_cpu: the first two in the host's memory, where they are known there, to the number:
-    no bounds. For kernels whose operators take lengths from the host, by `host_lengths`.
+    query_start_loc: int32 [num_reqs + 1], the index of each request's first query token, then the end of the last.
+
+    seq_lens: int32 [num_reqs], the number of keys of each request. The query tokens are the last of these keys.
+
+    block_table: int32 [num_reqs, max_blocks], the pages of each request. Entries past the last page may hold anything.
+    Entries of pages that no query sees any more may name any page (vLLM: 0).
+
+    max_query_len, max_seq_len: upper bounds, so that no kernel needs to read lengths back from the device.
+
+    causal: if true, a query sees no key after its own position.
+
+    query_start_loc_cpu, seq_lens_cpu: exact copies of the first two in host memory, or None if the host does not know
+    them. `host_lengths` gives them to kernels whose operators take lengths from the host.
+
     A padded request has query_len 0 and seq_len 0. Raises ValueError for shapes and dtypes that do not fit.
     """
 
@@ -67,15 +73,15 @@ class PagedBatch:
                 raise ValueError(f"{name}_cpu {tuple(on_host.shape)} on {on_host.device} is not {name} on the host")
 
     def host_lengths(self) -> tuple[list[int], list[int]]:
-        """query_start_loc and seq_lens as numbers. What is not on the host is read back, which waits for the device."""
+        """query_start_loc and seq_lens as numbers. Without host copies, reads them back and waits for the device."""
         starts = self.query_start_loc if self.query_start_loc_cpu is None else self.query_start_loc_cpu
         lens = self.seq_lens if self.seq_lens_cpu is None else self.seq_lens_cpu
         return starts.tolist(), lens.tolist()
 
     def once(self, make: Callable, *key) -> Any:
-        """`make(batch, *key)`, made by the first layer that asks and shared with the others of the step.
+        """`make(batch, *key)`. The first layer that asks computes it; the other layers of the step share the result.
 
-        make: a function at the top of a module; it and the key are what is remembered.
+        make: a function at module level, because the result is cached by the function and the key.
         """
         if (make, key) not in self._made:
             self._made[make, key] = make(self, *key)
@@ -83,10 +89,10 @@ class PagedBatch:
 
 
 def window_sides(window: int | tuple[int, int] | None, causal: bool) -> tuple[int | None, int | None]:
-    """How many keys before and after its own position a query sees; None is no limit.
+    """How many keys before and after its own position a query sees; None means no limit.
 
-    window: (left, right), with vLLM's −1 for no limit; w is (w − 1, 0); None is no window. Raises ValueError for a
-    window of no keys.
+    window: (left, right), where −1 means no limit, as in vLLM. An integer w means (w − 1, 0), and None means no window.
+    Raises ValueError for a window that holds no key.
     """
     if window is None:
         left, right = -1, -1
@@ -100,19 +106,19 @@ def window_sides(window: int | tuple[int, int] | None, causal: bool) -> tuple[in
 
 
 def keys_and_values(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and the values of either form of cache: views [num_blocks, num_kv_heads, block_size, head_size]."""
+    """Views of the keys and of the values, [num_blocks, num_kv_heads, block_size, head_size], for both cache shapes."""
     return kv_cache.unbind(3) if kv_cache.dim() == 5 else kv_cache.chunk(2, dim=-1)
 
 
 def only_packed(problem: Any) -> str | None:
-    """What a kernel's `supports` says of keys and values apart, if it takes them side by side."""
+    """The answer of `supports` for a kernel that takes each value beside its key: a reason if they lie apart."""
     return "it takes a cache that has each value beside its key, and here they lie apart" if problem.kv_apart else None
 
 
 def packed_batch(query_start_loc: torch.Tensor, max_query_len: int, causal: bool = False) -> PagedBatch:
-    """The batch for attention among the tokens of each request, over what `packed_cache` gives.
+    """The batch for attention among the tokens of each request, over the result of `packed_cache`.
 
-    query_start_loc: int32 [num_reqs + 1]. Make it once a step.
+    query_start_loc: int32 [num_reqs + 1]. Make the batch once a step.
     """
     pages = torch.arange(0, max_query_len, PACKED_BLOCK_SIZE, dtype=torch.int32, device=query_start_loc.device)
     return PagedBatch(
@@ -128,8 +134,9 @@ def packed_batch(query_start_loc: torch.Tensor, max_query_len: int, causal: bool
 def packed_cache(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """A KV cache whose pages overlap: page n holds the tokens n … n + PACKED_BLOCK_SIZE − 1 of the batch.
 
-    So every request starts at a page, and each key and value is copied once. key, value: [T, num_kv_heads, head_size],
-    any strides. Returns [T, num_kv_heads, PACKED_BLOCK_SIZE, 2 * head_size].
+    So every request starts at the start of a page, and each key and value is copied only once.
+
+    key, value: [T, num_kv_heads, head_size], any strides. Returns [T, num_kv_heads, PACKED_BLOCK_SIZE, 2 * head_size].
     """
     num_tokens, num_kv_heads, head_size = key.shape
     tokens = key.new_zeros(num_tokens + PACKED_BLOCK_SIZE - 1, num_kv_heads, 2 * head_size)

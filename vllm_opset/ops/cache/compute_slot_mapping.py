@@ -1,4 +1,4 @@
-"""compute_slot_mapping: the slot of the paged KV cache that each new token's key and value go to.
+"""compute_slot_mapping: the slots of the paged KV cache for the keys and values of the new tokens.
 
 Semantics: vLLM's `BlockTable.compute_slot_mapping` (vllm/v1/worker/block_table.py), without context parallelism.
 """
@@ -25,10 +25,16 @@ def compute_slot_mapping(
 ) -> None:
     """slot_mapping[t] = block_table[r, positions[t] // block_size] * block_size + positions[t] % block_size.
 
-    query_start_loc: int32 [num_reqs + 1], from 0 to T; request r has the tokens query_start_loc[r] … [r + 1] - 1, and
-    may have none. positions: int64 [T], of the tokens in their sequences. block_table: int32 [num_reqs or more, W], the
-    pages of the requests, any stride between rows. slot_mapping: int64 [T or more]; from T on it becomes −1, padding.
-    Raises ValueError where the shapes or dtypes do not fit.
+    query_start_loc: int32 [num_reqs + 1], from 0 to T. Request r has the tokens query_start_loc[r] … [r + 1] - 1, and
+    may have none.
+
+    positions: int64 [T], the positions of the tokens in their sequences.
+
+    block_table: int32 [num_reqs or more, W], the pages of the requests, any stride between rows.
+
+    slot_mapping: int64 [T or more]. Entries from T on are padding and become −1.
+
+    Raises ValueError if the shapes or dtypes do not fit.
     """
     check_arguments(query_start_loc, positions, block_table, slot_mapping)
     num_tokens, num_reqs = len(positions), len(query_start_loc) - 1
@@ -60,14 +66,17 @@ def _(query_start_loc, positions, block_table, block_size, slot_mapping) -> Prob
 
 @compute_slot_mapping.cost
 def _(query_start_loc, positions, block_table, block_size, slot_mapping) -> Cost:
-    """Positions and pages are read, slots written."""
+    """Reads positions and pages, writes slots."""
     pages = len(positions) * block_table.element_size()
     return Cost(bytes=query_start_loc.nbytes + positions.nbytes + pages + slot_mapping.nbytes, flops=0)
 
 
 @dataclass(frozen=True)
 class SlotCase:
-    """requests: (query_len, seq_len) of each. padded_rows, padding: unused rows of the table, unused slots."""
+    """One call.
+
+    requests: (query_len, seq_len) of each request. padded_rows: unused rows of the block table. padding: unused slots.
+    """
 
     requests: tuple[tuple[int, int], ...]
     block_size: int = 16
@@ -75,7 +84,7 @@ class SlotCase:
     padding: int = 0
 
     def make(self, seed: str, device: str) -> tuple[tuple, dict]:
-        """Pages in random order; what no token needs of the table cannot be told from a page."""
+        """Arguments of the op, with pages in random order. Table entries that no token needs look like pages."""
         rng = _samples.generator(seed)
         starts, positions = [0], []
         for query_len, seq_len in self.requests:

@@ -23,7 +23,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class ReshapeAndCacheProblem(Problem):
-    """dtype: of key and value. kv_apart: whether the cache has keys and values in dimensions of their own."""
+    """dtype: dtype of key and value. kv_apart: whether the last dimensions of the cache are [2, head_size]."""
 
     kv_cache_dtype: torch.dtype
     num_kv_heads: int
@@ -43,13 +43,18 @@ def reshape_and_cache(
 ) -> None:
     """kv_cache[slot // block_size, :, slot % block_size] = (key, value) of each token, where its slot is not negative.
 
-    key, value: [T, num_kv_heads, head_size], any strides. kv_cache: [num_blocks, num_kv_heads, block_size,
-    2 * head_size], any strides; the key goes to the first half of the last dimension. Or that dimension is split into
-    [2, head_size], any strides: see `paged_batch`. slot_mapping: int32 or int64
-    [T'], T' <= T; tokens from T' on are padding, as are negative slots (vLLM: −1). No two tokens have the same slot.
-    k_scale, v_scale: fp32, one element, what keys and values are divided by before they are rounded to an fp8 cache;
-    what is then beyond its range becomes its largest value.
-    Raises ValueError where the shapes do not fit each other, IndexError for a slot that the cache does not have.
+    key, value: [T, num_kv_heads, head_size], any strides.
+
+    kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], any strides. The key goes to the first half of the
+    last dimension. This dimension may also be split into [2, head_size]: see `paged_batch`.
+
+    slot_mapping: int32 or int64 [T'], T' <= T. Tokens from T' on are padding, and so are tokens with a negative slot
+    (vLLM: −1). No two tokens have the same slot.
+
+    k_scale, v_scale: fp32, one element. Keys and values are divided by them before they are rounded to an fp8 cache.
+    Results beyond the range of fp8 become its largest value.
+
+    Raises ValueError if the shapes do not fit each other, IndexError for a slot that the cache does not have.
     """
     check_arguments(key, value, kv_cache, slot_mapping)
     block_size = kv_cache.shape[2]
@@ -71,7 +76,7 @@ def check_arguments(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tens
 
 
 def to_cache_dtype(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """What is stored of a key or value."""
+    """A key or value as the cache stores it."""
     if scale is not None:
         x = x / scale
     if dtype.itemsize == 1:
@@ -91,7 +96,7 @@ def _(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None) -> Reshape
 
 @reshape_and_cache.cost
 def _(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None) -> Cost:
-    """Reads and writes of the tokens that have a slot."""
+    """Reads and writes the tokens that have a slot, and no others."""
     elements = int((slot_mapping >= 0).sum()) * kv_cache.shape[1] * kv_cache.shape[3:].numel()
     return Cost(bytes=elements * (key.element_size() + kv_cache.element_size()) + slot_mapping.nbytes, flops=0)
 
@@ -111,7 +116,7 @@ def _inputs(
     padded_rows: int = 0,
     cache_dtype: torch.dtype | None = None,
 ) -> tuple[tuple, dict]:
-    """Key and value are slices of a fused projection's result, NaN in padded rows and where there is no slot."""
+    """Arguments whose key and value are slices of one projection's result, NaN in rows of padding or without a slot."""
     rng = _samples.generator(seed)
     num_tokens = len(slots) + padded_rows
     qkv = torch.full((num_tokens, 4, num_kv_heads, head_size), NAN, dtype=dtype, device=device)

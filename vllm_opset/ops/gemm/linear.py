@@ -1,7 +1,6 @@
 """linear: the projection of activations by a weight, with or without a bias.
 
-Semantics: `torch.nn.functional.linear`, which vLLM's layers with unquantised weights call, language model heads
-included.
+Semantics: `torch.nn.functional.linear`. vLLM's layers with unquantised weights call it, language model heads included.
 """
 
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     x: [..., in_features], any strides. weight: [out_features, in_features], rows dense. bias: [out_features] or None.
     All of one dtype. Returns a new contiguous tensor [..., out_features] of that dtype. Zero rows are allowed.
-    Raises ValueError if widths or dtypes differ, or bias is not [out_features], where broadcasting would go unnoticed.
+    Raises ValueError if widths or dtypes differ, or if bias is not [out_features] and would broadcast unnoticed.
     """
     check_arguments(x, weight, bias)
     return F.linear(x, weight, bias).contiguous()
@@ -73,7 +72,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     for num_tokens in (1, 2, 16, 80):
         yield sample(f"{num_tokens} tokens", (num_tokens, 128), 192)
         yield sample(f"{num_tokens} tokens, bias", (num_tokens, 128), 192, bias=True)
-    # More than a core's cache keeps.
+    # These weights do not fit in the cache of one core.
     yield sample("large weight", (16, 640), 512)
     yield sample("large weight, bias", (16, 640), 512, bias=True)
     yield sample("large weight, long sums", (20, 4096), 61)
@@ -113,9 +112,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
         return Sample(f"T{num_tokens} {in_features} to {out_features}", make)
 
-    if device == "cpu":  # what a CPU serves: Qwen3-0.6B
+    if device == "cpu":  # Qwen3-0.6B, a model that a CPU can serve
         tokens, shapes = _samples.bench_tokens(device), ((1024, 6144), (3072, 1024))
-    else:  # decode steps of Qwen3-8B; prompts are PyTorch's own in any case
+    else:  # decode steps of Qwen3-8B; prompts always go to PyTorch
         tokens, shapes = (1, 64), ((4096, 4096), (4096, 6144), (4096, 24576), (12288, 4096), (4096, 151936))
     for num_tokens in tokens:
         for shape in shapes:

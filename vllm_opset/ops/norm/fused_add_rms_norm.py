@@ -1,7 +1,7 @@
 """fused_add_rms_norm: adds to the residual stream and normalises the sum, in one pass over both.
 
-Semantics: vLLM's IR op `fused_add_rms_norm`, which its `RMSNorm` and `GemmaRMSNorm` (with `weight_offset=1`) call when
-they are given a residual: the norm is that of the sum in fp32, before it is rounded for the residual.
+Semantics: vLLM's IR op `fused_add_rms_norm`. vLLM's `RMSNorm` and `GemmaRMSNorm` (with `weight_offset=1`) call it when
+they are given a residual. It normalises the fp32 sum, before the sum is rounded for the residual.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def fused_add_rms_norm(
 ) -> None:
     """residual <- x + residual; x <- rms_norm(x + residual, weight, epsilon, weight_offset), both in place.
 
-    The sum is formed in fp32, rounded to the residual's dtype where it is stored, and normalised unrounded.
+    The sum is formed in fp32. The residual stores it rounded to its dtype; the norm uses it unrounded.
 
     x, residual: [..., hidden_size], of one shape and dtype, any strides. weight, epsilon, weight_offset: as `rms_norm`.
     Zero rows are allowed. Returns nothing.
@@ -36,7 +36,7 @@ def fused_add_rms_norm(
 
 
 def check_arguments(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None) -> None:
-    """Refuses what would broadcast unnoticed."""
+    """Refuses shapes that would broadcast unnoticed."""
     if x.shape != residual.shape or x.dtype != residual.dtype:
         both = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (x, residual))
         raise ValueError(f"x and residual must have one shape and dtype, not {' and '.join(both)}")
@@ -112,9 +112,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 @fused_add_rms_norm.property_
 def norm_of_the_unrounded_sum(run, device: str, dtype: torch.dtype) -> None:
-    """All but a few elements are the exact result, rounded: a norm of the rounded sum misses about a third of them.
+    """Almost all elements equal the exact result, rounded. A norm of the rounded sum misses about a third of them.
 
-    A few may fall on the other side of a tie by the order of the fp32 sum.
+    A few may round to the other side, because kernels sum in fp32 in different orders.
     """
     rng = _samples.generator("unrounded")
     x, residual = (_samples.normal((8, 512), dtype, device, rng) for _ in range(2))

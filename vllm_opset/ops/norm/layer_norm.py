@@ -1,7 +1,7 @@
 """layer_norm: normalisation to zero mean and unit variance over the last dimension.
 
 Semantics: `torch.nn.functional.layer_norm` over the last dimension, as vLLM's `LayerNorm` and `torch.nn.LayerNorm` call
-it, with the statistics and the affine part in fp32 whatever the dtypes.
+it. The statistics and the affine part are in fp32, whatever the dtypes.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from vllm_opset.ops.norm.rms_norm import check_parameter
 
 @dataclass(frozen=True)
 class LayerNormProblem(Problem):
-    """hidden_size: of the normalised dimension. weight_dtype: of weight and bias; None without a weight."""
+    """hidden_size: size of the normalised dimension. weight_dtype: dtype of weight and bias; None without a weight."""
 
     hidden_size: int
     weight_dtype: torch.dtype | None
@@ -26,11 +26,11 @@ class LayerNormProblem(Problem):
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
     """y = (x − mean(x)) / sqrt(mean((x − mean(x))²) + epsilon) * weight + bias, in fp32 and rounded once.
 
-    The variance is that of the centred values: mean(x²) − mean(x)² would cancel in rows that are far from zero.
+    The variance is computed from the centred values, because mean(x²) − mean(x)² would cancel in rows far from zero.
 
     x: [..., hidden_size], any strides. weight, bias: [hidden_size], of x's dtype or fp32; each may be None.
     Returns a new contiguous tensor of x's shape and dtype. Zero rows are allowed.
-    Raises ValueError if weight or bias is not [hidden_size], where broadcasting would go unnoticed.
+    Raises ValueError if weight or bias is not [hidden_size], because broadcasting would go unnoticed.
     """
     check_parameter(weight, x)
     check_parameter(bias, x)

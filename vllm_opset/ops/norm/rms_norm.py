@@ -1,8 +1,8 @@
 """rms_norm: root-mean-square normalisation over the last dimension.
 
 Semantics: vLLM's `RMSNorm.forward_native` without a residual (`vllm.ir.ops.rms_norm` in releases that have it), and its
-`GemmaRMSNorm` with `weight_offset=1`. vLLM rounds to the weight's dtype before it multiplies by the weight; here the
-result alone is rounded, which is within the tolerance of that.
+`GemmaRMSNorm` with `weight_offset=1`. vLLM rounds to the weight's dtype before it multiplies by the weight. This op
+rounds only the result; the difference is within the tolerance.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from vllm_opset.ops.contract import Cost, Problem, Sample, accumulator, op
 
 @dataclass(frozen=True)
 class RMSNormProblem(Problem):
-    """hidden_size: of the normalised dimension. weight_dtype: None without a weight."""
+    """hidden_size: size of the normalised dimension. weight_dtype: None without a weight."""
 
     hidden_size: int
     weight_dtype: torch.dtype | None
@@ -35,7 +35,8 @@ def rms_norm(
     scaling.
     weight_offset: added to the weight in fp32; 1 for Gemma, whose checkpoints store weight − 1.
     Returns a new contiguous tensor of x's shape and dtype. Zero rows are allowed.
-    Raises ValueError if the weight is not that: broadcasting would go unnoticed, and kernels go by no strides of it.
+    Raises ValueError for another shape or strides of the weight: broadcasting would go unnoticed, and kernels assume
+    that the weight is contiguous.
     """
     check_parameter(weight, x)
     wide = x.to(accumulator(x))
@@ -46,7 +47,7 @@ def rms_norm(
 
 
 def check_parameter(parameter: torch.Tensor | None, x: torch.Tensor) -> None:
-    """Refuses a norm's weight or bias that is not one value for each element of a row, side by side."""
+    """Refuses a weight or bias of a norm that is not contiguous with one value for each element of a row."""
     if parameter is not None and (parameter.shape != x.shape[-1:] or not parameter.is_contiguous()):
         raise ValueError(
             f"weight and bias must be [{x.shape[-1]}], as x's rows are, and contiguous, "
@@ -95,7 +96,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def heads_of_a_wider_row(x: torch.Tensor) -> torch.Tensor:
-    """The same values [tokens, heads, size] as heads of the left part of wider rows, as a fused projection's are."""
+    """The same values [tokens, heads, size] as the left part of wider rows, like heads of a fused projection."""
     return _samples.row_view(x.flatten(1)).unflatten(1, x.shape[1:])
 
 

@@ -1,4 +1,4 @@
-"""What `rope_cache` and `qk_norm_rope_cache` share: problem, argument checks, cost and inputs."""
+"""Code that `rope_cache` and `qk_norm_rope_cache` share: problem, argument checks, cost and inputs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ SLOTS = (31, 32, 0, 79, 5, 6, 64)
 
 @dataclass(frozen=True)
 class FusedRopeProblem(Problem):
-    """dtype: of query, key and value. weight_dtype: of the norms' weights; None where there is no norm."""
+    """dtype: dtype of query, key and value. weight_dtype: dtype of the norms' weights; None if there are no norms."""
 
     kv_cache_dtype: torch.dtype
     num_heads: int
@@ -59,7 +59,7 @@ def check_arguments(
 
 
 def cost_of(query, key, positions, cos_sin_cache, kv_cache, slot_mapping, *, flops_per_element: int) -> Cost:
-    """The query is read and written, key and value are read, their slots written: of tokens that have one."""
+    """Reads and writes the query. For tokens that have a slot, reads key and value and writes the slot."""
     cached = int((slot_mapping >= 0).sum()) * 2 * key[0:1].numel()
     table_bytes = positions.numel() * cos_sin_cache.shape[1] * cos_sin_cache.element_size()
     moved = 2 * query.nbytes + cached * (key.element_size() + kv_cache.element_size()) + table_bytes
@@ -71,8 +71,8 @@ def cost_of(query, key, positions, cos_sin_cache, kv_cache, slot_mapping, *, flo
 class RopeCase:
     """One call.
 
-    slots: of the tokens; `padded_rows` more have none. padded_columns: behind query, key and value in their projection.
-    cache_dtype: None for that of the query.
+    slots: the slots of the tokens; `padded_rows` further tokens have none. padded_columns: the number of columns after
+    query, key and value in their projection. cache_dtype: None for the dtype of the query.
     """
 
     slots: tuple[int, ...] = SLOTS
@@ -94,7 +94,7 @@ class RopeCase:
     def query_key_value(
         self, rng: torch.Generator, device: str, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Slices of one projection's result."""
+        """Query, key and value, as slices of one projection's result."""
         shapes = [(len(self.slots) + self.padded_rows, n * self.size) for n in (self.heads, *[self.kv_heads] * 2)]
         parts = (_samples.normal(shape, dtype, device, rng) for shape in shapes)
         wide = _samples.side_by_side(*parts, padding=self.padded_columns)
@@ -102,7 +102,7 @@ class RopeCase:
         return query, key, value
 
     def rest(self, rng: torch.Generator, device: str, dtype: torch.dtype) -> tuple[tuple, dict]:
-        """positions, cos_sin_cache, is_neox_style, kv_cache and slot_mapping; scales by name, for an fp8 cache."""
+        """positions, cos_sin_cache, is_neox_style, kv_cache, slot_mapping, and the scales of an fp8 cache by name."""
         tokens = len(self.slots) + self.padded_rows
         positions = torch.randint(self.table_rows, (tokens,), generator=rng, device=rng.device).to(device, self.index)
         rows = table(self.table_rows, self.rotary or self.size, self.table_dtype or dtype, device)
@@ -114,7 +114,7 @@ class RopeCase:
 
 
 def cases() -> Iterator[tuple[str, RopeCase]]:
-    """For parity."""
+    """The cases for parity."""
     yield "zero tokens", RopeCase(slots=())
     yield "one token", RopeCase(slots=(17,))
     yield "one head", RopeCase(heads=1, kv_heads=1)
@@ -135,7 +135,7 @@ def cases() -> Iterator[tuple[str, RopeCase]]:
 
 
 def bench_cases(device: str) -> Iterator[tuple[str, RopeCase]]:
-    """Heads of Qwen3-8B, slots in random order."""
+    """The cases for benchmarks: the heads of Qwen3-8B, with slots in random order."""
     for tokens in _samples.bench_tokens(device):
         num_blocks = max(64, 2 * tokens // 16)
         slots = torch.randperm(num_blocks * 16, generator=_samples.generator("slots"))[:tokens].tolist()

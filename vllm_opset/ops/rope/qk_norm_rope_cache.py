@@ -1,7 +1,7 @@
 """qk_norm_rope_cache: normalises the heads of queries and keys, rotates them, and writes the KV cache, in one pass.
 
-Semantics: `rms_norm` of each head of query and key, as Qwen3 and Gemma 3 have it between projection and attention, then
-`rope_cache`, without rounding in between.
+Semantics: `rms_norm` of each head of query and key, then `rope_cache`, without rounding in between. Qwen3 and Gemma 3
+have these norms between projection and attention.
 """
 
 from collections.abc import Iterator
@@ -35,9 +35,9 @@ def qk_norm_rope_cache(
 ) -> None:
     """rope_cache of rms_norm(query, q_weight), rms_norm(key, k_weight) and value, each head on its own. Rounded once.
 
-    q_weight, k_weight: [head_size], of query's dtype or fp32. epsilon, weight_offset: as `rms_norm`. All else as
-    `rope_cache`: query in place, key and value left as they are.
-    Raises ValueError where shapes do not fit each other, IndexError for a slot that the cache does not have.
+    q_weight, k_weight: [head_size], of query's dtype or fp32. epsilon, weight_offset: as in `rms_norm`. Everything else
+    is as in `rope_cache`: the query changes in place, key and value stay as they are.
+    Raises ValueError if shapes do not fit each other, IndexError for a slot that the cache does not have.
     """
     _fused_rope.check_arguments(query, key, value, positions, cos_sin_cache, kv_cache, slot_mapping)
     check_parameter(q_weight, query)

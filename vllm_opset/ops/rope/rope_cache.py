@@ -30,12 +30,17 @@ def rope_cache(
 ) -> None:
     """query <- rotated(query), in place; kv_cache[slot of each token] = (rotated(key), value). In fp32, rounded once.
 
-    The rotated key goes to the cache alone, where attention reads it: `key` is left as it is.
+    The rotated key is written only to the cache, because attention reads it there. `key` stays as it is.
 
     query: [T, H, head_size]; key, value: [T, num_kv_heads, head_size]; any strides, such as slices of a fused
-    projection. positions, cos_sin_cache, is_neox_style: as `rotary_embedding`. kv_cache, slot_mapping, k_scale,
-    v_scale: as `reshape_and_cache`; a token without a slot is not cached, but its query is rotated.
-    Raises ValueError where shapes do not fit each other, IndexError for a slot that the cache does not have.
+    projection.
+
+    positions, cos_sin_cache, is_neox_style: as in `rotary_embedding`.
+
+    kv_cache, slot_mapping, k_scale, v_scale: as in `reshape_and_cache`. A token without a slot is not cached, but its
+    query is rotated.
+
+    Raises ValueError if shapes do not fit each other, IndexError for a slot that the cache does not have.
     """
     _fused_rope.check_arguments(query, key, value, positions, cos_sin_cache, kv_cache, slot_mapping)
     wide = accumulator(query, cos_sin_cache)
@@ -100,7 +105,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 @rope_cache.property_
 def the_same_as_one_after_the_other(run, device: str, dtype: torch.dtype) -> None:
-    """`rotary_embedding`, then `reshape_and_cache`: values bit for bit, queries and keys to a rounding."""
+    """Equals `rotary_embedding`, then `reshape_and_cache`: values bit for bit, queries and keys up to a rounding."""
     slack = torch.finfo(dtype).eps
     for neox in (True, False):
         (query, key, value, *rest), _ = _sample("law", RopeCase(neox=neox), device, dtype).make()

@@ -1,17 +1,20 @@
 """rotary_embedding: rotates pairs of a head's elements by angles that grow with the token's position (RoPE).
 
-Semantics: vLLM's `RotaryEmbedding.forward_native` and `_custom_ops.rotary_embedding`. vLLM's scaled variants compute
-other tables of cosines and sines, and nothing else differently, so all of these go through this op:
+Semantics: vLLM's `RotaryEmbedding.forward_native` and `_custom_ops.rotary_embedding`. vLLM's scaled variants differ
+only in their tables of cosines and sines, so this op serves all of these:
 
 - RotaryEmbedding; Llama3, Linear, NTK, DynamicNTK, DynamicNTKAlpha and YaRN scaling (the table holds YaRN's magnitude,
-  so cos² + sin² may exceed 1); Gemma4's proportional one (the angles of the unrotated pairs are 0);
-- Phi3LongRoPEScaled: its table is the short one followed by the long one; `cos_sin_cache` is the half in use;
-- MRotaryEmbedding, with positions for time, height and width: the layer takes each pair's cosine and sine from the row
-  of that pair's section. What it has then is a table with a row for each token, and `positions` is arange(T);
-- DeepseekScaling (the leading slice); DeepseekV4Scaling on a view of the trailing slice, with `head_size` its width.
+  so cos² + sin² may exceed 1); Gemma4's proportional one (the angles of the unrotated pairs are 0).
 
-Not these: FourierRotaryEmbedding (a table for each head), Llama4VisionRotaryEmbedding (complex, two-dimensional) and
-DualChunkRotaryEmbedding (several queries from one).
+- Phi3LongRoPEScaled: its table is the short one followed by the long one. `cos_sin_cache` is the half in use.
+
+- MRotaryEmbedding, with positions for time, height and width: the layer takes each pair's cosine and sine from the row
+  of that pair's section. The result is a table with one row for each token, and `positions` is arange(T).
+
+- DeepseekScaling (the leading slice); DeepseekV4Scaling on a view of the trailing slice, whose width is `head_size`.
+
+This op does not serve FourierRotaryEmbedding (a table for each head), Llama4VisionRotaryEmbedding (complex,
+two-dimensional) and DualChunkRotaryEmbedding (several queries from one).
 """
 
 import math
@@ -26,7 +29,7 @@ from vllm_opset.ops.contract import Cost, Problem, Sample, accumulator, op
 
 @dataclass(frozen=True)
 class RotaryProblem(Problem):
-    """head_size, rotary_dim, is_neox_style: as in the op. table_dtype: of cos_sin_cache; None for that of query."""
+    """head_size, rotary_dim, is_neox_style: as in the op. table_dtype: of cos_sin_cache; None for query's dtype."""
 
     head_size: int
     rotary_dim: int
@@ -46,16 +49,21 @@ def rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(a, b) <- (a · cos − b · sin, b · cos + a · sin) for each pair (a, b) of each head, in fp32 and rounded once.
 
-    Row positions[t] of the table holds token t's cosines, then its sines, one of each for each pair. Pair i of a head
-    is elements (i, i + rotary_dim/2) in NeoX style, and (2i, 2i + 1), interleaved, in GPT-J style. Elements from
-    rotary_dim on are left as they are.
+    Row positions[t] of the table holds the cosines of token t, then its sines, one of each for each pair. Pair i of a
+    head is elements (i, i + rotary_dim/2) in NeoX style, and (2i, 2i + 1), interleaved, in GPT-J style. Elements from
+    rotary_dim on stay as they are.
 
-    positions: [T], int32 or int64, each a row of the table (not checked on a GPU). query: [T, H * head_size] or
-    [T, H, head_size], any strides, such as a slice of a fused projection. key: the same with its own H, or None.
-    cos_sin_cache: [rows, rotary_dim], rotary_dim <= head_size; of query's dtype or fp32. T may be 0.
-    inplace: write to query and key and return them; otherwise leave them and return new contiguous tensors.
-    Returns (query, key), rotated; None for a key that is None.
-    Raises ValueError if shapes disagree, rotary_dim is odd or exceeds head_size, or positions is not one for a token.
+    positions: [T], int32 or int64. Each is a row of the table, which is not checked on a GPU.
+
+    query: [T, H * head_size] or [T, H, head_size], any strides, such as a slice of a fused projection. key: the same
+    with its own H, or None. T may be 0.
+
+    cos_sin_cache: [rows, rotary_dim], rotary_dim <= head_size; of query's dtype or fp32.
+
+    inplace: if true, write to query and key and return them; otherwise leave them and return new contiguous tensors.
+
+    Returns the rotated (query, key); a key that is None stays None.
+    Raises ValueError if shapes disagree, rotary_dim is odd or exceeds head_size, or there is not one position a token.
     """
     rotary_dim = check_arguments(positions, query, key, head_size, cos_sin_cache)
     if not inplace:
@@ -72,7 +80,7 @@ def rotary_embedding(
 
 
 def pairs(x: torch.Tensor, head_size: int, rotary_dim: int, is_neox_style: bool) -> torch.Tensor:
-    """The elements that are rotated, as a view [T, H, 2, rotary_dim / 2] of x: dimension 2 runs through a pair."""
+    """The rotated elements as a view [T, H, 2, rotary_dim / 2] of x. Dimension 2 holds the two elements of a pair."""
     tokens, half = len(x), rotary_dim // 2
     heads = x.numel() // max(1, tokens * head_size)
     if rotary_dim < head_size:
@@ -87,7 +95,7 @@ def check_arguments(
     head_size: int,
     cos_sin_cache: torch.Tensor,
 ) -> int:
-    """Refuses what would broadcast, or run into the next head, unnoticed. Returns rotary_dim."""
+    """Refuses shapes that would broadcast or reach into the next head unnoticed. Returns rotary_dim."""
     rotary_dim = cos_sin_cache.shape[-1]
     if rotary_dim % 2 or rotary_dim > head_size:
         raise ValueError(f"rows of cos_sin_cache must be even and at most head_size={head_size} wide, not {rotary_dim}")
@@ -220,7 +228,7 @@ def _inputs(device: str, dtype: torch.dtype, neox: bool) -> tuple[torch.Tensor, 
 
 @rotary_embedding.property_
 def in_place_equals_out_of_place(run, device: str, dtype: torch.dtype) -> None:
-    """Bit for bit, and out of place leaves the inputs as they were."""
+    """Both give the same bits, and a call out of place leaves the inputs as they were."""
     for neox in (True, False):
         positions, q, k, rows = _inputs(device, dtype, neox)
         before = q.clone(), k.clone()
@@ -234,7 +242,7 @@ def in_place_equals_out_of_place(run, device: str, dtype: torch.dtype) -> None:
 
 @rotary_embedding.property_
 def position_zero_is_the_identity(run, device: str, dtype: torch.dtype) -> None:
-    """Bit for bit."""
+    """Position 0 changes no bit."""
     for neox in (True, False):
         positions, q, k, rows = _inputs(device, dtype, neox)
         before = q.clone(), k.clone()
@@ -245,7 +253,7 @@ def position_zero_is_the_identity(run, device: str, dtype: torch.dtype) -> None:
 
 @rotary_embedding.property_
 def rotation_preserves_norms(run, device: str, dtype: torch.dtype) -> None:
-    """The norm of each head, to what rounding to the dtype leaves of it."""
+    """The norm of each head stays the same, up to the rounding to the dtype."""
     slack = torch.finfo(dtype).eps
     for neox in (True, False):
         positions, q, k, rows = _inputs(device, dtype, neox)
@@ -257,7 +265,7 @@ def rotation_preserves_norms(run, device: str, dtype: torch.dtype) -> None:
 
 @rotary_embedding.property_
 def only_the_distance_matters(run, device: str, dtype: torch.dtype) -> None:
-    """A query's product with a key is the same when both are shifted by as many positions."""
+    """The product of a query and a key stays the same if both are shifted by the same number of positions."""
     slack = max(1e-4, 8 * torch.finfo(dtype).eps)
     for neox in (True, False):
         _, q, _, rows = _inputs(device, dtype, neox)

@@ -1,7 +1,7 @@
 """apply_penalties: repetition, presence and frequency penalties on the logits of tokens that have occurred.
 
 Semantics: vLLM's `apply_all_penalties` (`vllm/v1/sample/ops/penalties.py`) with the token lists already padded to
-tensors; presence and frequency are OpenAI's, repetition is CTRL's (arXiv:1909.05858).
+tensors. Presence and frequency are OpenAI's penalties, repetition is CTRL's (arXiv:1909.05858).
 """
 
 from collections.abc import Iterator
@@ -25,14 +25,20 @@ def apply_penalties(
 ) -> None:
     """Changes, in place, the logits of the tokens that occur in a row's prompt or output, in this order:
 
-    - repetition: of a token in the prompt or the output, a positive logit is divided by it, any other one multiplied.
-    - frequency: of a token in the output, it is subtracted as often as the token occurs there.
-    - presence: of a token in the output, it is subtracted once.
+    - Repetition applies to tokens in the prompt or the output: positive logits are divided by it, others multiplied.
 
-    logits: fp32 [B, V], any strides; −inf stays −inf. prompt_token_ids: int64 [B, P], output_token_ids: int64 [B, O],
-    padded anywhere with V; P and O may be zero. repetition: fp32 [B], above 0, 1 for off. presence, frequency:
-    fp32 [B], 0 for off, negative to encourage. Zero rows are allowed. A token id outside 0 … V is an error of the
-    caller, and not always noticed.
+    - Frequency is subtracted from the logit of a token once for each time it occurs in the output.
+
+    - Presence is subtracted once from the logit of each token in the output.
+
+    logits: fp32 [B, V], any strides; −inf stays −inf.
+
+    prompt_token_ids: int64 [B, P], output_token_ids: int64 [B, O], padded anywhere with V; P and O may be zero. A token
+    id outside 0 … V is an error of the caller, which is not always noticed.
+
+    repetition: fp32 [B], above 0, 1 for off. presence, frequency: fp32 [B], 0 for off, negative to encourage.
+
+    Zero rows are allowed.
     """
     in_prompt = occurrences(prompt_token_ids, logits) > 0
     count = occurrences(output_token_ids, logits)
@@ -59,14 +65,17 @@ def _(logits, prompt_token_ids, output_token_ids, repetition, presence, frequenc
 
 @apply_penalties.cost
 def _(logits, prompt_token_ids, output_token_ids, repetition, presence, frequency) -> Cost:
-    """Only the logits of tokens that occur need to be touched: at most one per token id, read and written."""
+    """Reads and writes at most one logit per token id, because only the logits of tokens that occur change."""
     ids = prompt_token_ids.numel() + output_token_ids.numel()
     settings = 3 * repetition.nbytes
     return Cost(bytes=ids * (prompt_token_ids.element_size() + 2 * logits.element_size()) + settings, flops=5 * ids)
 
 
 def _sample(name: str, device: str, dtype, num_rows: int, vocab_size: int, prompt: int, output: int, **how) -> Sample:
-    """prompt, output: the longest list of tokens; every row has its own length, the first of each no padding."""
+    """A sample. prompt, output: the widths of the token lists.
+
+    Every row has a random length up to the width; the first row of each list has no padding.
+    """
     layout = how.get("layout", lambda logits: logits)
 
     def make():
@@ -126,7 +135,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 @apply_penalties.property_
 def order_of_tokens_is_irrelevant(run, device: str, dtype: torch.dtype) -> None:
-    """Reversing the lists of tokens, which puts the padding first, changes no bit."""
+    """Reversing the token lists, which puts the padding first, changes no bit."""
     sample = _sample("order", device, dtype, 6, 61, 30, 40)
     (logits, prompt, output, *penalties), _ = sample.make()
     (others, *_), _ = sample.make()

@@ -1,8 +1,8 @@
 """Philox4x32-10, the counter-based random numbers of the sampling ops: any word of any stream, in any order.
 
-Semantics: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11). A 64-bit key names a stream and a
-counter a block of four 32-bit words in it. `block(offset, 0, 0, 0, seed & MASK, seed >> 32 & MASK)` is what Triton's
-`tl.randint4x(seed, offset)` gives, for 32-bit offsets.
+Semantics: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC'11). A 64-bit key names a stream, and a
+counter names a block of four 32-bit words in it. `block(offset, 0, 0, 0, seed & MASK, seed >> 32 & MASK)` equals
+Triton's `tl.randint4x(seed, offset)` for 32-bit offsets.
 """
 
 from typing import TypeVar
@@ -23,8 +23,8 @@ Words = TypeVar("Words")
 def block(c0: Words, c1: Words, c2: Words, c3: Words, k0: Words, k1: Words) -> tuple[Words, Words, Words, Words]:
     """The four words of the block at a counter (c0 … c3) in the stream of a key (k0, k1), all 32-bit values.
 
-    For Python's integers, and elementwise for int64 tensors and for int64 and uint64 arrays of NumPy, that broadcast
-    together: products wrap around at 64 bits, which keeps all the bits that are used.
+    The arguments are Python integers, int64 tensors, or int64 or uint64 NumPy arrays; tensors and arrays broadcast.
+    Products of 64-bit elements wrap around, which keeps all the bits that are used.
     """
     for _ in range(ROUNDS):
         a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
@@ -45,9 +45,10 @@ def words(keys: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def exponential(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Exponentially distributed numbers from random 32-bit words: −log(1 − u) of u = (word + ½) / 2³², u < 1 − 2⁻²⁴.
+    """Exponential random numbers from random 32-bit words: −log(1 − u) with u = min((word + ½) / 2³², 1 − 2⁻²⁴).
 
-    All are positive and finite. They are precise where they are small, which decides a race; the smallest is 1.2e-10.
+    All are positive and finite. Small numbers are precise, which matters because they win the race of the draw. The
+    smallest is 1.2e-10.
     """
     uniform = ((words.to(dtype) + 0.5) * 2**-32).clamp_(max=LARGEST_UNIFORM)
     return uniform.neg_().log1p_().neg_()

@@ -1,9 +1,9 @@
-"""top_k_top_p_sample: from logits to one token per row: temperature, min-p, top-k, top-p and the draw.
+"""top_k_top_p_sample: draws one token per row from logits: temperature, min-p, top-k, top-p and the draw.
 
 Semantics: vLLM's V1 sampler after its penalties: `Sampler.apply_temperature`, `MinPLogitsProcessor`,
-`apply_top_k_top_p_pytorch`, `random_sample` and the greedy rows of `Sampler.sample`. It leaves three things open that
-are fixed here: which of several equal logits survive the cut of top-p, where the randomness comes from, and which token
-wins a tie.
+`apply_top_k_top_p_pytorch`, `random_sample` and the greedy rows of `Sampler.sample`. This op also fixes three things
+that vLLM leaves open: the choice among equal logits at the cut-off of top-p, the source of the randomness, and the
+winner of a tie.
 """
 
 from collections.abc import Iterator
@@ -43,30 +43,39 @@ def top_k_top_p_sample(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Draws one token per row from softmax(logits / temperature), restricted to the tokens that the filters keep.
 
-    logits: fp32 [B, V], any strides, −inf for forbidden tokens; a row needs a finite logit, and must not hold NaN or
-    +inf, or else any token may come. keys: int64 [B], one per row and draw. temperature: fp32 [B]; below 1e-5 the row
-    is greedy: its token is the largest logit's. top_k: int32 [B], 1 … V, V for off. top_p: fp32 [B], above 0, 1 for
-    off. min_p: fp32 [B], 0 … 1, 0 for off. None switches a step off in all rows. Nothing is written. Zero rows are
-    allowed.
+    logits: fp32 [B, V], any strides, −inf for forbidden tokens. Each row needs a finite logit and must not hold NaN or
+    +inf, or else the draw may return any token.
+
+    keys: int64 [B], one per row and draw.
+
+    temperature: fp32 [B]. Below 1e-5 the row is greedy: its token is the one with the largest logit.
+
+    top_k: int32 [B], 1 … V, V for off. top_p: fp32 [B], above 0, 1 for off. min_p: fp32 [B], 0 … 1, 0 for off.
+
+    A setting of None switches its step off in all rows. No argument is written. Zero rows are allowed.
 
     The filters work on x = logits / temperature (on the logits in greedy rows), in this order:
-    - min_p keeps the tokens with probability >= min_p times the largest one's.
-    - top_k keeps the tokens with x >= the k-th largest x: ties at the cut are kept, as vLLM's sort does.
-    - top_p goes through the tokens in order of falling x, equal x in order of rising index, and keeps each one that has
-      less than top_p of the probability before it, renormalised over what the other filters left. So as many of
-      several equal logits are kept as are needed to reach top_p, those with the lowest indices: vLLM's sort keeps as
-      many but not always the same ones, its Triton kernel keeps these. A stable sort does it, and so does a search for
-      the cut that counts the equal logits below each index.
 
-    The draw is a race: the token with the largest exp(x) / E wins (as vLLM does it; the same as Gumbel noise added to
-    x), of several equal ones the one with the lowest index. E of token t in a row is −log(1 − u) with
-    u = min((r + ½) / 2³², 1 − 2⁻²⁴), where r is word t of the Philox4x32-10 stream of the row's key: lane t % 4 of
-    Triton's `tl.randint4x(key, t // 4)`. So a row's token is a function of its logits, settings and key alone: on any
-    device, in any batch. 32 random bits are too few for tokens of probabilities below 1e-10; all others come as often
-    as often as they should, but for the rounding of x.
+    - min_p keeps the tokens whose probability is at least min_p times the largest probability.
 
-    Returns the tokens, int64 [B], and with processed = "logits" x with −inf for what was not kept, or with "logprobs"
-    its log-softmax, fp32 [B, V], contiguous; else None. Raises ValueError for any other word.
+    - top_k keeps the tokens with x >= the k-th largest x. Ties at the cut-off are kept, as by vLLM's sort.
+
+    - top_p goes through the tokens in order of falling x, and among equal x in order of rising index. It keeps a token
+      if the tokens before it sum to less than top_p. Probabilities are renormalised after the other filters. So among
+      equal logits at the cut-off, the lowest indices are kept, as many as top_p needs. The Triton kernel in vLLM keeps
+      the same ones. The sort in vLLM keeps as many, but not always the same ones. A kernel may use a stable sort, or
+      search for the cut-off and count the equal logits below each index.
+
+    The draw is an exponential race, as in vLLM: the token with the largest exp(x) / E wins, and the lowest index wins a
+    tie. This is the same as adding Gumbel noise to x. E of token t in a row is −log(1 − u) with
+    u = min((r + ½) / 2³², 1 − 2⁻²⁴). Here r is word t of the Philox4x32-10 stream of the row's key: lane t % 4 of
+    Triton's `tl.randint4x(key, t // 4)`. So the token of a row depends only on its logits, settings and key, not on the
+    device or the batch. With 32 random bits, tokens of probabilities below 1e-10 are not drawn as often as they should
+    be. All other tokens are, up to the rounding of x.
+
+    Returns (tokens, processed logits). The tokens are int64 [B]. With processed = "logits", the second result is x with
+    −inf for the dropped tokens; with "logprobs" it is the log-softmax of that. Both are fp32 [B, V], contiguous. With
+    None it is None. Raises ValueError for any other word.
     """
     check_processed(processed)
     x = logits.to(accumulator(logits)).clone(memory_format=torch.contiguous_format)
@@ -128,7 +137,7 @@ def _(logits, keys, temperature=None, top_k=None, top_p=None, min_p=None, proces
     tokens = 2 * keys.nbytes
     written = 0 if processed is None else logits.numel() * logits.element_size()
     read = logits.numel() * logits.element_size()
-    # At least one comparison each; what the filters drop needs no exponential and no noise.
+    # Each logit needs at least one comparison. Tokens that the filters drop need no exponential and no noise.
     return Cost(bytes=read + sum(settings) + tokens + written, flops=logits.numel())
 
 
@@ -138,9 +147,9 @@ def _keys(num_rows: int, device: str, rng: torch.Generator) -> torch.Tensor:
 
 
 def _between_steps(logits: torch.Tensor, top_p: torch.Tensor, others: dict) -> torch.Tensor:
-    """top_p moved to the middle of the step of the cumulative probability that it lies in.
+    """Moves top_p to the middle of its step of the cumulative probability.
 
-    So the order in which a kernel adds up cannot change what is kept.
+    So the order in which a kernel sums probabilities cannot change the kept tokens.
     """
     kept = top_k_top_p_sample(
         logits.double(), torch.zeros(len(logits), dtype=torch.int64), processed="logits", **others
@@ -154,7 +163,7 @@ def _between_steps(logits: torch.Tensor, top_p: torch.Tensor, others: dict) -> t
 def _sample(
     name: str, device: str, make_logits, *, processed="logits", layout=lambda logits: logits, **settings
 ) -> Sample:
-    """make_logits: random generator -> fp32 [B, V]. Each setting is a list that is cycled through the rows."""
+    """A sample. make_logits: random generator -> fp32 [B, V]. Each setting is a list, repeated over the rows."""
     dtypes = {"top_k": torch.int32}
 
     def make():
@@ -294,7 +303,7 @@ def independent_of_the_batch(run, device: str, dtype: torch.dtype) -> None:
 
 @top_k_top_p_sample.property_
 def top_k_of_one_is_greedy(run, device: str, dtype: torch.dtype) -> None:
-    """The one token that is left is drawn whatever the key and the temperature."""
+    """The only token left is drawn, whatever the key and the temperature."""
     rng = _samples.generator("one")
     logits = _samples.normal((16, 257), dtype, device, rng, 2.0)
     settings = {"temperature": torch.full((16,), 1.5), "top_k": torch.ones(16, dtype=torch.int32)}
@@ -304,7 +313,7 @@ def top_k_of_one_is_greedy(run, device: str, dtype: torch.dtype) -> None:
 
 @top_k_top_p_sample.property_
 def rows_are_greedy_below_a_temperature_of_1e_5(run, device: str, dtype: torch.dtype) -> None:
-    """Of logits that are nearly the same, a row takes the largest below the bound, and any above it."""
+    """With nearly equal logits, a row always takes the largest one below the bound, and also others above it."""
     logits = (torch.arange(24, dtype=dtype, device=device) * 1e-6).expand(16, -1)
     keys = _keys(16, device, _samples.generator("bound"))
     below, above = (run(logits, keys, torch.full((16,), value, device=device))[0] for value in (9e-6, 1.1e-5))
@@ -314,10 +323,10 @@ def rows_are_greedy_below_a_temperature_of_1e_5(run, device: str, dtype: torch.d
 
 @top_k_top_p_sample.property_
 def distributed_as_the_kept_probabilities(run, device: str, dtype: torch.dtype) -> None:
-    """10,000 draws (_samples.DRAWS) for each of four settings, by a chi-square test against the exact probabilities.
+    """Draws follow the exact probabilities, by a chi-square test of 10,000 draws (_samples.DRAWS) for each setting.
 
-    A right implementation with other keys would fail one such test in a million. These keys are always the same, so the
-    verdict is too.
+    A correct implementation with random keys would fail one such test in a million. These keys are always the same, so
+    the verdict is always the same too.
     """
     draws, vocab_size = _samples.DRAWS, 24
     rng = _samples.generator("draws")
