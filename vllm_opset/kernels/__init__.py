@@ -1,3 +1,5 @@
-"""HOW: a folder per provider, in each a file per op. A provider's `__init__` says on which devices it runs and whether
-it can be had on this machine; nothing else lives here.
+"""The kernels: one folder per provider, with one file per op.
+
+The `__init__` of a provider says on which devices it runs and whether it is available on this machine. It contains
+nothing else.
 """

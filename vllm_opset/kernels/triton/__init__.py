@@ -1,4 +1,4 @@
-"""Triton kernels: for NVIDIA GPUs, and on a CPU in Triton's interpreter (TRITON_INTERPRET=1), where they are proven.
+"""Triton kernels for NVIDIA GPUs. For tests, they also run on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
 
 Launch parameters are plain data in launch.yaml; see `_launch`.
 """
@@ -7,8 +7,8 @@ import importlib
 import importlib.util
 import os
 
-# Triton decides at import which of the two it is. In the interpreter the kernels run on a CPU, but nothing selects them
-# there: no device prefers them but "cuda".
+# Triton decides at import whether it interprets or compiles. In the interpreter the kernels run on a CPU, but selection
+# never chooses them there, because only the device "cuda" prefers them.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ("cpu",) if INTERPRETED else ("cuda",)
 

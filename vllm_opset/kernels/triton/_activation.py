@@ -1,7 +1,7 @@
-"""One launch for all activations: elementwise over rows, a formula in fp32, rounded once.
+"""One launch for all activations: it applies a formula elementwise over rows, in fp32 and rounded once.
 
-A formula is a function of an element (or of gate and up, for a gated activation) and of the op's own parameters, which
-reach it as floats; it goes by its name in `_formulas`.
+A formula takes an element (for a gated activation: gate and up), and the op's own parameters as floats. It is selected
+by its name in `_formulas`.
 """
 
 import torch
@@ -16,7 +16,7 @@ from vllm_opset.ops.activation._gated import check_width
 
 
 def unary(name: str, x: torch.Tensor, *parameters: float) -> torch.Tensor:
-    """The formula of each element. Returns a new contiguous tensor of x's shape."""
+    """Applies the formula to each element. Returns a new contiguous tensor of x's shape."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows_of_one = x if x.dim() else x.unsqueeze(0)
     _launch_over("unary", _unary, rows_of_one, out, rows_of_one.shape[-1], parameters, FORMULA=name)
@@ -24,7 +24,7 @@ def unary(name: str, x: torch.Tensor, *parameters: float) -> torch.Tensor:
 
 
 def gated(name: str, x: torch.Tensor, *parameters: float, interleaved: bool = False) -> torch.Tensor:
-    """The formula of gate and up, where gate and up are the halves of x's rows, or alternate when interleaved.
+    """Applies the formula to gate and up, which are the halves of x's rows, or alternate if interleaved.
 
     Returns a new contiguous tensor [..., d] for an x of [..., 2 * d].
     """
@@ -50,7 +50,7 @@ def _launch_over(
 
 @triton.jit
 def _tile(total, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's rows and columns, and which of them there are. Neighbours in a row go to neighbouring programs."""
+    """The rows and columns of this program, and a mask of those that exist. Adjacent programs take adjacent columns."""
     blocks_a_row: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // blocks_a_row * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) % blocks_a_row * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -1,4 +1,4 @@
-"""Compiles kernels several at a time, before anything launches them."""
+"""Compiles several kernels at a time, before anything launches them."""
 
 import os
 import threading
@@ -13,17 +13,18 @@ from triton.runtime.jit import JITFunction
 
 OURS = __name__.partition(".")[0] + "."
 MOST_THREADS = 8  # a fifth of a compilation holds Python's lock
-# Each thread puts back what it found. If two were within at once, the first one's function would be what stays.
+# `compiled_ahead` replaces JITFunction.run and restores it at the end. If two threads were inside at once, one of the
+# replacements would stay.
 _one_thread_at_a_time = threading.RLock()
 
 
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
-    """Within it a call of a kernel has it compiled in another thread, and does not launch it; at its end all are ready.
+    """Inside the context, calls of kernels compile them in other threads and do not launch them.
 
-    The kernels write nothing, so nothing that is called may depend on their results. One that cannot be compiled
-    raises when it is called again. Kernels that are not opset's run, and so do all that other threads call. Another
-    thread that wants to compile ahead waits.
+    All are compiled when the context ends. The kernels write nothing inside it, so no call may depend on their results.
+    A kernel that fails to compile raises at its next call. Kernels that are not opset's run as usual, and so do all
+    kernels that other threads call. Another thread that enters the context waits.
     """
     this_thread, threads = threading.get_ident(), min(MOST_THREADS, len(os.sched_getaffinity(0)))
     with _one_thread_at_a_time, _Pool(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
@@ -46,7 +47,10 @@ class _Pool(ThreadPoolExecutor):
 
 
 def _with_launcher(compile_kernel: Callable[[], CompiledKernel]) -> CompiledKernel:
-    """Leaves what launches the kernel in Triton's cache: up to 3.6 it is C, else compiled when it is launched first."""
+    """Compiles the kernel and its launcher into Triton's cache.
+
+    Up to Triton 3.6 the launcher is C code, which Triton would otherwise compile at the first launch.
+    """
     kernel = compile_kernel()
     driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel

@@ -1,4 +1,4 @@
-"""Slots of the paged KV cache [num_blocks, num_kv_heads, block_size, 2 * head_size], any strides, and its formats."""
+"""Slots and formats of the paged KV cache [num_blocks, num_kv_heads, block_size, 2 * head_size], any strides."""
 
 import triton
 import triton.language as tl
@@ -8,14 +8,14 @@ FP8_MAX = tl.constexpr(448.0)  # of e4m3
 
 @triton.jit
 def slot_start(cache, strides, slot, head, BLOCK_SIZE: tl.constexpr):
-    """Where the key of a head begins in a slot, for blocks of slots and heads; its value follows it."""
+    """The address of a head's key in a slot, for blocks of slots and heads. The value follows the key."""
     page, place = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
     return cache + page * strides[0] + head.to(tl.int64) * strides[1] + place * strides[2]
 
 
 @triton.jit
 def cached(x, scale, FP8: tl.constexpr):
-    """What is stored of x: itself, or x / scale within fp8's range. NaN stays NaN. scale: a pointer, or None."""
+    """x as the cache stores it: unchanged, or x / scale within fp8's range. NaN stays NaN. scale: a pointer or None."""
     if scale is not None:
         x = x.to(tl.float32) / tl.load(scale)
     if FP8:

@@ -1,6 +1,6 @@
-"""The formulas of the activations, on fp32 values. Named after their ops; see there for the mathematics.
+"""The formulas of the activations, on fp32 values. They are named after their ops, which document the mathematics.
 
-tanh is written as a sigmoid: (1 + tanh(u)) / 2 = sigmoid(2u), which neither cancels nor needs a library function.
+tanh is written as a sigmoid: (1 + tanh(u)) / 2 = sigmoid(2u). A sigmoid does not cancel and needs no library function.
 """
 
 import triton
@@ -29,10 +29,11 @@ def silu_and_mul_with_clamp(gate, up, limit, alpha, beta):
 
 @triton.jit
 def gelu(x):
-    """x times the normal distribution's share below x, from its tail beyond |x|.
+    """x · Φ(x), where Φ is the normal distribution function, computed from its tail beyond |x|.
 
-    The tail, erfc(z) / 2 at z = |x| / √2, is t/2 · exp(P(t) − z²) with t = 1 / (1 + z/2) and P fitted by Chebyshev
-    interpolation on z up to 10: to 2.4e-7 of itself in fp32, where 1 + erf cancels, and in half the instructions.
+    The tail is erfc(z) / 2 = t/2 · exp(P(t) − z²) at z = |x| / √2, with t = 1 / (1 + z/2). P was fitted by Chebyshev
+    interpolation on z up to 10. The relative error is 2.4e-7 in fp32, where 1 + erf would cancel, and it takes half the
+    instructions.
     """
     t = 1 / (1 + tl.abs(x) * HALF_SQRT_HALF)
     p = -0.68082718 + t * 0.14493021
@@ -72,8 +73,10 @@ def relu2(x):
 
 @triton.jit
 def formula(NAME: tl.constexpr, values, parameters):
-    """The formula of that name. A kernel is given the name, not the function: what reports a compilation, as vLLM's
-    monitor does, writes down the constants of a kernel.
+    """Applies the formula of that name.
+
+    A kernel receives the name instead of the function, because tools that report compilations, such as vLLM's monitor,
+    print the constants of a kernel.
     """
     if NAME == "silu_and_mul":
         return silu_and_mul(*values)

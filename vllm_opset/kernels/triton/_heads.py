@@ -1,8 +1,8 @@
-"""Attention heads as blocks of pairs: what every kernel that rotates queries and keys shares.
+"""Attention heads as blocks of pairs: code that all kernels share that rotate queries and keys.
 
-A program takes one token and a group of its heads: some of the query's and, beside them, a share of the key's. A block
-of heads is three blocks of their elements, (first, second, rest): the two elements of each pair, and what lies behind
-the rotated part. Kernels load all that they read before they store anything, so that the loads are in flight together.
+A program takes one token and a group of its heads: some query heads and a share of the key heads. A block of heads is
+three blocks of elements, (first, second, rest): the two elements of each pair, and the elements after the rotated part.
+Kernels do all their loads before the first store, so that the loads are in flight together.
 """
 
 import math
@@ -17,7 +17,7 @@ from vllm_opset.kernels.triton._rows import KEPT, enough_warps
 
 
 class Heads(NamedTuple):
-    """Where element c of head h of token t lies: at t * token + h * head + c * column."""
+    """The strides of a tensor of heads: element c of head h of token t is at t * token + h * head + c * column."""
 
     token: int
     head: int
@@ -25,7 +25,10 @@ class Heads(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of a head: so many pairs and elements behind them, the powers of two that hold these, and where pairs lie."""
+    """The parts of a head: the number of pairs, the number of elements after them, and the order of the pairs.
+
+    pair_block, rest_block: the numbers rounded up to a power of two.
+    """
 
     pairs: int
     pair_block: int
@@ -40,19 +43,19 @@ class Shape(NamedTuple):
 
 
 def heads(x: torch.Tensor | None, head_size: int) -> Heads | None:
-    """Of an x [T, H * head_size] or [T, H, head_size], any strides; None of None."""
+    """The strides of x [T, H * head_size] or [T, H, head_size], any strides; None for None."""
     if x is None:
         return None
     return Heads(x.stride(0), x.stride(1) if x.dim() == 3 else head_size * x.stride(1), x.stride(-1))
 
 
 def num_heads(x: torch.Tensor | None, head_size: int) -> int:
-    """How many heads there are in an x [T, H * head_size] or [T, H, head_size]; 0 in None."""
+    """The number of heads in x [T, H * head_size] or [T, H, head_size]; 0 for None."""
     return 0 if x is None else math.prod(x.shape[1:]) // head_size
 
 
 def grouped(query: torch.Tensor, key: torch.Tensor | None, head_size: int, heads: int, warps: int) -> dict[str, int]:
-    """Launch arguments of a kernel whose programs take up to `heads` heads of a query, and a share of the key's."""
+    """Launch arguments of a kernel whose programs take up to `heads` query heads each, and a share of the key heads."""
     of_query, of_key = num_heads(query, head_size), num_heads(key, head_size)
     held = min(heads, next_power_of_2(of_query))
     groups = cdiv(of_query, held)
@@ -65,7 +68,7 @@ def grouped(query: torch.Tensor, key: torch.Tensor | None, head_size: int, heads
 
 @triton.jit
 def load_heads(start, column, mask, shape: tl.constexpr):
-    """The heads that begin at `start` [HEADS, 1], as they are stored. mask: [HEADS, 1], which of them there are."""
+    """Loads the heads that begin at `start` [HEADS, 1], in their own dtype. mask: [HEADS, 1], the heads that exist."""
     if shape.neox:
         pair = tl.arange(0, shape.pair_block)[None, :]
         inside = mask & (pair < shape.pairs)
@@ -81,7 +84,7 @@ def load_heads(start, column, mask, shape: tl.constexpr):
 
 @triton.jit
 def load_rest(start, column, mask, shape: tl.constexpr):
-    """What lies behind the pairs: one column of zeros where there is nothing."""
+    """Loads the elements after the pairs. If there are none, returns one column of zeros."""
     if shape.rest > 0:
         offset = tl.arange(0, shape.rest_block)[None, :]
         inside = mask & (offset < shape.rest)
@@ -93,7 +96,7 @@ def load_rest(start, column, mask, shape: tl.constexpr):
 
 @triton.jit
 def store_pairs(start, column, mask, first, second, shape: tl.constexpr):
-    """Writes pairs where `load_heads` reads them, rounded to the format that `start` points to."""
+    """Writes the pairs that `load_heads` reads, rounded to the dtype that `start` points to."""
     pair = tl.arange(0, shape.pair_block)[None, :]
     first, second = first.to(start.dtype.element_ty), second.to(start.dtype.element_ty)
     if shape.neox:
@@ -107,7 +110,7 @@ def store_pairs(start, column, mask, first, second, shape: tl.constexpr):
 
 @triton.jit
 def store_rest(start, column, mask, rest, shape: tl.constexpr):
-    """Writes what `load_rest` reads."""
+    """Writes the elements that `load_rest` reads."""
     if shape.rest > 0:
         offset = tl.arange(0, shape.rest_block)[None, :]
         tl.store(start + (2 * shape.pairs + offset) * column, rest, mask & (offset < shape.rest))
@@ -117,7 +120,7 @@ def store_rest(start, column, mask, rest, shape: tl.constexpr):
 def load_angles(table, table_strides, position, mask, shape: tl.constexpr):
     """The cosines and sines of a position, in fp32, for each of the heads in `mask` [HEADS, 1].
 
-    They are read again for each head, from the nearest cache: that is cheaper than to spread them over the threads.
+    Each head loads them again, from the nearest cache. This is cheaper than distributing them over the threads.
     """
     pair = tl.broadcast_to(tl.arange(0, shape.pair_block)[None, :], [mask.shape[0], shape.pair_block])
     table += position.to(tl.int64) * table_strides[0]
@@ -128,7 +131,7 @@ def load_angles(table, table_strides, position, mask, shape: tl.constexpr):
 
 @triton.jit
 def rotated(first, second, cos, sin):
-    """Pairs turned by their angles, in fp32."""
+    """The pairs rotated by their angles, in fp32."""
     first, second = first.to(tl.float32), second.to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
 

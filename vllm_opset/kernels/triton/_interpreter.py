@@ -1,8 +1,8 @@
-"""Makes Triton's interpreter compute as a GPU does, so that kernels need no branch for it.
+"""Makes Triton's interpreter compute like a GPU, so that kernels need no branch for the interpreter.
 
-Triton 3.6 and 3.7 convert between float formats there by truncation instead of rounding to nearest even, multiply the
-bit patterns of bfloat16 matrices as integers, round the product of a fused multiply-add, and call the function of a
-reduction once for each element. Each patch says how it can be told that Triton no longer needs it.
+The interpreter of Triton 3.6 and 3.7 converts between float formats by truncation instead of rounding to nearest even.
+It multiplies the bit patterns of bfloat16 matrices as integers. It rounds the product of a fused multiply-add. It calls
+the function of a reduction once for each element. Each patch states a test for a Triton that no longer needs it.
 """
 
 import numpy as np
@@ -32,8 +32,9 @@ def patch() -> None:
 
 
 def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode) -> np.ndarray:
-    """The bits of `data` in the target's format, rounded to nearest even. Not needed once fp32 1 + 2⁻⁸ + 2⁻⁹ is
-    converted to the bfloat16 1 + 2⁻⁷.
+    """The bits of `data` in the target's format, rounded to nearest even.
+
+    Not needed once the original converts fp32 1 + 2⁻⁸ + 2⁻⁹ to the bfloat16 1 + 2⁻⁷.
     """
     if rounding_mode is interpreter._ir.ROUNDING_MODE.RTZ:
         raise NotImplementedError("rounding towards zero in the interpreter")
@@ -56,7 +57,7 @@ def _create_fma(builder, x, y, z):
 
 
 def _generic_reduce(reduction, tensors) -> list:
-    """The reduction by a function of the kernel's own: halves are combined until one element is left, as on a GPU.
+    """A reduction by a function of the kernel. It combines halves until one element is left, as on a GPU.
 
     Not needed once a reduction of 4,096 elements takes less than a second.
     """
@@ -76,6 +77,6 @@ def _generic_reduce(reduction, tensors) -> list:
 
 def _values(operand) -> np.ndarray:
     source = operand.dtype.scalar
-    if source in (tl.bfloat16, tl.float8e4nv, tl.float8e5):  # numpy has no such type: they are kept as bits
+    if source in (tl.bfloat16, tl.float8e4nv, tl.float8e5):  # NumPy lacks these types: they are kept as bits
         return _convert_float(operand.data, source, tl.float32, None).view(np.float32)
     return operand.data

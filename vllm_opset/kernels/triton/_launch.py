@@ -1,11 +1,12 @@
 """Launch parameters: plain data in launch.yaml, by launch, target and size of the call.
 
-They are found offline, by measuring (`vllm-opset tune`); nothing is tuned while serving. A kernel asks once per call:
+`vllm-opset tune` finds them offline by measuring; nothing is tuned while serving. A kernel asks once per call:
 
     parameters("rms_norm", x.device, num_rows)   ->   {"tile": 1024, "warps": 8}
 
-A size is what the work of a call grows with, such as its number of rows. Sizes share an entry up to its `up_to`, and
-`sizes("rms_norm", device)` names one of each entry, so that a warm-up compiles every variant before the first request.
+The size of a call is a number that its work grows with, such as its number of rows. An entry serves sizes up to its
+`up_to`. `sizes("rms_norm", device)` returns one size for each entry, so that a warm-up compiles every variant before
+the first request.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from vllm_opset.kernels.triton import INTERPRETED
 from vllm_opset.targets import Target
 
 Parameters = Mapping[str, int]
-Entry = tuple[float, Parameters]  # the largest size that it serves, and what with
+Entry = tuple[float, Parameters]  # the largest size that it serves, and the parameters
 
 PROVEN = Target("nvidia", "sm90")
 
@@ -33,7 +34,7 @@ _trials: dict[str, tuple[Parameters, list[int]]] = {}
 
 
 def parameters(launch: str, device: torch.device, size: int) -> Parameters:
-    """What a call of this size is launched with."""
+    """The launch parameters for a call of this size."""
     if launch in _trials:
         values, asked = _trials[launch]
         asked.append(size)
@@ -43,13 +44,13 @@ def parameters(launch: str, device: torch.device, size: int) -> Parameters:
 
 @functools.cache
 def entries(launch: str, device: torch.device) -> tuple[Entry, ...]:
-    """The entries that a device is served with, by rising size."""
+    """The entries for a device, by rising size."""
     rows = table()[launch]["families"][family_used(launch, device)]
     return tuple((row.pop("up_to", float("inf")), row) for row in map(dict, rows))
 
 
 def sizes(launch: str, device: torch.device) -> tuple[int, ...]:
-    """A size for each entry: calls with these compile all that serving can ask for."""
+    """One size for each entry. Calls of these sizes compile every variant that serving can need."""
     bounds = [int(up_to) for up_to, _ in entries(launch, device)[:-1]]
     return (*bounds, bounds[-1] + 1 if bounds else 1)
 
@@ -71,8 +72,8 @@ def target(device: torch.device) -> Target:
 def overlap(device: torch.device) -> Mapping[str, bool]:
     """Launch arguments of a kernel that calls `begin(OVERLAP)`: whether it may be launched before its predecessor ends.
 
-    NVIDIA GPUs can from Hopper on (programmatic dependent launch). It hides the time that a launch takes. Triton takes
-    `launch_pdl` for these GPUs alone.
+    NVIDIA GPUs support this from Hopper on (programmatic dependent launch). It hides the launch latency. Triton takes
+    `launch_pdl` for NVIDIA GPUs alone.
     """
     mine = target(device)
     if mine.vendor != "nvidia":
@@ -89,10 +90,10 @@ def registers(device: torch.device, most: int) -> Mapping[str, int]:
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """Waits until the kernel before has ended, whatever it wrote is there, and lets the next one be launched.
+    """Waits until the previous kernel has ended and its writes are visible, then allows the launch of the next kernel.
 
-    The first statement of a kernel: nothing may be written before it, and nothing read but what is older than the
-    kernel before.
+    This is the first statement of a kernel. Before it, a kernel must not write, and may read only data that is older
+    than the previous kernel.
     """
     if OVERLAP:
         cuda.gdc_wait()
@@ -100,9 +101,9 @@ def begin(OVERLAP: tl.constexpr):
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest that is not below n; 0 for 0.
+    """The smallest power of two that is not below n; 0 for 0.
 
-    As triton.next_power_of_2, which can be called in kernels too, and takes 1.6 of the 25 microseconds of a launch.
+    triton.next_power_of_2 does the same, but takes 1.6 of the 25 microseconds of a launch, as kernels can call it too.
     """
     return 1 << (n - 1).bit_length() if n else 0
 
@@ -113,14 +114,14 @@ def cdiv(a: int, b: int) -> int:
 
 
 def candidates(launch: str) -> list[Parameters]:
-    """All that tuning tries."""
+    """All combinations of values that tuning tries."""
     values = table()[launch]["candidates"]
     return [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
 
 
 @contextlib.contextmanager
 def trial(launch: str, values: Parameters) -> Iterator[list[int]]:
-    """Within it, everything is launched with these values, for measuring. Gives the sizes that are asked for."""
+    """Inside the context, the launch uses these values, for measuring. Yields the list of the sizes of its calls."""
     asked: list[int] = []
     _trials[launch] = values, asked
     try:
@@ -131,5 +132,5 @@ def trial(launch: str, values: Parameters) -> Iterator[list[int]]:
 
 @functools.cache
 def table() -> Mapping[str, Mapping]:
-    """launch.yaml."""
+    """The contents of launch.yaml."""
     return yaml.safe_load(Path(__file__).with_name("launch.yaml").read_text())

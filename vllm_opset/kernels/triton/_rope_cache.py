@@ -1,7 +1,7 @@
 """One launch for rope_cache and qk_norm_rope_cache, which differ in whether the heads are normalised first.
 
-A program takes one token and a group of its heads: some of the query's, and a share of key and value. Nothing that it
-reads depends on the slot, so that all loads are in flight together.
+A program takes one token and a group of its heads: some query heads, and a share of the key and value heads. None of
+its loads depends on the slot, so all loads are in flight together.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from vllm_opset.kernels.triton._rows import KEPT
 
 
 class Norms(NamedTuple):
-    """Of the heads of query and key; without weights, there is no norm."""
+    """The norms of the query and key heads. Without weights, there is no norm."""
 
     q_weight: torch.Tensor | None = None
     k_weight: torch.Tensor | None = None
@@ -49,7 +49,7 @@ def launch(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    """The arguments of `ops.qk_norm_rope_cache`, checked."""
+    """Launches the kernel. The arguments are those of `ops.qk_norm_rope_cache`, already checked."""
     tokens, head_size = len(query), query.shape[2]
     constants = _launch.overlap(query.device) | grouped(
         query, key, head_size, **_launch.parameters("rope_cache", query.device, tokens)

@@ -1,7 +1,7 @@
-"""Any tensor as rows: what every kernel that works on the last dimension shares.
+"""Any tensor as rows: code that all kernels on the last dimension share.
 
-The leading dimensions are collapsed to at most two, so that a kernel walks `[T, H]`, `[T, heads, D]` and views of wider
-tensors alike, without a copy.
+The leading dimensions are collapsed to at most two. So a kernel handles `[T, H]`, `[T, heads, D]` and views of wider
+tensors in the same way, without a copy.
 """
 
 from typing import NamedTuple
@@ -15,14 +15,15 @@ from vllm_opset.kernels.triton._launch import next_power_of_2
 from vllm_opset.ops.contract import Problem
 
 MAX_WARPS = 32  # of a thread block, on every NVIDIA GPU
-MAX_PER_THREAD = 64  # elements, in registers
+MAX_PER_THREAD = 64  # elements that a thread holds in registers
 MAX_COLUMNS = 65536  # of a row that a thread block holds in registers
-# What of the rows that are read is to stay longest in the last-level cache: all. It saves 3 to 4 % of large calls.
+# The eviction policy for rows: they stay longest in the last-level cache. This saves 3 to 4 % of the time of large
+# calls.
 KEPT = tl.constexpr("evict_last")
 
 
 class Rows(NamedTuple):
-    """How a tensor's rows lie: row i starts at (i // inner) * outer_stride + (i % inner) * inner_stride."""
+    """The layout of a tensor's rows: row i starts at (i // inner) * outer_stride + (i % inner) * inner_stride."""
 
     inner: int
     outer_stride: int
@@ -33,7 +34,7 @@ class Rows(NamedTuple):
 def rows(x: torch.Tensor) -> Rows:
     """The rows of `x` along its last dimension.
 
-    Raises ValueError if its leading dimensions collapse to no fewer than three.
+    Raises ValueError if its leading dimensions cannot be collapsed to two.
     """
     runs: list[tuple[int, int]] = []  # (number of rows, stride), outermost first
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
@@ -58,17 +59,17 @@ def supports(problem: Problem) -> str | None:
 
 
 def num_rows(x: torch.Tensor) -> int:
-    """How many rows `x` has along its last dimension."""
+    """The number of rows of `x` along its last dimension."""
     return x.numel() // x.shape[-1] if x.shape[-1] else 0
 
 
 def enough_warps(warps: int, elements: int) -> int:
-    """At least so many, a power of two, that a program's elements fit the registers of its threads."""
+    """A number of warps, at least `warps` and a power of two, whose registers hold the elements of a program."""
     return min(MAX_WARPS, max(warps, next_power_of_2(elements) // (32 * MAX_PER_THREAD)))
 
 
 def whole_rows(columns: int, tile: int, warps: int) -> dict[str, int]:
-    """Launch arguments of a kernel whose programs hold whole rows, as many as `tile` elements allow."""
+    """Launch arguments of a kernel whose programs hold whole rows, as many as fit `tile` elements."""
     block = next_power_of_2(columns)
     held = max(1, tile // block)
     return {"ROWS": held, "BLOCK": block, "num_warps": enough_warps(warps, held * block)}
@@ -76,14 +77,14 @@ def whole_rows(columns: int, tile: int, warps: int) -> dict[str, int]:
 
 @triton.jit
 def row_offset(row, rows):
-    """Where rows start, as 64-bit offsets: `row` is a block of row numbers, `rows` a `Rows`."""
+    """The 64-bit offsets at which rows start. `row` is a block of row numbers, `rows` a `Rows`."""
     outer = (row // rows.inner).to(tl.int64) * rows.outer_stride
     return outer + (row % rows.inner).to(tl.int64) * rows.inner_stride
 
 
 @triton.jit
 def load_parameter(parameter, column, COLUMNS: tl.constexpr):
-    """A weight or bias for the columns of a row, in fp32; zeros, which nothing reads, where there is none."""
+    """A weight or bias for the columns of a row, in fp32. If it is None, returns zeros, which nothing uses."""
     if parameter is None:
         values = tl.zeros_like(column).to(tl.float32)
     else:

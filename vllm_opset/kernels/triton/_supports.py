@@ -1,4 +1,4 @@
-"""Limits that kernels share, as answers of `supports`: None, or why not."""
+"""Limits that kernels share, as answers of `supports`: None, or the reason why not."""
 
 import torch
 

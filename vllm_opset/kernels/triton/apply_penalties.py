@@ -1,4 +1,4 @@
-"""apply_penalties: one program a row, which touches the logits of the tokens that occur, and no others."""
+"""apply_penalties: one program per row. It touches only the logits of the tokens that occur."""
 
 import torch
 import triton
@@ -34,7 +34,7 @@ def apply_penalties(
 
 
 def _strides(ids: torch.Tensor) -> tuple[int, int]:
-    """Of lists of tokens. Empty ones may have any, and each would be a variant to compile."""
+    """The strides of token lists. Empty lists may have any strides, each of which would compile another variant."""
     return ids.stride() if ids.numel() else (1, 1)
 
 
@@ -44,7 +44,7 @@ def _apply_penalties(
     output, output_stride, output_step, num_output, penalties, strides,
     TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Of the counters only those of tokens that occur are set to zero, counted up, and read."""
+    """Initialises, increments and reads only the counters of the tokens that occur."""
     begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     repetition = tl.load(penalties[0] + row * strides[0])
@@ -75,7 +75,7 @@ def _apply_penalties(
 
 @triton.jit
 def _tokens(ids, stride, first, number, vocab_size, TILE: tl.constexpr):
-    """Some tokens of a list, and which of them are none, but padding."""
+    """Some tokens of a list, and a mask that is false for padding."""
     place = first + tl.arange(0, TILE)
     token = tl.load(ids + place.to(tl.int64) * stride, place < number, vocab_size)
     return token, (token >= 0) & (token < vocab_size)
@@ -83,7 +83,7 @@ def _tokens(ids, stride, first, number, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def _penalise(logits, stride, counts, token, inside, repetition, presence, frequency):
-    """Changes the logits of tokens. Whoever takes a token's count first does it: a token may come up again."""
+    """Changes the logits of tokens. A token may occur again, so only the first thread to take its count changes it."""
     count = tl.atomic_xchg(counts + token, -1, inside, sem="relaxed", scope="cta")
     mine = inside & (count >= 0)
     place = logits + token * stride

@@ -1,4 +1,4 @@
-"""compute_slot_mapping: one program a request, and one that pads."""
+"""compute_slot_mapping: one program per request, and one that writes the padding."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""fused_add_rms_norm: each program holds whole rows of the sum in registers: two reads and two writes of a row."""
+"""fused_add_rms_norm: each program holds whole rows of the sum in registers. A row costs two reads and two writes."""
 
 import torch
 import triton
@@ -43,7 +43,7 @@ def _fused_add_rms_norm(
     residual += row_offset(row, residual_rows) + column * residual_rows.column_stride
     value = tl.load(x, mask, 0.0, eviction_policy=KEPT).to(tl.float32)
     value += tl.load(residual, mask, 0.0, eviction_policy=KEPT).to(tl.float32)
-    scale = load_parameter(weight, column, COLUMNS)  # on its way while the row is summed
+    scale = load_parameter(weight, column, COLUMNS)  # this load overlaps the sum of the row
     tl.store(residual, value, mask)
     value *= tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / COLUMNS + epsilon)
     if weight is not None:

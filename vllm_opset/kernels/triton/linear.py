@@ -1,7 +1,7 @@
-"""linear for the one row of a lone request's decode step, and by PyTorch for more rows.
+"""linear for one row, the decode step of a single request. PyTorch does the rest.
 
-- `one_row`: products in registers, as fast as the weight can be read.
-- `torch`: PyTorch's own (cuBLAS), which uses the tensor cores.
+- `one_row`: sums products in registers, as fast as the weight can be read.
+- `torch`: calls PyTorch (cuBLAS), which uses the tensor cores.
 """
 
 import torch
@@ -43,7 +43,7 @@ def linear(
 
 
 def _parts(columns: int, tile: int, width: int, warps: int) -> dict[str, int]:
-    """Launch arguments: a program holds `tile` elements of the weight at a time, up to `width` of each of its rows."""
+    """Launch arguments of a program that holds `tile` elements of the weight at a time, up to `width` of each row."""
     block = min(width, _launch.next_power_of_2(columns))
     return {"OUTPUTS": tile // block, "BLOCK": block, "num_warps": warps}
 
@@ -61,7 +61,8 @@ def _linear(
     products = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     for first in tl.range(0, COLUMNS, BLOCK):
         inside = first + column < COLUMNS
-        # Read once: it is to take nobody's place in the last-level cache, unlike the row, which all programs read.
+        # The weight is read only once, so it must not displace other data in the last-level cache. All programs read
+        # the row x, so it stays there.
         w = tl.load(weight + first, is_output[:, None] & inside[None, :], 0.0, eviction_policy="evict_first")
         v = tl.load(x + (first + column) * x_stride, inside, 0.0, eviction_policy="evict_last")
         products += w.to(tl.float32) * v.to(tl.float32)[None, :]

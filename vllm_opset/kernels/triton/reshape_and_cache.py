@@ -1,4 +1,4 @@
-"""reshape_and_cache: each program copies some heads of keys and values; they are read before the slots are known."""
+"""reshape_and_cache: each program copies some heads of keys and values. It loads them before it knows their slots."""
 
 import torch
 import triton

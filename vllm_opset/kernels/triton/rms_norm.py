@@ -35,7 +35,7 @@ def _rms_norm(
     mask = (row < total) & (column < COLUMNS)
     x += row_offset(row, x_rows) + column * x_rows.column_stride
     value = tl.load(x, mask, 0.0, eviction_policy=KEPT).to(tl.float32)
-    scale = load_parameter(weight, column, COLUMNS)  # on its way while the row is summed
+    scale = load_parameter(weight, column, COLUMNS)  # this load overlaps the sum of the row
     value *= tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / COLUMNS + epsilon)
     if weight is not None:
         value *= scale + weight_offset

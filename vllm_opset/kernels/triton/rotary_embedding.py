@@ -1,4 +1,4 @@
-"""rotary_embedding: one launch for query and key; a program rotates a group of one token's heads by the same angles."""
+"""rotary_embedding: one launch for query and key. A program rotates a group of one token's heads by the same angles."""
 
 import torch
 import triton

@@ -1,4 +1,7 @@
-"""top_k_top_p_sample: guess where the cuts are from a sample, list what is near, cut and race that; no sort."""
+"""top_k_top_p_sample without a sort: estimate the cut-offs from a sample, list candidates near them, cut and race them.
+
+`read` describes how the kernels work together.
+"""
 
 import torch
 
@@ -8,9 +11,9 @@ from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton.top_k_top_p_sample import _rows, finish, read, reread
 from vllm_opset.ops.sampling.top_k_top_p_sample import TopKTopPSampleProblem, check_processed
 
-MAX_VOCABULARY = 2**22  # weights of so many tokens fit 64-bit fixed point
-ROW_REGISTERS = 128  # of a thread, without which the compiler takes so few that some spill
-FEW_CHUNKS = 128  # up to so many, one compiled variant serves
+MAX_VOCABULARY = 2**22  # the sum of this many weights fits 64-bit fixed point
+ROW_REGISTERS = 128  # per thread; without this limit the compiler uses so few registers that some spill
+FEW_CHUNKS = 128  # one compiled variant serves all rows with at most this many chunks
 
 
 def supports(problem: TopKTopPSampleProblem) -> str | None:
@@ -50,14 +53,15 @@ def top_k_top_p_sample(
     floats = empty(num_rows, _rows.NUM_FLOATS.value, dtype=torch.float32)
     parts = empty(num_rows * num_chunks, _rows.NUM_PARTS.value, dtype=torch.float32)
     part_ids = empty(num_rows * num_chunks, _rows.NUM_WINNERS.value, dtype=torch.int32)
-    # top-k's cut lies in the list, but for ties; the cuts of the others may not.
+    # The cut-off of top-k is always in the list, except for ties. The cut-offs of top-p and min-p may be outside.
     rereads = top_p is not None or min_p is not None
     pivot_sums = empty(num_rows * num_chunks * rereads, _rows.NUM_PIVOTS.value, dtype=torch.float32)
     listed = empty(num_rows * capacity * filtered, dtype=torch.float32)
     listed_ids = empty(num_rows * capacity * filtered, dtype=torch.int32)
 
     registers = _launch.registers(device, values["registers"])
-    # Settings that are off are not read: `given` says so, and one compiled variant serves all that differ in it.
+    # `given` has a bit for each setting; kernels do not read settings that are off. So one compiled variant serves all
+    # combinations of settings.
     given = sum(1 << bit for bit, setting in enumerate((temperature, top_k, top_p, min_p)) if setting is not None)
     settings = tuple(
         dummy if setting is None else setting

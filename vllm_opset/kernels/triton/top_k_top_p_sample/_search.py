@@ -1,7 +1,7 @@
-"""What top_k_top_p_sample does to a value, and its search for a cut: the highest key that enough items reach.
+"""Operations of top_k_top_p_sample on values, and its search for a cut-off: the highest key that enough items reach.
 
-Items are tokens of a row: candidates that were listed, or runs of neighbours in the row itself. Keys are integers in
-the order of the values.
+Items are tokens of a row: listed candidates, or runs of neighbours in the row itself. Keys are integers in the order of
+the values.
 """
 
 import triton
@@ -13,10 +13,10 @@ LARGEST_UNIFORM = tl.constexpr(philox.LARGEST_UNIFORM)
 LOG2E = tl.constexpr(1.4426950408889634)
 INFINITY = tl.constexpr(float("inf"))
 LOWEST_KEY = tl.constexpr(-2139095041)  # of −inf
-# In fixed point: 2²² tokens of weight one fit, and what is lost is below 1e-12 of the largest.
+# Weight 1 in fixed point. The weights of 2²² tokens fit, and the rounding error is below 1e-12 of the largest weight.
 ONE = tl.constexpr(2.0**40)
 RUN = tl.constexpr(8)  # neighbours that are sampled together: 32 bytes of fp32
-ITEMS = tl.constexpr(1024)  # looked at together in a search
+ITEMS = tl.constexpr(1024)  # items of one step of a search
 
 
 @triton.jit
@@ -24,7 +24,10 @@ def search(
     TIES: tl.constexpr, counting, goal, low, high, precision, floor, least, top,
     line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
 ):  # fmt: skip
-    """The highest key up to `high` that items adding up to `goal` reach, or less by up to `precision`; else `low`."""
+    """The highest key up to `high` such that the items at or above it sum to `goal`; `low` if there is none.
+
+    The result may be lower than that by up to `precision`.
+    """
     zero = tl.full((), 0, tl.int64)
     first, last = zero + low, zero + high
     while last - first > precision:
@@ -46,10 +49,10 @@ def reached_at(
     one, two, three, TIES: tl.constexpr, counting, floor, least, top,
     line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
 ):  # fmt: skip
-    """What the items at or above each of three keys add up to: int64 [4], in no order, that of the third twice.
+    """The sums over the items at or above each of three keys: int64 [4] in no particular order, the third sum twice.
 
-    counting: how many they are; else their weights, if they pass floor and min-p. TIES: how many items have the key
-    `floor`, where key means −1 − token.
+    The sums are weights of the items that pass floor and min-p. With `counting` they are numbers of items. With TIES
+    they are numbers of items whose key is `floor`, and the three keys are compared with −1 − token instead.
     """
     sums = tl.zeros((ITEMS, 4), tl.int64)
     for first in range(0, number, ITEMS):
@@ -73,7 +76,7 @@ def reached_at(
 
 @triton.jit
 def x_of(item, line, listed_logits, column_stride, number, run, listed, scale):
-    """x of items: of the candidates if `listed`, else of runs of tokens. −inf beyond their number."""
+    """x of the items: candidates if `listed`, else runs of tokens. Beyond their number it is −inf."""
     if listed:
         logit = tl.load(listed_logits + item, item < number, -INFINITY).to(tl.float32)
     else:
@@ -92,15 +95,16 @@ def token_of(item, listed_ids, number, run, listed):
 
 @triton.jit
 def is_kept(x, token, cut, last, least, top):
-    """Whether tokens are kept: above the cut, or at it up to the index `last`, and by min-p."""
+    """Whether tokens are kept: above the cut-off, or at it up to the index `last`, and also by min-p."""
     key = key_of(x)
     return ((key > cut) | ((key == cut) & (token <= last))) & (tl.exp2((x - top) * LOG2E) >= least)
 
 
 @triton.jit
 def divided(logit, scale):
-    """logit / scale, rounded as by PyTorch, since it matters which x are equal: by Markstein's correction of a product
-    with the rounded reciprocal.
+    """logit / scale, rounded exactly as in PyTorch, because it matters which x are equal.
+
+    This is the product with the rounded reciprocal, with Markstein's correction.
     """
     reciprocal = tl.div_rn(1.0, scale)
     product = logit * reciprocal
@@ -110,7 +114,7 @@ def divided(logit, scale):
 
 @triton.jit
 def weight_of(logit, top, scale):
-    """The weights of logits as multiples of that of the largest one."""
+    """The weights of logits, as multiples of the weight of the logit `top`."""
     return tl.exp2((logit - tl.where(top == -INFINITY, 0.0, top)) * (LOG2E / scale))
 
 
@@ -121,7 +125,7 @@ def in_fixed_point(weight):
 
 @triton.jit
 def key_of(x):
-    """Integers in the order of the values; of both zeros the same."""
+    """Integer keys in the order of the values. Both zeros have the same key."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -136,7 +140,7 @@ def value_of(key):
 def exponential(words):
     """`philox.exponential` of random words.
 
-    log1p(−u) is log(w) · u / (1 − w) of w = 1 − u as it is rounded, which is precise where u is small.
+    With w = 1 − u as rounded, log1p(−u) = log(w) · u / (1 − w), which is precise for small u.
     """
     uniform = tl.minimum((words.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * (2.0**-32), LARGEST_UNIFORM)
     rest = 1.0 - uniform

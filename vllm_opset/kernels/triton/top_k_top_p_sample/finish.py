@@ -1,7 +1,6 @@
 """The kernel `finish` of top_k_top_p_sample: cuts and races a row.
 
-`_sampling.py` says how it works, and has the other kernels; what they share is in `_sampling_rows.py`, and the search
-among candidates in `_sampling_search.py`.
+`read` describes how the kernels work together.
 """
 
 import triton
@@ -68,7 +67,7 @@ def finish(
     ints, floats, parts, part_ids, listed_logits, listed_ids, capacity,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FILTERED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: its token."""
+    """Chooses the token of a row, with one program per row."""
     begin(OVERLAP)
     row = tl.program_id(0)
     scale, greedy, k, p, least = settings_of(row, given, settings, strides, vocab_size)
@@ -132,7 +131,7 @@ def finish(
             k, p, least, lowest, highest, goal, certain, top, score, winner, seed, greedy, vocab_size,
             line, row_logits, row_ids, column_stride, number, run, listed, scale,
         )  # fmt: skip
-    # A row without a finite logit, or with NaN, gets some token.
+    # A row without a finite logit, or with NaN, gets an arbitrary valid token.
     tl.store(tokens + row, tl.where(winner < vocab_size, winner, 0).to(tl.int64))
     tl.store(ints + row * NUM_INTS + CUT, cut)
     tl.store(ints + row * NUM_INTS + LAST, last)
@@ -144,11 +143,15 @@ def finish(
 def _first_kept(
     winner, ahead, second, wanted, line, column_stride, top, scale, seed, vocab_size, num_chunks, CHUNK: tl.constexpr
 ):
-    """The first winner that top-p keeps, of races that each take the tokens ahead of the last winner.
+    """Repeats the race among the tokens ahead of the last winner, until top-p keeps the winner.
 
-    So the winner of the race of the tokens that are kept, wherever the cut is: a token that is not kept loses, and
-    those that are kept are ahead of it. winner: of the first race. ahead: the weights ahead of it, or inf if they are
-    not known yet. second: the winner if that one is not kept; vocab_size for a race of all. wanted: what top-p keeps.
+    The result is the winner of a race among all kept tokens, without knowing the cut-off: a dropped winner is rejected,
+    and all kept tokens are ahead of it.
+
+    winner: the winner of the first race. ahead: the sum of the weights ahead of it, or inf if it is not known yet.
+
+    second: the next winner if the first is dropped; vocab_size for a race among all tokens. wanted: the weight that
+    top-p keeps.
     """
     if ahead >= wanted:
         winner = second
@@ -179,7 +182,7 @@ def _first_kept(
 
 @triton.jit
 def _weight_ahead(winner, line, column_stride, top, scale, vocab_size, num_chunks, CHUNK: tl.constexpr):
-    """What the weights of the tokens ahead of `winner` add up to, as multiples of the largest."""
+    """The sum of the weights of the tokens ahead of `winner`, as a multiple of the largest weight."""
     bound = _x_of_token(winner, line, column_stride, scale, vocab_size)
     sums = tl.zeros((CHUNK,), tl.float32)
     for chunk in range(0, num_chunks):
@@ -192,7 +195,7 @@ def _weight_ahead(winner, line, column_stride, top, scale, vocab_size, num_chunk
 
 @triton.jit
 def _x_of_token(token, line, column_stride, scale, vocab_size):
-    """x of a token; −inf for vocab_size, which all tokens are ahead of."""
+    """x of a token. For vocab_size it is −inf, so that all tokens are ahead of it."""
     logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY)
     return divided(logit.to(tl.float32), scale)
 
@@ -202,9 +205,9 @@ def _check(
     k, p, least, low, high, top, total, certain,
     line, listed_logits, listed_ids, column_stride, number, capacity, scale,
 ):  # fmt: skip
-    """The keys among which the cuts must lie, what top-p alone wants of the candidates, and whether it is all there.
+    """The range of keys for the cut-offs, the weight that top-p alone needs from the candidates, and if they suffice.
 
-    Bounds themselves are left out: other logits may have the same x.
+    The range excludes the bounds themselves, because logits outside the list may have the same x.
     """
     lowest, highest = LOWEST_KEY, key_of(top)
     if low > -INFINITY:
@@ -233,7 +236,7 @@ def _cut_and_race(
     k, p, least, lowest, highest, goal, certain, top, score, winner, seed, greedy, vocab_size,
     line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
 ):  # fmt: skip
-    """The cut, the last index that is kept at it, the sum of the weights that are kept, and the winner of the race."""
+    """The cut-off, the last index that is kept at it, the sum of the kept weights, the best score, and the winner."""
     floor, last = LOWEST_KEY, vocab_size
     if k > 0:
         floor = search(

@@ -1,21 +1,29 @@
-"""The device code of top_k_top_p_sample: find few tokens that the cuts must lie among, then cut and race those.
+"""The device code of top_k_top_p_sample: find a few tokens that must include the cut-offs, then cut and race these.
 
-- `start` looks at a sample of each row and guesses a logit that a few thousand tokens reach, or k, in all likelihood.
-- `read` takes the rows in chunks, each by a program of its own. It lists the tokens between two bounds, `low` and
-  `high`, as candidates, adds up the weights of all, and races what reaches `high`: these tokens are certain to be kept.
-- `reread` does the same with closer bounds for rows whose candidates miss the cut, such as those of which top-p keeps
-  many tokens. `start` estimates from the sample which rows these are; of them, `read` adds up the weights above some
-  pivots, between which the closer bounds lie.
-- `finish` puts the chunks of a row together. It finds the cuts by search among the candidates, if sums over these show
-  that the cuts lie there, and races what is kept. If they do not lie there, it searches the whole row: slow, and right.
-- `process` writes the processed logits, if they are asked for.
+- `start` looks at a sample of each row. It estimates a logit that very likely a few thousand tokens reach, or k tokens.
 
-`reread` is in `_sampling_reread.py` and `finish` in `_sampling_finish.py`. What the kernels share is in
-`_sampling_rows.py`, and the search, with what is done to a value, in `_sampling_search.py`.
+- `read` processes the rows in chunks, one program per chunk. It lists the tokens between two bounds, `low` and `high`,
+  as candidates, and sums the weights of all tokens. It races the tokens that reach `high`, because they are certain to
+  be kept.
 
-Bounds are logits; what is compared with the cuts is x = logits / temperature, as integer keys in the order of the
-values, searched four ways at a time. Weights are exp(x − max x), as 64-bit fixed-point numbers where the order in which
-they are added is not fixed. So a row's token depends on nothing but the row.
+- `reread` does the same with closer bounds for rows whose candidates miss the cut-off, for example because top-p keeps
+  many tokens. `start` estimates from the sample which rows these are. For them, `read` sums the weights above some
+  pivots, and the closer bounds lie between two pivots.
+
+- `finish` combines the chunks of a row. If sums over the candidates show that they include the cut-offs, it searches
+  the candidates for the cut-offs and races the kept tokens. Otherwise it searches the whole row, which is slow.
+
+- `process` writes the processed logits, if the call asks for them.
+
+If the call asks only for tokens and the sample shows that top-p keeps many, `start` chooses a race instead of a list.
+`read` then races all tokens that top-p may keep, and `finish` rejects winners that top-p drops.
+
+`reread` and `finish` are in files of the same names. `_rows` holds the code that the kernels share, `_search` holds the
+search and the operations on values.
+
+Bounds are logits. The cut-offs apply to x = logits / temperature, as integer keys in the order of the values, and each
+step of a search divides the range in four. Weights are exp(x − max x). They are 64-bit fixed-point numbers where the
+order of summation is not fixed. So the token of a row depends only on the row.
 """
 
 import triton
@@ -64,13 +72,13 @@ from vllm_opset.kernels.triton.top_k_top_p_sample._search import (
     x_of,
 )
 
-SAMPLE = tl.constexpr(4096)  # tokens of a row, at most
-AMPLE = tl.constexpr(2816)  # tokens to list where the settings do not say how many
-DEVIATIONS = tl.constexpr(4.0)  # by which a guess of the k-th largest from a sample stays clear of it
-SMALL = tl.constexpr(8.0)  # tokens of the sample, more than those, where few make deviations meaningless
-ROUGH = tl.constexpr(1 << 14)  # keys, to which a guess needs to be precise: a 512th of a value
-# A sample shows less of the weight than there is above a bound, since it lacks the largest tokens. By so much less than
-# top-p does it have to show before the cut is estimated.
+SAMPLE = tl.constexpr(4096)  # the most tokens of a row in its sample
+AMPLE = tl.constexpr(2816)  # tokens to list if there is no top-k
+DEVIATIONS = tl.constexpr(4.0)  # margin of estimates from the sample, in standard deviations
+SMALL = tl.constexpr(8.0)  # further margin in tokens of the sample, because deviations mean little for few tokens
+ROUGH = tl.constexpr(1 << 14)  # the precision of an estimate, in keys: a 512th of a value
+# The sample lacks the largest tokens of a row, so it shows too small a share of the weight above a bound. The cut-off
+# is estimated only if this share is below top-p by more than this.
 UNSEEN = tl.constexpr(0.1)
 LOWEST_PIVOT, LEAST_REACH = tl.constexpr(-1.5), tl.constexpr(0.5)  # in standard deviations of the sample
 AT_PIVOTS = tl.constexpr(256)  # tokens that are compared with the pivots together
@@ -81,7 +89,7 @@ def start(
     logits, logits_strides, vocab_size, given, settings, strides, processed, ints, floats,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: its first bounds."""
+    """Computes the first bounds of a row, one program per row."""
     begin(OVERLAP)
     row = tl.program_id(0)
     scale, greedy, k, p, least = settings_of(row, given, settings, strides, vocab_size)
@@ -124,7 +132,7 @@ def start(
 
 @triton.jit
 def _sample(vocab_size):
-    """How many tokens of a row are looked at to guess, and how far apart runs of them start."""
+    """The number of tokens in the sample of a row, and the distance between the starts of their runs."""
     sampled, run = vocab_size, RUN
     if vocab_size > SAMPLE:
         sampled, run = SAMPLE, vocab_size // (SAMPLE // RUN) // RUN * RUN
@@ -133,7 +141,7 @@ def _sample(vocab_size):
 
 @triton.jit
 def _race_bound(x, weight, total, p):
-    """A logit that top-p's cut is not below, in all likelihood, judged from the weights of a sample."""
+    """A logit that is very likely not above top-p's cut-off, estimated from the weights of a sample."""
     error = max(p, 1 - p) * tl.sqrt(tl.sum(weight * weight, 0)) / total
     share = p + DEVIATIONS * error
     bound = -INFINITY
@@ -144,7 +152,7 @@ def _race_bound(x, weight, total, p):
 
 @triton.jit
 def _reached_by(x, amount, wanted):
-    """A value that a sample reaches with amounts adding up to `wanted`, roughly; −inf if all are less."""
+    """The largest value, roughly, such that the amounts at or above it sum to `wanted`; −inf if all sum to less."""
     key = key_of(x)
     zero = tl.full((), 0, tl.int64)
     first, last = zero + LOWEST_KEY, zero + tl.max(key, 0)
@@ -187,9 +195,9 @@ def read(
     ints, floats, parts, part_ids, pivot_sums, listed_logits, listed_ids, capacity,
     CHUNK: tl.constexpr, FILTERED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program for each chunk of each row: candidates, sums of weights, and the winner of the certain tokens.
+    """Lists candidates, sums weights, and races the certain tokens, with one program per chunk of each row.
 
-    Programs that run together have different rows, as far as there are any: the counter of a row is a bottleneck.
+    Programs that run at the same time take different rows if possible, because the counter of a row is a bottleneck.
     """
     begin(OVERLAP)
     num_rows = tl.num_programs(0) // num_chunks
@@ -214,7 +222,7 @@ def read(
         total, listed = tl.reduce((weight, tl.where(logit >= min(low, high), weight, 0.0)), 0, _add_two)
         tl.store(part + CHUNK_TOTAL, total)
         tl.store(part + CHUNK_LISTED, listed)
-        if FILTERED and processed != 0:  # noqa: SIM102  FILTERED is known when it is compiled
+        if FILTERED and processed != 0:  # noqa: SIM102  FILTERED is known at compile time
             if tl.load(floats + row * NUM_FLOATS + ESTIMATE) < INFINITY:
                 sums = _sums_at_pivots(
                     floats + row * NUM_FLOATS, line, logits_strides[1], chunk * CHUNK, top, scale, vocab_size, CHUNK
@@ -248,7 +256,7 @@ def process(
     logits, logits_strides, vocab_size, num_chunks, given, settings, strides, ints, floats, out,
     CHUNK: tl.constexpr, LOGPROBS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program for each chunk of each row: x, or its log-softmax, of the tokens that are kept, and −inf."""
+    """Writes x or its log-softmax for kept tokens and −inf for others, with one program per chunk of each row."""
     begin(OVERLAP)
     row, chunk = tl.program_id(0) // num_chunks, tl.program_id(0) % num_chunks
     scale, _, _, _, least = settings_of(row, given, settings, strides, vocab_size)

@@ -1,13 +1,17 @@
-"""The kernel `reread` of top_k_top_p_sample: reads the rows again that `read` alone does not settle.
+"""The kernel `reread` of top_k_top_p_sample: reads rows again if one read is not enough.
 
-`_sampling.py` says how the kernels work together. This one takes part where top-p alone or min-p alone cuts a row:
+`read` describes how the kernels work together. This kernel handles rows that only top-p or only min-p filters:
 
-- In a row that was raced, it adds up the weights ahead of the winner, which decide whether top-p keeps it, and races
-  the tokens ahead of it, one of which is drawn if top-p does not.
-- In a row whose list of candidates misses the cut, it races all tokens, if only a token is asked for and top-p cuts it.
-- In any other such row it makes a list between closer bounds, which follow from what `read` added up.
+- In a row that `read` raced, it sums the weights ahead of the winner, which decide whether top-p keeps the winner. It
+  also races the tokens ahead of the winner, because one of them is drawn if top-p drops the winner.
 
-A row whose list will do costs it a few loads.
+- In a row whose list of candidates misses the cut-off, it races all tokens if the call asks only for tokens and the
+  filter is top-p.
+
+- In any other row whose list misses the cut-off, it makes a list between closer bounds, which follow from the sums of
+  `read`.
+
+If the list of a row is sufficient, the row costs only a few loads.
 """
 
 import triton
@@ -47,7 +51,7 @@ from vllm_opset.kernels.triton.top_k_top_p_sample._rows import (
 )
 from vllm_opset.kernels.triton.top_k_top_p_sample._search import INFINITY, LOG2E, divided, weight_of
 
-# How far below the first bound the second one lies where `read` had no pivots, in standard deviations of the sample.
+# The distance of the second bound below the first if `read` had no pivots, in standard deviations of the sample.
 NEXT_BOUND = tl.constexpr(0.6)
 
 
@@ -57,7 +61,7 @@ def reread(
     ints, floats, parts, part_ids, pivot_sums, listed_logits, listed_ids, capacity,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """`programs` programs a row, each for every `programs`-th of its chunks."""
+    """Each row has `programs` programs. Each of them takes every `programs`-th chunk of the row."""
     begin(OVERLAP)
     num_rows = tl.num_programs(0) // programs
     row, first = tl.program_id(0) % num_rows, tl.program_id(0) // num_rows
@@ -128,7 +132,7 @@ def _race_ahead(
     first, programs, line, column_stride, vocab_size, num_chunks, bound, winner, scale, seed, parts, part_ids,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The weights ahead of the first race's winner, and a second race among these tokens. bound: the winner's x."""
+    """Sums the weights ahead of the first race's winner, and races these tokens again. bound: the winner's x."""
     for chunk in range(first, num_chunks, programs):
         token = chunk * CHUNK + tl.arange(0, CHUNK)
         logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
@@ -164,13 +168,14 @@ def _race_all(
 def _closer_bounds(
     bounds, pivot_sums, share, wanted, enough, low, least, top, scale, num_chunks, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """Two logits that the cut lies between: tokens below the first are dropped, those from the second on are kept.
+    """Two logits around the cut-off: tokens below the first are dropped, tokens at or above the second are kept.
 
-    share: of each chunk, the weight of its largest logit as a multiple of the row's largest. wanted: the weight that
-    top-p keeps. enough: whether the cut is not below `low`. least: min-p, or 0.
+    share: for each chunk, the weight of its largest logit as a multiple of the row's largest weight.
+
+    wanted: the weight that top-p keeps. enough: whether the cut-off is at or above `low`. least: min-p, or 0.
     """
     closer, high = tl.where(enough, low, -INFINITY), tl.where(enough, INFINITY, low)
-    if least > 0:  # min-p's cut follows from the largest logit
+    if least > 0:  # min-p's cut-off follows from the largest logit
         cut = top + tl.log(least) * scale
         margin = (tl.abs(cut) + tl.abs(top)) * 1e-5 + 1e-30
         closer, high = cut - margin, cut + margin
@@ -191,7 +196,7 @@ def _read_between(
     line, column_stride, chunk, vocab_size, low, high, scale, greedy, seed,
     part, part_id, relisted, listed_logits, listed_ids, row, capacity, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """What `read` does with a chunk, for bounds that have certain tokens above them."""
+    """Lists candidates and races certain tokens of a chunk like `read`, but also sums the weights of certain tokens."""
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(line + place.to(tl.int64) * column_stride, place < vocab_size, -INFINITY).to(tl.float32)
     among = (logit >= low) & (logit < high) & (logit > -INFINITY)
