@@ -1,11 +1,13 @@
-"""C++ kernels for a CPU, of the ops that a decode step calls by the hundred on little data.
+"""C++ kernels for a CPU, for the ops that a decode step calls hundreds of times on little data.
 
-There PyTorch's own operators cost some microseconds each, whatever they do, and a kernel of several of them as many
-times that; a call from here costs one or two. The kernels are built for this machine's processor by its own compiler
-when they are first wanted (in two seconds) and kept: see `_build`. A machine without one has those of `kernels/cpu`,
-which are also what these hand over to where there is nothing to gain: long prefills, and tensors whose rows do not lie
-in one piece. They compute with as many threads as PyTorch does in the thread that calls them, if it has ever said how
-many that is (`torch.set_num_threads`).
+A PyTorch operator costs some microseconds for each call, however small, and a kernel of several operators pays this
+several times. A call of a C++ kernel costs one or two microseconds.
+
+The compiler of this machine builds the kernels for its processor at their first use, in two seconds, and they are kept:
+see `_build`. A machine without a compiler uses `kernels/cpu`. The C++ kernels also call those if there is nothing to
+gain: for long prefills, and for tensors whose rows are not contiguous.
+
+The kernels use as many threads as PyTorch does in the calling thread, if `torch.set_num_threads` was ever called there.
 """
 
 from vllm_opset.kernels.cpp import _build
@@ -14,5 +16,5 @@ DEVICES = ("cpu",)
 
 
 def unavailable() -> str | None:
-    """Why there is no library, or None."""
+    """The reason why there is no library, or None."""
     return _build.library().reason

@@ -1,6 +1,6 @@
 """The library of all C++ kernels: built once for a compiler, a processor and these sources, and kept in a cache.
 
-The compiler is `g++`; CXX names another one that takes its flags. Where the library is kept is in `_cache`.
+The compiler is `g++`; CXX names another one that takes the same flags. `_cache` decides where the library is kept.
 """
 
 import ctypes
@@ -22,32 +22,33 @@ import torch
 from vllm_opset.kernels.cpp import _cache
 
 SOURCES = Path(__file__).parent
-# Not -ffast-math: NaNs must come through. What is not needed for vector code is errno and the flags of exceptions.
+# -ffast-math is not used, because NaNs must be preserved. errno and the flags of exceptions are switched off, because
+# they are not needed and prevent vector code.
 FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 CURE = "install g++ 12 or newer, or name one by CXX"
-TIME_LIMIT = 300  # seconds, of a build that takes two on a processor of today
+TIME_LIMIT = 300  # seconds; a build takes two on a current processor
 OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-# What `with_type` in _types.h calls them.
+# The numbers of the types for `with_type` in _types.h.
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 @dataclass(frozen=True)
 class Library:
-    """code: the loaded library. reason: why it could not be had, or None."""
+    """code: the loaded library, or None. reason: why it could not be built or loaded, or None."""
 
     code: ctypes.CDLL | None
     reason: str | None
 
 
 class Missing(Exception):
-    """What is in the way of the library."""
+    """The library cannot be built; the message says why."""
 
 
 @functools.cache
 def library() -> Library:
-    """Loads it, and builds it before if nobody has."""
+    """Loads the library, and builds it first if necessary."""
     try:
         return Library(_loaded(), None)
     except (Missing, _cache.NoFolder) as reason:
@@ -64,11 +65,11 @@ def function(name: str, *argument_types, returns=None) -> Callable:
 
 
 def _loaded() -> ctypes.CDLL:
-    """Raises Missing, and OSError for a library that cannot be loaded."""
+    """The loaded library. Raises Missing if it cannot be built, and OSError if it cannot be loaded."""
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     if not shutil.which(compiler[0]):
         raise Missing(f"there is no C++ compiler {compiler[0]!r}: {CURE}")
-    # All that the compiler knows about itself, its version too, and about the processor that it compiles for.
+    # The macros describe the compiler, including its version, and the processor that it compiles for.
     macros = _run([*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
     sources = sorted(SOURCES.glob("*.cpp"))
     texts = [path.read_text() for path in [*sources, *sorted(SOURCES.glob("*.h"))]]
@@ -82,7 +83,8 @@ def _loaded() -> ctypes.CDLL:
 
 def _build(compiler: list[str], sources: list[Path], path: Path) -> None:
     try:
-        # Built beside its place and moved: processes that start together all build it, and none may see a part of it.
+        # Processes that start together all build the library, and none may see an incomplete file. So each builds it in
+        # a temporary folder on the same file system and moves it.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / path.name
             _run([*compiler, *FLAGS, "-shared", *map(str, sources), *_openmp(), "-o", str(built)])
@@ -93,14 +95,14 @@ def _build(compiler: list[str], sources: list[Path], path: Path) -> None:
 
 
 def _openmp() -> list[str]:
-    """PyTorch's own OpenMP runtime, where it brings one: a second one in a process would have threads of its own."""
+    """PyTorch's own OpenMP runtime, if it has one. A second runtime in the process would have its own threads."""
     libraries = sorted((Path(torch.__file__).parent / "lib").iterdir())
     return [str(path) for path in libraries if OPENMP.match(path.name)]
 
 
 def _run(command: list[str]) -> str:
-    """What the compiler prints. Raises Missing with its first error, or if it takes too long."""
-    # A group of its own, since a compiler starts others, which have to end with it.
+    """Runs the compiler and returns its output. Raises Missing with its first error, or if it takes too long."""
+    # The compiler gets its own process group, because the processes that it starts must end with it.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
     try:
         printed, errors = process.communicate(timeout=TIME_LIMIT)

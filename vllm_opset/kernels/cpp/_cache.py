@@ -1,7 +1,7 @@
 """The cache of built libraries: a folder, and files in it, that no other user can write to.
 
-The folder is ~/.cache/vllm-opset; OPSET_CACHE names another one. To load a library is to run its code, so one that
-somebody else could have put there, or changed, is not loaded.
+The folder is ~/.cache/vllm-opset; OPSET_CACHE names another one. Loading a library runs its code. So a library is not
+loaded if another user could have created or changed it.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-MODE = 0o700  # of what is made here
+MODE = 0o700  # permissions of the folders and files that are created here
 ROOT = 0
 CURE = "name a folder that is yours alone by OPSET_CACHE"
 
@@ -25,7 +25,7 @@ class NoFolder(Exception):
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """The cache, made if need be. If others can write to it, a temporary folder, gone at the end. Raises NoFolder."""
+    """The cache folder, created if necessary. If other users can write to it, a temporary folder. Raises NoFolder."""
     folder = _named()
     try:
         folder.mkdir(mode=MODE, parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def is_trusted(library: Path) -> bool:
-    """Whether there is one, and it may be loaded."""
+    """Whether the library exists and may be loaded."""
     if not os.path.lexists(library):
         return False
     if reason := _why_not(library, stat.S_ISREG):
@@ -49,12 +49,12 @@ def is_trusted(library: Path) -> bool:
 
 
 def not_writable(folder: Path, error: OSError) -> str:
-    """What to say, and the cure."""
+    """The message for a folder that cannot be written to, with the cure."""
     return f"{folder} cannot be written to ({error.strerror}): name another by OPSET_CACHE"
 
 
 def _why_not(path: Path, is_of_kind: Callable[[int], bool]) -> str | None:
-    """Why another user may have written what is there, or None."""
+    """The reason why another user may have written the file or folder, or None."""
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode):
         return "is a symbolic link"

@@ -1,4 +1,4 @@
-// What the kernels share: the element types, rows of vectors, and when work is worth several threads.
+// Code that the kernels share: the element types, exp, and the threshold for several threads.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ inline To bits_of(From from) {
     return to;
 }
 
-// A scalar type, so that compilers make vectors of it.
+// This is a scalar type, so that compilers can vectorise it.
 enum class bfloat16 : uint16_t {};
 
 inline float widen(float value) { return value; }
@@ -32,7 +32,7 @@ inline float narrow(float value) {
     return value;
 }
 
-// To the nearest, of two equally near ones to the even one. NaN stays NaN.
+// Rounds to nearest even. NaN stays NaN.
 template <>
 inline bfloat16 narrow(float value) {
     const uint32_t wide = bits_of<uint32_t>(value);
@@ -47,8 +47,8 @@ inline void with_type(int64_t type, F f) {
     else f(static_cast<bfloat16*>(nullptr));
 }
 
-// e^x to 1e-7 of itself, in code that compilers turn into vectors. Below -87 it is 1e-38 instead of less, above 88.4
-// infinite, a little early.
+// e^x with a relative error of 1e-7, in code that compilers vectorise. Below -87 it is 1e-38 instead of smaller values.
+// Above 88.4 it is infinite, slightly too early.
 inline float exp(float x) {
     x = std::min(std::max(x, -87.0f), 89.0f);
     const float n = std::nearbyint(x * 1.44269504f);
@@ -62,7 +62,7 @@ inline float exp(float x) {
     return (p * r * r + r + 1.0f) * bits_of<float>((int32_t(n) + 127) << 23);
 }
 
-// Elements of work below which waking a second thread costs more than it saves.
+// The number of elements below which waking a second thread costs more than it saves.
 constexpr int64_t WORTH_THREADS = 1 << 15;
 
 }  // namespace opset

@@ -1,4 +1,4 @@
-// 16 floats at a time: one register of AVX-512, two of AVX2, four of NEON; the compiler splits them.
+// Vectors of 16 floats: one register of AVX-512, two of AVX2 or four of NEON. The compiler splits them.
 #pragma once
 
 #include <utility>
@@ -36,7 +36,7 @@ constexpr int lane_of(int i) {
     return i / WIDTH % 2 * LANES + i / (2 * WIDTH) * (2 * WIDTH) + i % WIDTH;
 }
 
-// Sums of neighbouring groups of WIDTH lanes; those of a become the even groups, those of b the odd ones.
+// Sums of neighbouring groups of WIDTH lanes. The sums of a become the even groups, the sums of b the odd groups.
 template <int WIDTH, int... I>
 inline Floats fold(Floats a, Floats b, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(a, b, lane_of<WIDTH>(I)...) +
@@ -48,7 +48,7 @@ inline Floats fold(Floats a, Floats b) {
     return fold<WIDTH>(a, b, std::make_integer_sequence<int, LANES>());
 }
 
-// Lane i: the sum of the lanes of rows[i].
+// Lane i of the result is the sum of the lanes of rows[i].
 inline Floats sums(const Floats (&rows)[LANES]) {
     Floats eighths[8], quarters[4], halves[2];
     for (int i = 0; i < 8; i++) eighths[i] = fold<8>(rows[i], rows[i + 8]);

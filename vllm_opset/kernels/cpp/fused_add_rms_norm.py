@@ -1,4 +1,4 @@
-"""fused_add_rms_norm: rms_norm's code, adding while it reads."""
+"""fused_add_rms_norm by the code of rms_norm, which adds the residual while it reads."""
 
 import torch
 

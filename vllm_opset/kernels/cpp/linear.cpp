@@ -1,13 +1,13 @@
-// linear in fp32 for a few tokens: the weight is read once, as it lies, for all of them.
+// linear in fp32 for a few tokens: it reads the weight once for all of them, without packing.
 #include "_vector.h"
 
 namespace opset {
 namespace {
 
-constexpr int64_t AHEAD = 64;   // elements of a row that are asked for before they are needed
-constexpr int64_t CHAIN = 256;  // products that are added up one by one: their rounding errors grow with the number
+constexpr int64_t AHEAD = 64;   // elements of a row that are prefetched before they are needed
+constexpr int64_t CHAIN = 256;  // products in one sequential sum, because rounding errors grow with its length
 
-// y[token][row] of ROWS rows of the weight and GROUPS * LANES tokens, of which x holds each input side by side.
+// Computes y[token][row] for ROWS rows of the weight and GROUPS * LANES tokens. x is [in, GROUPS * LANES].
 template <int ROWS, int GROUPS>
 inline void multiply(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t in,
                      int64_t y_token) {
@@ -35,7 +35,7 @@ inline void multiply(const float* x, const float* weight, const float* bias, flo
 template <int GROUPS>
 void multiply_all(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t in,
                   int64_t out, int64_t x_token) {
-    constexpr int64_t ROWS = 12 / GROUPS;  // so many sums fit the registers, and hide each other's latency
+    constexpr int64_t ROWS = 12 / GROUPS;  // this many sums fit the registers and hide their latency
     std::vector<float> side_by_side(in * GROUPS * LANES);
     for (int64_t token = 0; token < tokens; token++)
         for (int64_t i = 0; i < in; i++) side_by_side[i * GROUPS * LANES + token] = x[token * x_token + i];
@@ -53,7 +53,7 @@ void multiply_all(const float* x, const float* weight, const float* bias, float*
 
 }  // namespace
 
-// x: [tokens, in], its rows x_token apart, at most 2 * LANES of them. weight: [out, in], y: [tokens, out], both
+// x: [tokens, in] with at most 2 * LANES rows and row stride x_token. weight: [out, in], y: [tokens, out], both
 // contiguous. bias: [out], contiguous, or null.
 extern "C" void linear(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t in,
                        int64_t out, int64_t x_token) {

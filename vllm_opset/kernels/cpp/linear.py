@@ -1,4 +1,4 @@
-"""linear in fp32 where tokens are few: the weight is read once, as it lies. Else PyTorch's, on the same weight."""
+"""linear in fp32 for few tokens: it reads the weight once, without packing. PyTorch does the rest, with that weight."""
 
 import torch
 import torch.nn.functional as F
@@ -9,10 +9,10 @@ from vllm_opset.kernels.cpp._build import INT, POINTER, function
 from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.gemm.linear import check_arguments
 
-# The numbers of tokens at which this was faster, by weights that come from memory. MKL reads a weight once for up to 3,
-# and arranges it for itself where that pays.
+# The numbers of tokens for which this was faster than MKL, with weights that come from memory. Up to 3 tokens, MKL also
+# reads a weight once. For many tokens, MKL packs the weight, which pays.
 FEW = range(4, 33)
-# A weight that stays in a core's cache, where MKL is as fast.
+# The bytes of a weight that stays in the cache of a core. MKL is as fast with such a weight.
 SMALL = 512 << 10
 
 run = function("linear", *[POINTER] * 4, *[INT] * 4)

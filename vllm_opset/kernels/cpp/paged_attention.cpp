@@ -1,10 +1,11 @@
-// paged_attention where requests have few query tokens: each row by itself, in fp32, keys and values read in the cache.
+// paged_attention for requests with few query tokens. It handles each row separately, in fp32, and reads keys and
+// values in place.
 #include "_vector.h"
 
 namespace opset {
 namespace {
 
-// What a call is about. Pointers and strides are in elements; an absent left or right side of the window is -1.
+// The parameters of a call. Strides are in elements. A left or right of -1 means that the window has no such side.
 struct Layer {
     int64_t num_heads, num_kv_heads, head_size, block_size;
     int64_t query_token, query_head, out_token, out_head, cache_block, cache_head, cache_slot, table_row;
@@ -13,7 +14,7 @@ struct Layer {
     const float *slopes, *sinks;
 };
 
-// Keys first .. last of one request and KV head, in runs that lie in one page.
+// Keys first .. last of one request and KV head, in runs within one page.
 template <class E>
 struct Keys {
     const E* cache;
@@ -24,8 +25,8 @@ struct Keys {
         return cache + pages[position / block_size] * cache_block + position % block_size * cache_slot;
     }
 
-    // f(key, number, next) for at most LANES keys at a time: the first one's address, how many lie cache_slot apart, and
-    // the address of the first key after these, or null.
+    // Calls f(key, number, next) for runs of at most LANES keys: the address of the first key, the number of keys,
+    // which are cache_slot apart, and the address of the next run, or null.
     template <class F>
     void each_run(F f) const {
         for (int64_t at = first; at <= last;) {
@@ -36,7 +37,7 @@ struct Keys {
         }
     }
 
-    // Asks for a run that comes next, keys and values: which page it is in, no processor can guess.
+    // Prefetches the keys and values of the next run, because the processor cannot predict its page.
     void fetch(const E* run, int64_t size) const {
         constexpr int64_t LINE = 64 / sizeof(E);
         if (run)
@@ -46,7 +47,7 @@ struct Keys {
     }
 };
 
-// The keys of a run as rows of floats, where they lie or widened into `tile`. Lanes beyond the run repeat its last key.
+// The keys of a run as rows of floats, in place or widened into `tile`. Lanes beyond the run repeat its last key.
 inline void rows_of(const float* key, int64_t number, int64_t stride, int64_t, float*, const float* (&rows)[LANES]) {
     for (int lane = 0; lane < LANES; lane++) rows[lane] = key + std::min<int64_t>(lane, number - 1) * stride;
 }
@@ -59,7 +60,7 @@ inline void rows_of(const bfloat16* key, int64_t number, int64_t stride, int64_t
     rows_of(tile, number, size, size, tile, rows);
 }
 
-// scores[head][i] = queries[head] . key i, of all query heads of a KV head. The queries are rows of size floats.
+// scores[head][i] = queries[head] . key i, for all query heads of a KV head. The queries are rows of size floats.
 template <class E>
 void multiply_keys(const float* queries, const Keys<E>& keys, int64_t group, int64_t size, float* tile, float* scores) {
     const int64_t stride = keys.last + 1 - keys.first;
@@ -81,8 +82,8 @@ void multiply_keys(const float* queries, const Keys<E>& keys, int64_t group, int
     });
 }
 
-// out[head] = weights[head] . values, in VECTORS * LANES columns of HEADS query heads. Each value is read once for them,
-// and the sums, each of which grows step by step, are enough to keep the multipliers busy.
+// out[head] = weights[head] . values, in VECTORS * LANES columns of HEADS query heads. Each value is read once for all
+// heads. Each sum is sequential, but there are enough sums to keep the multipliers busy.
 template <int HEADS, int VECTORS, class E>
 void multiply_columns(const float* weights, int64_t stride, const Keys<E>& values, int64_t size, float* out) {
     Floats sum[HEADS][VECTORS] = {};
@@ -108,7 +109,7 @@ void multiply_values(const float* weights, Keys<E> values, int64_t size, float* 
         multiply_columns<HEADS, 1>(weights, stride, values, size, out + element);
 }
 
-// Scores to weights of the softmax, times `factor`; those of `distance` keys ahead of the first one's query.
+// Turns scores into softmax weights, times value_scale. distance: position of the first key − position of the query.
 void softmax(float* scores, int64_t number, int64_t distance, const Layer& layer, int64_t head) {
     if (layer.soft_cap > 0) {
 #pragma omp simd
@@ -133,7 +134,7 @@ void softmax(float* scores, int64_t number, int64_t distance, const Layer& layer
     for (int64_t i = 0; i < number; i++) scores[i] *= factor;
 }
 
-// The query heads of one KV head, for one row at `position`.
+// Attention of the query heads of one KV head, for one row at `position`.
 template <class E>
 void attend(const E* query, Keys<E> keys, E* out, int64_t position, int64_t kv_head, const Layer& layer,
             std::vector<float>& space) {
@@ -179,7 +180,7 @@ void attend_all(const E* query, const E* cache, E* out, const int32_t* query_sta
                 const int64_t first = layer.left < 0 ? 0 : std::max<int64_t>(0, position - layer.left);
                 const int64_t last = layer.right < 0 ? seq_len - 1 : std::min(seq_len - 1, position + layer.right);
                 E* to = out + row * layer.out_token + kv_head * group * layer.out_head;
-                if (first > last) {  // it sees no key
+                if (first > last) {  // the row sees no key
                     for (int64_t head = 0; head < group; head++)
                         std::fill_n(to + head * layer.out_head, layer.head_size, narrow<E>(0));
                     continue;

@@ -1,7 +1,7 @@
 """paged_attention in C++ for decode, and by PyTorch for prefill.
 
-- `decode`: reads each key and value in place, once for the query heads that share it.
-- `torch`: gathers them for PyTorch's fused attention, whose matrix products win where a request has many queries.
+- `decode` reads each key and value in place, once for all query heads that share it.
+- `torch` gathers them for PyTorch's fused attention. Its matrix products are faster for requests with many queries.
 """
 
 import ctypes
@@ -20,14 +20,14 @@ from vllm_opset.variants import Variant, Variants
 
 # As in _vector.h.
 LANES = 16
-# Up to so many query tokens of a request, it costs less to read its keys for each of them than to gather them once.
+# Up to this many query tokens of a request, reading its keys for each token costs less than gathering them once.
 DECODE_TOKENS = 4
 
 run = function("paged_attention", INT, *[POINTER] * 6, INT, POINTER)
 
 
 class Layer(ctypes.Structure):
-    """As in paged_attention.cpp."""
+    """The struct `Layer` of paged_attention.cpp."""
 
     _fields_ = (
         *((name, INT) for name in ("num_heads", "num_kv_heads", "head_size", "block_size")),
@@ -99,14 +99,14 @@ def paged_attention(
 
 
 def addressable(batch: PagedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """query_start_loc, seq_lens and block_table, each row in one piece."""
+    """query_start_loc, seq_lens and block_table, with contiguous rows."""
     block_table = batch.block_table
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
     return batch.query_start_loc.contiguous(), batch.seq_lens.contiguous(), block_table
 
 
-# Layers of a model differ in little; a decode step meets the same few again and again.
+# The layers of a model differ little, so every decode step uses the same few structs.
 @functools.lru_cache(maxsize=256)
 def _layer(
     num_heads, head_size, num_kv_heads, block_size, query, out, cache, table_row, left, right,

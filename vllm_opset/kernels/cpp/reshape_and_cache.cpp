@@ -1,10 +1,10 @@
-// reshape_and_cache: copies, whatever the type.
+// reshape_and_cache by copying bytes, for any type.
 #include "_types.h"
 
 namespace opset {
 
-// All strides and head_bytes in bytes. Tokens with a negative slot are left out. Answers the first token whose slot the
-// cache does not have, before anything is written, or -1.
+// All strides and head_bytes are in bytes. Tokens with a negative slot are skipped. If the cache lacks the slot of a
+// token, returns the first such token before it writes anything; otherwise returns -1.
 extern "C" int64_t reshape_and_cache(const char* key, const char* value, char* cache, const int64_t* slots,
                                      int64_t tokens, int64_t heads, int64_t head_bytes, int64_t key_token,
                                      int64_t key_head, int64_t value_token, int64_t value_head, int64_t num_slots,

@@ -1,4 +1,4 @@
-"""reshape_and_cache by copying each head's key and value to its place."""
+"""reshape_and_cache by copying each head's key and value to its slot."""
 
 import torch
 

@@ -1,4 +1,4 @@
-// rms_norm, and fused_add_rms_norm, which differs in where the sum comes from.
+// rms_norm and fused_add_rms_norm, which differ only in the input of the norm.
 #include "_types.h"
 
 namespace opset {
@@ -15,7 +15,8 @@ inline void scale_row(const float* x, float factor, const W* weight, float offse
     }
 }
 
-// The row as fp32 in `wide`, with the residual added and stored where there is one. Returns the sum of squares.
+// Writes the row to `wide` as fp32. If there is a residual, adds it and stores the sum in it. Returns the sum of
+// squares.
 template <class E>
 inline float widen_row(const E* x, E* residual, int64_t size, float* wide) {
     float squares = 0;

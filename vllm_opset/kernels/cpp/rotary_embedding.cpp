@@ -33,8 +33,8 @@ void rotate_all(E* x, const int64_t* positions, const C* table, int64_t tokens, 
 
 }  // namespace
 
-// x: [tokens, heads, ...] with strides. table: [rows, 2 * half], contiguous. Answers the first token whose position is
-// no row of the table, before anything is rotated, or -1.
+// x: [tokens, heads, ...] with strides. table: [rows, 2 * half], contiguous. If the position of a token is not a row of
+// the table, returns the first such token before it rotates anything; otherwise returns -1.
 extern "C" int64_t rotary_embedding(int64_t type, int64_t table_type, void* x, const int64_t* positions,
                                     const void* table, int64_t rows, int64_t tokens, int64_t heads, int64_t x_token,
                                     int64_t x_head, int64_t half, int64_t neox) {

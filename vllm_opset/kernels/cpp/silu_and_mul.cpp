@@ -1,9 +1,9 @@
-// silu_and_mul: silu(gate) * up, the halves of each row.
+// silu_and_mul: silu(gate) * up, where gate and up are the halves of each row.
 #include "_types.h"
 
 namespace opset {
 
-// x: [rows, 2 * size], its rows x_row apart. y: [rows, size], contiguous.
+// x: [rows, 2 * size] with row stride x_row. y: [rows, size], contiguous.
 extern "C" void silu_and_mul(int64_t type, const void* x, void* y, int64_t rows, int64_t size, int64_t x_row) {
     with_type(type, [&](auto* element) {
         using E = std::remove_pointer_t<decltype(element)>;

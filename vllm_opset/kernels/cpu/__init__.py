@@ -1,8 +1,8 @@
-"""Kernels for a CPU that are faster than the references, from PyTorch's own fused operators and NumPy."""
+"""Kernels for a CPU, made of PyTorch's fused operators and NumPy. They are faster than the references."""
 
 DEVICES = ("cpu",)
 
 
 def unavailable() -> str | None:
-    """PyTorch and NumPy are all they need."""
+    """Always None, because these kernels need only PyTorch and NumPy."""
     return None

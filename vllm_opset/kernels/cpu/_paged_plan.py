@@ -1,14 +1,15 @@
-"""How a batch is attended on a CPU: cut into chunks, each of which takes one gather and one attention.
+"""The plan for attention of a batch on a CPU. It cuts the batch into chunks; each takes one gather and one attention.
 
-A request's query tokens are cut into blocks of at most QUERY_BLOCK rows, as if the scheduler had chunked its prompt:
-a block needs the keys that one of its rows sees. Blocks of equal length form a group: decoding requests are one group
-whatever else is in the batch, and no query row is padding. The blocks of a group are attended in chunks whose keys and
-values fit the cache of a core. The last keys of all blocks of a chunk are aligned. So the distance between query row i
-and key j is the same in all of them, and one mask, of which the chunks of a group take what they need, says for all who
-sees what. A block with fewer keys than others has padding before them, which repeats its first key: what it may not
-read, it does not read.
+The query tokens of a request are cut into blocks of at most QUERY_BLOCK rows, as if the scheduler had chunked its
+prompt. A block needs the keys that any of its rows sees. Blocks of equal length form a group. So decoding requests are
+one group, whatever else is in the batch, and no query row is padding.
 
-All this is arithmetic on whole batches, done once a step and shared by the layers.
+The blocks of a group are processed in chunks whose keys and values fit the cache of a core. The last keys of all blocks
+of a chunk are aligned. So the distance between query row i and key j is the same in all blocks, and all chunks of a
+group use parts of one mask. A block with fewer keys than the others has padding before its keys. The padding repeats
+the first key of the block, so that nothing outside the request is read.
+
+The plan is computed by arithmetic on whole batches, once a step, and the layers share it.
 """
 
 import functools
@@ -21,18 +22,18 @@ import torch
 
 from vllm_opset.ops.attention.paged_batch import PagedBatch
 
-# Query rows that are attended at a time. With more, more time goes to keys that only some of them see; with fewer, the
-# same keys are gathered more often.
+# The most query rows of one attention. More rows cost more time for keys that only some of them see. Fewer rows gather
+# the same keys more often.
 QUERY_BLOCK = 256
-# Bytes of keys and values that are gathered at a time. Less stays closer to the core, but takes more calls; beyond
-# 32 MiB the C library would map the memory anew for every layer.
+# The most bytes of keys and values that are gathered at a time. Fewer bytes stay closer to the core, but take more
+# calls. Beyond 32 MiB, the C library would map the memory anew for every layer.
 CHUNK_BYTES = 2 << 20
 
 _ZERO = torch.zeros((), dtype=torch.float32)
 
 
 class Geometry(NamedTuple):
-    """A cache as rows, each a token's key and value of one head, and how many rows lie between its parts."""
+    """A cache as rows. Each row is the key and value of one token and head; the steps are distances in rows."""
 
     num_rows: int
     row_stride: int
@@ -43,13 +44,13 @@ class Geometry(NamedTuple):
     slot_step: int
 
     def rows_of(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """[num_rows, 2 * head_size], a view. Where the cache has gaps, its rows may overlap."""
+        """The cache as a view [num_rows, 2 * head_size]. If the cache has gaps, the rows may overlap."""
         return kv_cache.as_strided((self.num_rows, kv_cache.shape[3]), (self.row_stride, kv_cache.stride(3)))
 
 
 @functools.cache
 def geometry(shape: tuple[int, ...], strides: tuple[int, ...]) -> Geometry:
-    """Of a cache [num_blocks, num_kv_heads, block_size, 2 * head_size], whatever the order of its strides."""
+    """The geometry of a cache [num_blocks, num_kv_heads, block_size, 2 * head_size] with strides in any order."""
     _, num_kv_heads, block_size, width = shape
     extents = [(size - 1) * stride for size, stride in zip(shape[:3], strides[:3], strict=True)]
     unit = math.gcd(*(stride for extent, stride in zip(extents, strides[:3], strict=True) if extent)) or width
@@ -60,11 +61,14 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...]) -> Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Blocks of equal length, attended together.
+    """Blocks of equal length that one attention processes together.
 
-    rows: of query and out, num_blocks * length of them. heads: KV heads, all or those that fit. index: cache rows of
-    [num_blocks, heads, num_keys]. bias: fp32, zero or −inf, broadcasts to [num_blocks, heads, query heads of a KV head,
-    length, num_keys]; None if every row sees every key. ahead: keys after the last row of a block.
+    rows: the num_blocks * length rows of query and out. heads: all KV heads, or those that fit.
+
+    index: the cache rows, flattened from [num_blocks, heads, num_keys].
+
+    bias: fp32, zero or −inf; broadcasts to [num_blocks, heads, query heads of a KV head, length, num_keys]. None if
+    every row sees every key. ahead: the number of keys after the last row of a block.
     """
 
     rows: slice | torch.Tensor
@@ -77,13 +81,13 @@ class Chunk:
     ahead: int
 
     def distance(self) -> torch.Tensor:
-        """[length, num_keys], key position − query position."""
+        """Key position − query position, [length, num_keys]."""
         return _distance(self.length, self.num_keys, self.ahead)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """blind_rows: of out, those that see no key."""
+    """The chunks of a batch. blind_rows: the rows of out whose queries see no key."""
 
     chunks: list[Chunk]
     blind_rows: list[torch.Tensor]
@@ -91,8 +95,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Blocks of `length` rows with `ahead` keys after the last of them; and for each, int tensors [num_blocks]: its
-    request, its first row in the batch, and the keys that its rows see, from `start` to before `stop`."""
+    """Blocks of `length` rows, each with `ahead` keys after its last row.
+
+    The tensors are int [num_blocks]: the request of each block, its first row in the batch, and the keys that its rows
+    see, from `start` to before `stop`.
+    """
 
     length: int
     ahead: int
@@ -106,7 +113,7 @@ class Group:
         return Group(self.length, self.ahead, *(tensor[which] for tensor in tensors))
 
     def rows(self) -> slice | torch.Tensor:
-        """Of the batch: [num_blocks * length], as a slice where that will do."""
+        """The rows of the batch in these blocks, [num_blocks * length], as a slice if they are contiguous."""
         first, *_ = rows = self.row.tolist()
         after = first + len(rows) * self.length
         if rows == list(range(first, after, self.length)):
@@ -115,7 +122,7 @@ class Group:
 
 
 def make_plan(batch: PagedBatch, left: int | None, right: int | None, cache: Geometry, token_bytes: int) -> Plan:
-    """left, right: see window_sides. token_bytes: what the keys and values of a token take in the cache."""
+    """Plans a batch. left, right: see window_sides. token_bytes: bytes of a token's keys and values in the cache."""
     plan = Plan([], [])
     for group in _groups(batch, left, right):
         num_keys = (group.stop - group.start).tolist()
@@ -164,7 +171,7 @@ def _chunks(
 ) -> Iterator[Chunk]:
     longest = max(num_keys)
     if len(num_keys) > _fitting(longest, group.length, token_bytes):
-        # The blocks with the most keys first, so that little is padded.
+        # The blocks with the most keys come first, so that the blocks of a chunk need little padding.
         order = torch.argsort(group.start - group.stop, stable=True)
         group, num_keys = group.pick(order), sorted(num_keys, reverse=True)
     mask = _mask(group, longest, left, right)
@@ -194,12 +201,12 @@ def _parts(num_keys: list[int], length: int, token_bytes: int) -> Iterator[slice
 
 
 def _fitting(num_keys: int, length: int, token_bytes: int) -> int:
-    """How many blocks make a chunk: one, or as many as stay within QUERY_BLOCK and CHUNK_BYTES."""
+    """The number of blocks of a chunk: as many as stay within QUERY_BLOCK and CHUNK_BYTES, but at least one."""
     return max(1, min(QUERY_BLOCK // length, CHUNK_BYTES // (num_keys * token_bytes)))
 
 
 def _heads(num_kv_heads: int, block_bytes: int) -> Iterator[slice]:
-    """Slices of the heads: all, unless one block alone is more than CHUNK_BYTES; but one head for each thread."""
+    """Slices of the KV heads: all heads, or fewer if one block exceeds CHUNK_BYTES, but at least one per thread."""
     step = num_kv_heads
     if block_bytes > CHUNK_BYTES:
         step = max(torch.get_num_threads(), CHUNK_BYTES * num_kv_heads // block_bytes)
@@ -208,9 +215,9 @@ def _heads(num_kv_heads: int, block_bytes: int) -> Iterator[slice]:
 
 
 def _mask(group: Group, num_keys: int, left: int | None, right: int | None) -> torch.Tensor | None:
-    """fp32 [1, 1, 1, length, num_keys], −inf where a key is not seen. None if all are."""
+    """The mask, fp32 [1, 1, 1, length, num_keys], −inf for keys that a row does not see. None if each row sees all."""
     if group.length == 1:
-        # A block has the keys that one of its rows sees.
+        # A block has only keys that some row of it sees, and this block has one row.
         return None
     distance = _distance(group.length, num_keys, group.ahead)
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -226,6 +233,6 @@ def _distance(length: int, num_keys: int, ahead: int) -> torch.Tensor:
 
 
 def _tokens(block_table: torch.Tensor, request: torch.Tensor, position: torch.Tensor, cache: Geometry) -> torch.Tensor:
-    """Rows of the cache for the first head, int64 [num_blocks, 1, num_keys]. position: [num_blocks, num_keys]."""
+    """The rows of the cache for the first head, int64 [num_blocks, 1, num_keys]. position: [num_blocks, num_keys]."""
     page = block_table[request[:, None], position // cache.block_size].long()
     return (page * cache.block_step + position % cache.block_size * cache.slot_step)[:, None]

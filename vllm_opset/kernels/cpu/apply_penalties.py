@@ -1,4 +1,4 @@
-"""apply_penalties that touches the logits of the tokens that occur, and no others."""
+"""apply_penalties that touches only the logits of the tokens that occur."""
 
 import torch
 
@@ -28,7 +28,7 @@ def apply_penalties(
 
 
 def _occurrences(token_ids: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """How often each of `tokens` occurs in its row of token_ids. Of the counters only those in use are initialised."""
+    """How often each of `tokens` occurs in its row of token_ids. Initialises only the counters that are used."""
     counters = torch.empty((len(token_ids), vocab_size + 1))
     counters[rows, tokens] = 0.0
     counters.scatter_add_(1, token_ids, torch.ones((1, 1)).expand(token_ids.shape))

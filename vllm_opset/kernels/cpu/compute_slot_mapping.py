@@ -1,4 +1,4 @@
-"""compute_slot_mapping on a CPU: in NumPy, whose small operations cost a tenth of PyTorch's."""
+"""compute_slot_mapping in NumPy, because small operations in NumPy cost a tenth of PyTorch's."""
 
 import numpy as np
 import torch

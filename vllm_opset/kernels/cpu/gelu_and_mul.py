@@ -1,4 +1,4 @@
-"""gelu_and_mul in two calls. gelu is rounded before the product, as in vLLM's own code, which the tolerance allows."""
+"""gelu_and_mul in two calls. As in vLLM, gelu is rounded before the product. The tolerance of the op allows this."""
 
 import torch
 import torch.nn.functional as F

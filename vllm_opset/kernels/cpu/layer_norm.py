@@ -1,4 +1,4 @@
-"""layer_norm by PyTorch's own fused operator, which takes its statistics in fp32."""
+"""layer_norm by PyTorch's own fused operator, which computes the statistics in fp32."""
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
-"""linear with a weight that oneDNN keeps packed for the processor, instead of arranging it at every call.
+"""linear with a weight that oneDNN packs once for the processor, instead of reordering it at every call.
 
-Decoding multiplies the whole weight by a handful of tokens, so arranging it costs as much as multiplying.
+Decode multiplies the whole weight by a handful of tokens, so reordering the weight costs as much as the product.
 """
 
 import torch
@@ -12,11 +12,13 @@ from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.gemm.linear import check_arguments
 
 onednn = torch.ops.mkldnn
-# What tells whether oneDNN multiplies in that dtype on this processor; in fp32 it does on any.
+# The functions that tell whether oneDNN multiplies in a dtype on this processor. In fp32 it does on every processor.
 HALF_PRECISION = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-# Tokens that oneDNN packs for. The packed weight is right for any number; with 1 it is slower for more.
+# The number of tokens that oneDNN packs for. The packed weight works for any number, but a weight packed for one token
+# is slower with more.
 USUAL_TOKENS = 16
-# An fp32 weight that stays in a core's cache: there oneDNN takes longer to begin than MKL to finish.
+# The bytes of an fp32 weight that stays in the cache of a core. For such a weight, oneDNN takes longer to begin than
+# MKL to finish.
 SMALL = 512 << 10
 
 
@@ -32,7 +34,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """As oneDNN wants it; it knows the shape still."""
+    """The weight in oneDNN's packed form, which keeps its shape."""
     if weight.dtype is torch.float32 and weight.nbytes <= SMALL:
         return weight
     return onednn._reorder_linear_weight(weight, USUAL_TOKENS)

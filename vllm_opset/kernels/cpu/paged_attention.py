@@ -1,9 +1,11 @@
-"""paged_attention on a CPU: gathers the keys and values of a chunk of the batch, and attends them with PyTorch's own
-fused attention, or, where that cannot do it (soft cap, sinks), in as few passes as there are.
+"""paged_attention on a CPU: gathers the keys and values of a chunk of the batch, then calls PyTorch's fused attention.
 
-How many chunks there are depends on how much there is to read, not on the number of requests or heads. Any block size
-and any order of the cache's strides will do. Head-major caches are read a fifth faster in fp32 once the sequences are
-long; the block size makes no difference that could be measured.
+PyTorch's fused attention lacks soft cap and sinks. With these, separate operators compute the attention in as few
+passes as possible.
+
+The number of chunks depends on the amount of keys and values, not on the number of requests or heads. Any block size
+and any order of the cache's strides work. In fp32, long sequences are read a fifth faster from head-major caches. The
+block size makes no measurable difference.
 """
 
 import torch
@@ -15,7 +17,7 @@ from vllm_opset.kernels.cpu._paged_plan import Chunk, geometry, make_plan
 from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
 from vllm_opset.ops.attention.paged_batch import PagedBatch, only_packed, window_sides
 
-# Of the scores that a soft cap or sinks need: what the second-level cache of a core holds.
+# The most bytes of scores at a time with a soft cap or sinks. They fit the second-level cache of a core.
 SCORES_BYTES = 1 << 20
 
 
@@ -48,7 +50,7 @@ def paged_attention(
     plan = batch.once(make_plan, left, right, cache, num_kv_heads * width * kv_cache.element_size())
     if k_scale is not None:
         scale *= float(k_scale)
-    # All that has query heads has them by KV head from here on: [..., num_kv_heads, query heads of a KV head, ...].
+    # From here on, query heads are grouped by KV head: [..., num_kv_heads, query heads of a KV head, ...].
     query, out = query.unflatten(1, (num_kv_heads, -1)), out.unflatten(1, (num_kv_heads, -1))
     rows = cache.rows_of(kv_cache)
     for chunk in plan.chunks:
@@ -72,10 +74,10 @@ def _with_alibi(chunk: Chunk, slopes: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_fused(query, key, value, chunk: Chunk, bias, scale: float) -> torch.Tensor:
-    """query: [num_blocks * length, heads, query heads of a KV head, head_size]; so is the result."""
+    """Attention of a chunk. query and result: [num_blocks * length, heads, query heads of a KV head, head_size]."""
     if chunk.length == 1 and query.dtype == torch.float32:
-        # The query heads of a KV head as if they were query rows. In fp32 that is faster: the keys are read once for
-        # all of them. In half precision, packing the keys for it costs more than it gains.
+        # The query heads of a KV head are treated as query rows. In fp32 this is faster, because the keys are read once
+        # for all of them. In half precision, the necessary packing of the keys costs more than this gains.
         mask = None if bias is None else bias.squeeze(3)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     by_head = query.unflatten(0, (chunk.num_blocks, -1)).flatten(2, 3).transpose(1, 2)
@@ -85,7 +87,10 @@ def _attend_fused(query, key, value, chunk: Chunk, bias, scale: float) -> torch.
 
 
 def _attend(query, key, value, chunk: Chunk, bias, scale: float, soft_cap: float, sinks) -> torch.Tensor:
-    """The same with a soft cap, sinks or both, in fp32, and some query rows at a time, to keep the scores close by."""
+    """Like `_attend_fused`, with a soft cap, sinks or both, in fp32.
+
+    It takes some query rows at a time, so that the scores stay in the core's cache.
+    """
     key, value = key.float().transpose(2, 3), value.float()
     # [num_blocks, heads, query heads of a KV head, length, head_size]
     by_head = query.float().unflatten(0, (chunk.num_blocks, -1)).permute(0, 2, 3, 1, 4)
@@ -106,7 +111,10 @@ def _attend(query, key, value, chunk: Chunk, bias, scale: float, soft_cap: float
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """scores: [num_blocks, heads, query heads of a KV head, rows, num_keys]. sinks: [heads, query heads of one]."""
+    """Weights from scores [num_blocks, heads, query heads of a KV head, rows, num_keys].
+
+    sinks: [heads, query heads of a KV head].
+    """
     if sinks is None:
         return scores.softmax(dim=-1)
     sink = sinks.float()[:, :, None, None].expand(*scores.shape[:-1], 1)

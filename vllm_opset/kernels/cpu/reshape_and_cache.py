@@ -19,7 +19,7 @@ def reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=
     num_tokens = len(slot_mapping)
     if key.shape[0] != num_tokens:
         key, value = key[:num_tokens], value[:num_tokens]
-    # Reading the smallest slot takes a microsecond; finding the tokens to keep would take ten in every step.
+    # Finding the smallest slot takes a microsecond. Selecting the tokens with slots would take ten in every step.
     if num_tokens and int(slot_mapping.min()) < 0:
         kept = slot_mapping >= 0
         key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]

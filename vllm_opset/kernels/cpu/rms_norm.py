@@ -1,4 +1,4 @@
-"""rms_norm in as few calls as PyTorch allows: at decode sizes the calls are what costs."""
+"""rms_norm in as few calls as PyTorch allows, because at decode sizes the calls dominate the cost."""
 
 import functools
 
@@ -20,13 +20,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, weigh
 
 
 def inverse_rms(x: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """1 / sqrt(mean(x²) + epsilon) of each row of x, which is fp32: [..., 1]."""
+    """1 / sqrt(mean(x²) + epsilon) of each row of the fp32 tensor x, as [..., 1]."""
     norm = torch.linalg.vector_norm(x, 2, -1, True)
     return torch.addcmul(_scalar(epsilon), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 @functools.cache
 def _scalar(value: float) -> torch.Tensor:
-    """A tensor, because making one costs as much as the operator that wants it. Not one of inference mode alone."""
+    """The value as a cached tensor, because making one costs as much as the operator that uses it.
+
+    It is not an inference tensor, so that it also works outside inference mode.
+    """
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=torch.float32, device="cpu")

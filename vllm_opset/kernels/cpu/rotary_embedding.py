@@ -1,4 +1,4 @@
-"""rotary_embedding in as few calls as PyTorch allows: both elements of all pairs at once."""
+"""rotary_embedding in as few calls as PyTorch allows: it computes both elements of all pairs at once."""
 
 import torch
 
@@ -6,7 +6,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.ops.rope.rotary_embedding import check_arguments, pairs
 
-# The sine's sign in the first and in the second element of a pair.
+# The sign of the sine for the first and for the second element of a pair.
 SIGNS = torch.tensor([[-1.0], [1.0]], device="cpu")
 
 

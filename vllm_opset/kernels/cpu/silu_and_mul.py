@@ -1,4 +1,4 @@
-"""silu_and_mul in two calls. silu is rounded before the product, as in vLLM's own code, which the tolerance allows."""
+"""silu_and_mul in two calls. As in vLLM, silu is rounded before the product. The tolerance of the op allows this."""
 
 import torch
 import torch.nn.functional as F

@@ -1,11 +1,11 @@
-"""top_k_top_p_sample on a CPU: cut by value, pack what is left, and race that.
+"""top_k_top_p_sample on a CPU: cut by value, pack the survivors, and race them.
 
-The contract's filters sort token ids along with the logits. Here the cuts are found in the values alone, the k-th
-largest by selection, top-p's by a sort, and noise is computed for the survivors only. Of a large vocabulary, top-k
-reads each logit once: it looks only into those groups of neighbours that have one of the largest maxima.
+The contract's filters sort token ids along with the logits. This kernel finds the cut-offs from the values alone: the
+k-th largest by selection, the cut-off of top-p by a sort. It computes noise only for the survivors. In a large
+vocabulary, top-k reads each logit once: it searches only the groups of neighbours with the largest maxima.
 
-Most of the work is done with NumPy, whose selection and sort are vectorised and whose operators cost a fraction of
-PyTorch's on small arrays.
+NumPy does most of the work. Its selection and sort are vectorised, and its operators cost a fraction of PyTorch's on
+small arrays.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,18 +19,19 @@ from vllm_opset.kernel import kernel
 from vllm_opset.ops.sampling import philox
 from vllm_opset.ops.sampling.top_k_top_p_sample import GREEDY_BELOW, check_processed
 
-# Survivors are packed if that saves so many random words, one of a scattered token counting as the block it lies in.
+# Survivors are packed if this saves at least so many random words. A packed token costs a whole block of words.
 WORTH_PACKING = 4096
-# From this many tokens on, rows that have few survivors are drawn apart from those that have many.
+# From this many tokens on, rows with few survivors are drawn separately from rows with many.
 LARGE_VOCABULARY = 4096
-# Neighbours of which top-k looks at the largest first. A large vocabulary is nearly always a multiple of it.
+# The number of neighbours in a group; top-k first looks at the maximum of each group. A large vocabulary is nearly
+# always a multiple of it.
 GROUP = 64
-# Sizes of temporaries that stay in the cache: logits of some rows, and blocks of random words.
+# The sizes of temporaries that stay in the cache: logits of some rows, and blocks of random words.
 LOGITS_AT_A_TIME, BLOCKS_AT_A_TIME = 2**18, 2**13
 
 
 class Rows(NamedTuple):
-    """The arguments of the op; x = logits / scale. None: off in every row."""
+    """The arguments of the op, with x = logits / scale. None means that a setting is off in every row."""
 
     logits: np.ndarray
     keys: np.ndarray
@@ -47,16 +48,17 @@ class Rows(NamedTuple):
 
 
 class Survivors(NamedTuple):
-    """x [B, C] of the tokens that are kept, −inf for others among them, and their ids in rising order.
+    """x [B, C] of the kept tokens, −inf for dropped tokens among them, and their ids in rising order.
 
-    ids: None if these are all V tokens.
+    ids: None if all V tokens are present.
     """
 
     x: np.ndarray
     ids: np.ndarray | None
 
 
-# The logarithm of a min-p that is off is −inf, as it should be; rows without a finite logit are the caller's error.
+# The ignored errors are log(0) = −inf, which is right for a min-p that is off, and rows without a finite logit, which
+# are an error of the caller.
 @kernel(ops.top_k_top_p_sample, name="cpu")
 @np.errstate(divide="ignore", invalid="ignore")
 def top_k_top_p_sample(
@@ -90,9 +92,9 @@ def top_k_top_p_sample(
 
 
 def _parts(rows: Rows) -> Iterator[tuple[np.ndarray, Callable[[Rows], Survivors]]]:
-    """Which rows to draw together, and how to find their candidates.
+    """The rows to draw together, and for each such part the function that finds its candidates.
 
-    A part has the width of its row with the most survivors. What reads all logits several times takes a few rows at a
+    A part is as wide as its row with the most survivors. Steps that read all logits several times take a few rows at a
     time.
     """
     num_rows, vocab_size = rows.logits.shape
@@ -118,11 +120,11 @@ def _all(rows: Rows) -> Survivors:
 
 
 def _of_large_groups(rows: Rows) -> Survivors:
-    """All that top-k can keep, and more: what reaches the k-th largest maximum of a group is in k groups at most."""
+    """The tokens that reach the k-th largest group maximum. They include all that top-k keeps, and lie in k groups."""
     num_rows, vocab_size = rows.logits.shape
     grouped = rows.logits.reshape(num_rows, vocab_size // GROUP, GROUP)
     largest = torch.from_numpy(grouped).amax(dim=2).numpy()
-    # Lowered a little, for logits that the temperature's rounding makes equal.
+    # The floor is lowered a little, because the division by the temperature may round different logits to the same x.
     floor = _kth_largest(largest, rows.top_k)
     floor = (floor - 1e-6 * np.abs(floor))[:, None]
     row, group = np.divmod(np.flatnonzero(largest >= floor), largest.shape[1])
@@ -153,16 +155,16 @@ def _floor(rows: Rows, x: np.ndarray) -> np.ndarray:
 
 
 def _kth_largest(x: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """Of each row of x [B, n] the k-th largest value, of k [B] <= n."""
+    """The k-th largest value of each row of x [B, n], with k [B] <= n."""
     most, width = int(k.max()), x.shape[1]
     largest = np.sort(np.partition(x, width - most, axis=1)[:, width - most :], axis=1)
     return largest[np.arange(len(x)), most - k]
 
 
 def _nucleus(x: np.ndarray, top_p: np.ndarray) -> np.ndarray:
-    """Which of x [B, C] top_p [B] keeps: what exceeds the cut, and of what equals it the first few."""
+    """A mask of the x [B, C] that top_p [B] keeps: all above the cut-off, and the first few of those that equal it."""
     ordered = np.sort(x, axis=1)
-    # PyTorch adds up in fp64.
+    # PyTorch accumulates in fp64.
     mass = torch.from_numpy(np.exp(ordered - ordered[:, -1:])).cumsum(dim=1).numpy()
     dropped = (mass <= ((1 - top_p) * mass[:, -1])[:, None]).sum(axis=1)
     dropped = np.where(top_p < 1, np.minimum(dropped, x.shape[1] - 1), 0)
@@ -176,7 +178,7 @@ def _nucleus(x: np.ndarray, top_p: np.ndarray) -> np.ndarray:
 
 
 def _pack(survivors: Survivors, keep: np.ndarray) -> Survivors:
-    """The survivors that `keep` [B, C] says, side by side if they are few."""
+    """The survivors that `keep` [B, C] selects. If they are few, they are packed."""
     num_rows, width = keep.shape
     most = np.count_nonzero(keep, axis=1).max()
     if num_rows * (width - philox.WORDS * most) < WORTH_PACKING:
@@ -189,7 +191,7 @@ def _pack(survivors: Survivors, keep: np.ndarray) -> Survivors:
 
 
 def _side_by_side(num_rows: int, row: np.ndarray, x: np.ndarray, ids: np.ndarray) -> Survivors:
-    """Survivors from a list of them, in order of their rows and ids. None at all, in a broken row, become token 0."""
+    """Packed survivors from a list in order of rows and ids. An invalid row without survivors gets token 0."""
     counts = np.bincount(row, minlength=num_rows)
     place = np.arange(len(row)) - (counts.cumsum() - counts)[row]
     width = max(1, counts.max())
@@ -199,7 +201,7 @@ def _side_by_side(num_rows: int, row: np.ndarray, x: np.ndarray, ids: np.ndarray
 
 
 def _race(rows: Rows, survivors: Survivors) -> np.ndarray:
-    """The token [B] of each row that wins."""
+    """The winning token [B] of each row."""
     x, ids = survivors
     words = _all_words(rows.keys, x.shape[1]) if ids is None else _words_at(rows.keys, ids)
     score = np.exp(x - x.max(axis=1, keepdims=True))
@@ -214,7 +216,7 @@ def _unpacked(survivors: Survivors, vocab_size: int) -> np.ndarray:
     if survivors.ids is None:
         return survivors.x
     x = np.full((len(survivors.x), vocab_size), -np.inf, np.float32)
-    # Rows with fewer survivors than others are padded with token 0: the largest value is the right one.
+    # Rows with fewer survivors are padded with token 0 at −inf, so the maximum is the value of token 0.
     np.maximum.at(x, (np.arange(len(x))[:, None], survivors.ids), survivors.x)
     return x
 
@@ -239,6 +241,6 @@ def _all_words(keys: np.ndarray, count: int) -> np.ndarray:
 
 
 def _halves(keys: np.ndarray) -> tuple:
-    """The 32-bit halves of keys, [B, 1]; of a single one as integers, which Python combines faster than NumPy."""
+    """The 32-bit halves of keys, [B, 1]. A single key gives integers, which Python combines faster than NumPy."""
     key = int(keys[0]) if len(keys) == 1 else keys[:, None]
     return key & philox.MASK, key >> 32 & philox.MASK
