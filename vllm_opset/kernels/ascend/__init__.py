@@ -1,9 +1,9 @@
 """Kernels for Ascend NPUs, on the public operators of torch_npu.
 
 Not run on Ascend hardware; not compiled or executed by CANN. They encode the public documentation of the operators:
-`_constraints` holds its limits, each with its source, and every file names its operator and what is not documented.
-torch_npu registers its operators. It is imported when somebody asks whether it can be had and nothing is missing, never
-by importing this package alone.
+`_constraints` holds its limits, each with its source. Every file names its operator and the undocumented points.
+torch_npu registers its operators. `unavailable` imports it if nothing is missing. Importing this package alone never
+imports it.
 """
 
 import ctypes
@@ -16,19 +16,19 @@ import sys
 from pathlib import Path
 
 DEVICES = ("npu",)
-# The files can be imported where torch_npu cannot, so that `vllm-opset ops` says there what they support.
+# These files can be imported without torch_npu, so that `vllm-opset ops` can list what they support on any machine.
 LISTED_ANYWHERE = True
-# Of those that torch_npu is linked against, one of each part of CANN that it wants.
+# One library of each part of CANN that torch_npu needs, from those that it is linked against.
 CANN_LIBRARIES = ("libascendcl.so", "libhccl.so", "libge_runner.so")
 
 
 def unavailable() -> str | None:
-    """Why torch_npu cannot be had here, or None. Imports it where nothing else speaks against it."""
+    """The reason why torch_npu is not available here, or None. Imports torch_npu if nothing is missing."""
     return None if "torch_npu" in sys.modules else missing() or import_error()
 
 
 def missing() -> str | None:
-    """What torch_npu lacks here, or None. It is not imported to find out."""
+    """What torch_npu lacks here, or None. This does not import torch_npu."""
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed; where there is an NPU, pip install the torch-npu of this torch's release"
     lacking = missing_libraries()
@@ -47,7 +47,7 @@ def missing() -> str | None:
 
 @functools.cache
 def import_error() -> str | None:
-    """What torch_npu raises when it is imported, for reasons of its own or of CANN's, or None."""
+    """The error that torch_npu or CANN raises when torch_npu is imported, or None."""
     try:
         importlib.import_module("torch_npu")
     except Exception as error:
@@ -56,12 +56,12 @@ def import_error() -> str | None:
 
 
 def missing_libraries() -> list[str]:
-    """Those of CANN that torch_npu needs and this process cannot load."""
+    """The CANN libraries that torch_npu needs and this process cannot load."""
     return [library for library in CANN_LIBRARIES if not _loads(library)]
 
 
 def cann() -> str:
-    """Where CANN is, by the variable that its set_env.sh sets."""
+    """The location of CANN, from the variable that its set_env.sh sets."""
     home = os.environ.get("ASCEND_HOME_PATH")
     if home is None:
         return "ASCEND_HOME_PATH is not set"

@@ -1,13 +1,13 @@
-"""The KV cache as the NPU's operators take it: two tensors, [num_blocks, block_size, num_kv_heads, head_size] each.
+"""The KV cache for the NPU's operators: two tensors, [num_blocks, block_size, num_kv_heads, head_size] each.
 
-No strides of a cache with each value beside its key can be those of two contiguous tensors, and the operators take no
-others (docs of npu_scatter_pa_kv_cache and npu_fused_infer_attention_score). So the NPU platform allocates, for each
-layer, one storage [2, num_blocks, block_size, num_kv_heads, head_size], keys first, and gives the kernels the view
+The operators take only contiguous tensors (docs of npu_scatter_pa_kv_cache and npu_fused_infer_attention_score). A
+cache that holds each value beside its key cannot be viewed as two contiguous tensors. So the NPU platform allocates one
+storage for each layer, [2, num_blocks, block_size, num_kv_heads, head_size], keys first. It gives the kernels the view
 
     storage.permute(1, 3, 2, 0, 4)    # [num_blocks, num_kv_heads, block_size, 2, head_size]
 
-which is the contract's cache with keys and values apart (`ops.paged_batch`). A cache packed otherwise is refused by
-`supports`, one that is apart but lies otherwise by the call.
+which is the contract's cache with keys and values apart (`ops.paged_batch`). `supports` refuses a cache with each value
+beside its key. The call refuses a cache with keys and values apart in another layout.
 """
 
 import torch
@@ -31,7 +31,7 @@ def supports(problem: PagedAttentionProblem | ReshapeAndCacheProblem) -> str | N
 
 
 def caches(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The key cache and the value cache, contiguous views. Raises ValueError for a cache that lies otherwise."""
+    """The key cache and the value cache as contiguous views. Raises ValueError for a cache in another layout."""
     key_cache, value_cache = (half.transpose(1, 2) for half in keys_and_values(kv_cache))
     if not key_cache.is_contiguous() or not value_cache.is_contiguous():
         raise ValueError(

@@ -1,12 +1,17 @@
-"""What the documents allow: limits of torch_npu's operators, for `supports` and for whoever emulates the operators.
+"""The documented limits of torch_npu's operators, for `supports` and for the emulation of the operators.
 
-Sources, as they are called below:
-- docs: torch_npu's own docstrings (torch_npu/_op_plugin_docs.py of 2.13.0), by operator;
-- CANN: the pages of the aclnn functions that the operators end in;
-- vllm-ascend: what Huawei's plugin for vLLM does (v0.23 and main of August 2026), where the documents are silent;
+Sources, with the names used below:
+
+- docs: torch_npu's own docstrings (torch_npu/_op_plugin_docs.py of 2.13.0), by operator.
+
+- CANN: the pages of the aclnn functions that the operators call in the end.
+
+- vllm-ascend: the behaviour of Huawei's plugin for vLLM (v0.23 and main of August 2026), if the documents are silent.
+
 - op-plugin, ATB: the tests and checks in the open repositories of torch_npu's operators and of the ATB library.
-Nothing here was tried on hardware. What documents disagree about is one named constant with both sources beside it,
-and `make test-ascend-hardware` has a probe of the same name that settles it.
+
+Nothing here was tried on hardware. For each point on which documents disagree, there is one named constant with both
+sources beside it. `make test-ascend-hardware` has a probe of the same name that settles the point.
 """
 
 import functools
@@ -18,7 +23,7 @@ import torch
 from vllm_opset.ops.contract import Problem
 
 A2, A3, A5, P310 = "A2", "A3", "A5", "310P"
-# How the names of devices (torch.npu.get_device_name) begin; 910B and 910_93 before the older 910.
+# The prefixes of device names (torch.npu.get_device_name). 910B and 910_93 come before the older 910.
 SOC_NAMES = {"Ascend910B": A2, "Ascend910_93": A3, "Ascend950": A5, "Ascend310P": P310}
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,16 +32,16 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one operator. dtypes: of the activations. socs: where it may be called. source: who says so."""
+    """The limits of one operator. dtypes: dtypes of the activations. socs: NPUs with the operator. source: evidence."""
 
     dtypes: tuple[torch.dtype, ...]
     socs: tuple[str, ...]
     source: str
 
 
-# Conflict: docs of npu_scatter_pa_kv_cache name A2 and A3; a comment in InfiniOps (CANN 8.5.1) says that it is there
-# on A5 alone, and vllm-ascend went back to the ATB operator in a release. The docs are followed; on A2 and A3 the ATB
-# operator comes first, so that this one serves what that one does not take: A5, and fp32.
+# Conflict: docs of npu_scatter_pa_kv_cache name A2 and A3. A comment in InfiniOps (CANN 8.5.1) says that it exists only
+# on A5, and a release of vllm-ascend went back to the ATB operator. This table follows the docs. On A2 and A3 the ATB
+# operator comes first, so this one serves only A5 and fp32, which the ATB operator does not take.
 SCATTER_PA_KV_CACHE_SOCS = (A2, A3, A5)
 
 OPERATORS = {
@@ -56,7 +61,7 @@ OPERATORS = {
     "_npu_paged_attention": Limits(HALVES, (A2, A3), "not in docs; op-plugin's test for 910B; vllm-ascend: not on A5"),
     "npu_top_k_top_p": Limits(FLOATS, (A2, A3), "docs"),
 }
-# No bf16 there: docs of npu_fast_gelu, the one that tells products apart.
+# 310P lacks bf16, according to the docs of npu_fast_gelu, the only docs that distinguish products.
 BF16_SOCS = (A2, A3, A5)
 
 # docs of npu_mrope: rotary_dim a multiple of 32 in 16 bits, of 16 in fp32; CANN: the head size too.
@@ -65,7 +70,7 @@ MROPE_MULTIPLE = {2: 32, 4: 16}
 ROTARY_MUL_MAX_WIDTH = 894
 ROTARY_MUL_MAX_HEADS = 999
 # Conflict: docs of npu_mrope and npu_rotary_mul call it "interleave", vllm-ascend passes "interleaved" to npu_mrope.
-# op-plugin's code compares with "half" alone, so either should do.
+# op-plugin's code compares only with "half", so either should work.
 INTERLEAVED = "interleave"
 
 # docs of npu_scatter_pa_kv_cache: slots int32 or int64. vllm-ascend only ever passes int32.
@@ -78,8 +83,8 @@ ATB_SKIPS_NEGATIVE_SLOTS = True
 # docs of npu_top_k_top_p: k in [1, 1024].
 TOP_K_MAX = 1024
 
-# Paged attention. docs of npu_fused_infer_attention_score say both that TND does not go with paging and how a paged
-# cache lies under TND; vllm-ascend always calls it so.
+# Paged attention. docs of npu_fused_infer_attention_score say that TND does not work with paging, but they also
+# describe the layout of a paged cache under TND. vllm-ascend always uses TND with a paged cache.
 # Conflict: head sizes under TND. docs: 192 (v1), 128 and 192 (v2); CANN 8 refuses what is not 64, 128 or 192
 # (vllm-ascend #9632); CANN's newest page for A2 says up to 256 with GQA. 64 and 128 run in vllm-ascend.
 ATTENTION_HEAD_SIZES = (64, 128)
@@ -90,21 +95,21 @@ ATTENTION_MAX_HEADS = 256  # docs: N <= 256
 ATTENTION_MAX_GROUP = 64  # docs: num_heads / num_key_value_heads <= 64
 ATTENTION_MAX_ROW = 65535  # docs: KV_N * D <= 65535 for a cache [blocks, block_size, KV_N * D]
 ATTENTION_MAX_REQUESTS = 4096  # CANN: batch <= 4096 under TND
-ATTENTION_MAX_CACHE = 2**31 - 1  # docs: elements of key, and of value, within int32, where a request has one query
-ATTENTION_MASK = 2048  # docs: what sparse modes 2, 3 and 4 want is [2048, 2048], upper triangle one
-# Conflict: what pre_tokens means. The formula in the docs of npu_fusion_attention masks tril(-pre_tokens - 1), so a
-# query sees pre_tokens keys before its own, W - 1 for vLLM's window W; vllm-ascend passes W. This is added to the
-# number of keys before its own that a query is to see.
+ATTENTION_MAX_CACHE = 2**31 - 1  # docs: elements of key, and of value, within int32, if a request has one query
+ATTENTION_MASK = 2048  # docs: sparse modes 2, 3 and 4 require a mask [2048, 2048], upper triangle one
+# Conflict: the meaning of pre_tokens. The formula in the docs of npu_fusion_attention masks tril(-pre_tokens - 1). So a
+# query sees pre_tokens keys before its own, W - 1 for vLLM's window W. But vllm-ascend passes W. The constant is added
+# to the number of keys that a query should see before its own.
 PRE_TOKENS_EXTRA = 0
-# Conflict: whether a window holds for a request of one query. docs (v1) say that sparse mode and pre_tokens are ignored
-# there; vllm-ascend passes them and serves models with windows.
+# Conflict: whether a window applies to a request of one query. docs (v1) say that sparse mode and pre_tokens are
+# ignored for it. vllm-ascend passes them and serves models with windows.
 BAND_HOLDS_FOR_ONE_QUERY = True
 
-# ATB's paged attention, for one query of each request. ATB, KVCacheDimCheck910B: heads of up to 576 elements, and where
-# they are wider than 256, blocks of up to 128.
+# ATB's paged attention, for one query of each request. ATB, KVCacheDimCheck910B: heads of up to 576 elements, and for
+# heads wider than 256, blocks of up to 128.
 ATB_ATTENTION_MAX_HEAD_SIZE = 576
-# Conflict: where its block table lies. op-plugin's test, ATB's example and vllm-ascend have it on the device and the
-# lengths alone on the host; InfiniOps says that both are read on the host.
+# Conflict: the location of its block table. op-plugin's test, ATB's example and vllm-ascend have only the lengths on
+# the host and the block table on the device. InfiniOps says that both are read on the host.
 ATB_BLOCK_TABLE_ON_HOST = False
 
 
@@ -115,12 +120,12 @@ def soc() -> str:
 
 
 def family(name: str) -> str:
-    """A2, A3, A5 or 310P, by what a device calls itself; of others, that."""
+    """A2, A3, A5 or 310P, from the name of a device. An unknown name is returned as it is."""
     return next((known for prefix, known in SOC_NAMES.items() if name.startswith(prefix)), name)
 
 
 def refused(operator: str, problem: Problem, namespace: str = "npu") -> str | None:
-    """Why the operator cannot be called on this NPU for this dtype, or None."""
+    """The reason why the operator cannot be called on this NPU for this dtype, or None."""
     limits, here = OPERATORS[operator], soc()
     if not hasattr(getattr(torch.ops, namespace), operator):
         cure = "source the set_env.sh of NNAL (ATB)" if namespace == "atb" else "install a newer torch-npu"
@@ -135,7 +140,7 @@ def refused(operator: str, problem: Problem, namespace: str = "npu") -> str | No
 
 
 def mrope(dtype: torch.dtype, head_size: int, rotary_dim: int) -> str | None:
-    """Widths that npu_mrope takes."""
+    """Checks the widths for npu_mrope. Like the functions below, returns the reason for a refusal, or None."""
     multiple = MROPE_MULTIPLE[dtype.itemsize]
     if head_size % multiple or rotary_dim % multiple:
         return f"npu_mrope wants multiples of {multiple}, not head_size={head_size} and rotary_dim={rotary_dim}"
@@ -143,21 +148,21 @@ def mrope(dtype: torch.dtype, head_size: int, rotary_dim: int) -> str | None:
 
 
 def rotary_mul(head_size: int, rotary_dim: int) -> str | None:
-    """Widths that npu_rotary_mul takes."""
+    """Checks the widths for npu_rotary_mul."""
     if head_size > ROTARY_MUL_MAX_WIDTH:
         return f"npu_rotary_mul takes heads of up to {ROTARY_MUL_MAX_WIDTH}, not {head_size}"
     return full_width(head_size, rotary_dim)
 
 
 def full_width(head_size: int, rotary_dim: int) -> str | None:
-    """For operators that rotate whole heads."""
+    """Checks the widths for operators that rotate whole heads."""
     if rotary_dim != head_size:
         return f"it rotates whole heads of {head_size}, not {rotary_dim} of their elements"
     return None
 
 
 def attention(num_heads: int, num_kv_heads: int, head_size: int, block_size: int) -> str | None:
-    """Shapes that npu_fused_infer_attention_score takes, in layout TND over a paged cache."""
+    """Checks the shapes for npu_fused_infer_attention_score, in layout TND over a paged cache."""
     if head_size not in ATTENTION_HEAD_SIZES:
         return f"documents agree on head sizes {_any(ATTENTION_HEAD_SIZES)}, not {head_size}"
     if block_size not in ATTENTION_BLOCK_SIZES:
@@ -173,7 +178,7 @@ def attention(num_heads: int, num_kv_heads: int, head_size: int, block_size: int
 
 
 def attention_lengths(query_ends: list[int], seq_lens: list[int], num_rows: int) -> str | None:
-    """Host lists of npu_fused_infer_attention_score in layout TND. query_ends: without a leading 0."""
+    """Checks the host lists for npu_fused_infer_attention_score in layout TND. query_ends: without a leading 0."""
     if len(query_ends) != len(seq_lens) or len(query_ends) > ATTENTION_MAX_REQUESTS:
         return f"{len(query_ends)} ends for {len(seq_lens)} lengths, of {ATTENTION_MAX_REQUESTS} at most"
     if sorted(query_ends) != query_ends or min(seq_lens, default=0) < 0:
@@ -184,13 +189,13 @@ def attention_lengths(query_ends: list[int], seq_lens: list[int], num_rows: int)
 
 
 def scatter_slots(slots: torch.Tensor, num_slots: int) -> str | None:
-    """Slots of npu_scatter_pa_kv_cache: docs: in [0, num_slots - 1]. Reads them, so for emulation alone."""
+    """Checks the slots for npu_scatter_pa_kv_cache: docs: in [0, num_slots - 1]. It reads them back: for emulation."""
     outside = ((slots < 0) | (slots >= num_slots)).any()
     return f"slots must lie in [0, {num_slots - 1}]" if outside else None
 
 
 def atb_attention(num_heads: int, num_kv_heads: int, head_size: int, block_size: int) -> str | None:
-    """Shapes that _npu_paged_attention takes: blocks as for fused attention, heads as wide as ATB's check allows."""
+    """Checks the shapes for _npu_paged_attention: blocks as for fused attention, head sizes within ATB's limit."""
     if num_heads % num_kv_heads or head_size > ATB_ATTENTION_MAX_HEAD_SIZE:
         return (
             f"heads of up to {ATB_ATTENTION_MAX_HEAD_SIZE} that share KV heads evenly, not {num_heads} of {head_size}"
@@ -201,21 +206,21 @@ def atb_attention(num_heads: int, num_kv_heads: int, head_size: int, block_size:
 
 
 def atb_lengths(context_lens: torch.Tensor, num_rows: int) -> str | None:
-    """Lengths of _npu_paged_attention: int32 on the host, one for each query."""
+    """Checks the lengths for _npu_paged_attention: int32 on the host, one for each query."""
     if context_lens.device.type != "cpu" or context_lens.dtype != torch.int32 or context_lens.shape != (num_rows,):
         return f"context_lens must be int32 [{num_rows}] on the host"
     return "context_lens must be above zero" if num_rows and int(context_lens.min()) <= 0 else None
 
 
 def atb_slots(slots: torch.Tensor) -> str | None:
-    """Slots of _npu_reshape_and_cache."""
+    """Checks the slots for _npu_reshape_and_cache."""
     if slots.dtype != ATB_SLOT_DTYPE:
         return f"slots must be {names([ATB_SLOT_DTYPE])}, not {names([slots.dtype])}"
     return None if ATB_SKIPS_NEGATIVE_SLOTS or not (slots < 0).any() else "slots must not be negative"
 
 
 def contiguous(**tensors: torch.Tensor) -> str | None:
-    """Operators that the docs say take no other tensors."""
+    """Checks the tensors for operators that, according to the docs, take only contiguous tensors."""
     strided = [name for name, tensor in tensors.items() if not tensor.is_contiguous()]
     return f"{', '.join(strided)} must be contiguous" if strided else None
 

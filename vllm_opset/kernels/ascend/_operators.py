@@ -1,6 +1,6 @@
 """torch_npu's operators. They are called as torch.ops registers them, with the names and order of their schemas.
 
-Whoever loads a kernel file to run it has asked the package's `unavailable` before, which imports torch_npu.
+Callers ask the package's `unavailable`, which imports torch_npu, before they load a kernel file to run it.
 """
 
 import torch

@@ -1,17 +1,17 @@
-"""What the norms share: rows that lie side by side, and the one weight that their operators take."""
+"""Code that the norms share: contiguous rows, and the single weight that their operators take."""
 
 import torch
 
 
 def rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x as [rows, hidden_size], contiguous: the operators are documented for 2 to 8 dimensions."""
+    """x as contiguous [rows, hidden_size], because the operators are documented for 2 to 8 dimensions."""
     return x.reshape(-1, x.shape[-1]).to(dtype).contiguous()
 
 
 def gamma(x: torch.Tensor, weight: torch.Tensor | None, weight_offset: float) -> torch.Tensor:
-    """What the operators multiply by, for rows of its dtype: they want both in one.
+    """The operator's weight, with the offset added. The rows must have its dtype, as the operators require.
 
-    With an offset, as Gemma has it, it is fp32, where the sum is exact enough; so is the whole norm then.
+    With an offset, as for Gemma, it is fp32, because this sum is exact enough. The whole norm is then computed in fp32.
     """
     if weight is None:
         return x.new_ones(x.shape[-1])

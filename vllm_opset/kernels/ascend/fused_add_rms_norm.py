@@ -1,10 +1,10 @@
 """fused_add_rms_norm by npu_add_rms_norm, in fp32 whatever the dtype.
 
-Source: its schema, (y, rstd, x1 + x2), and CANN's page of aclnnAddRmsNorm; docs have no page of it. Two inputs and a
-weight of one dtype. In 16 bits, by the reference results in the tests of CANN's ops-nn, A2 and A3 round the sum before
-they normalise it; the contract normalises it unrounded. In fp32 there is nothing to tell apart, at the price of
-converting both inputs. The results are copied to x and residual: npu_add_rms_norm_v2 writes in place, but nothing says
-which result goes where.
+Source: its schema, (y, rstd, x1 + x2), and CANN's page of aclnnAddRmsNorm; docs have no page of it. The two inputs and
+the weight have one dtype. In 16 bits, A2 and A3 round the sum before they normalise it, according to the reference
+results in the tests of CANN's ops-nn. The contract normalises the unrounded sum. In fp32 there is no difference, so
+this kernel converts both inputs. It copies the results to x and residual: npu_add_rms_norm_v2 writes in place, but no
+document says which result goes where.
 """
 
 import torch

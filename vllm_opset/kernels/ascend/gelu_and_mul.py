@@ -1,7 +1,7 @@
-"""gelu_and_mul by npu_geglu, told to activate the left half: by default it activates the right one.
+"""gelu_and_mul by npu_geglu with activate_left, because by default it activates the right half.
 
-Source: docs of npu_geglu (approximate: 0 is "none", 1 is "tanh"; two results, the second gelu alone) and its schema,
-which has activate_left; CANN's page of aclnnGeGluV3.
+Source: docs of npu_geglu (approximate: 0 is "none", 1 is "tanh"; two results, the second is gelu alone), its schema,
+which has activate_left, and CANN's page of aclnnGeGluV3.
 """
 
 import torch
@@ -26,6 +26,6 @@ def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     check_width(x)
     if x.numel() == 0:
         return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    # The operator's numbers are the places of the words.
+    # The operator's numbers are the indices of the words in APPROXIMATIONS.
     y, _ = npu.npu_geglu(x.contiguous(), dim=-1, approximate=APPROXIMATIONS.index(approximate), activate_left=True)
     return y

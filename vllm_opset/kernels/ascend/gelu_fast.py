@@ -1,4 +1,4 @@
-"""gelu_fast: the values of `gelu_new`, by the same operator. npu_fast_gelu is another function: see `quick_gelu`."""
+"""gelu_fast by the operator of `gelu_new`, which has the same values. npu_fast_gelu differs: see `quick_gelu`."""
 
 import torch
 

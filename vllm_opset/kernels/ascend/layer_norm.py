@@ -1,8 +1,8 @@
 """layer_norm by npu_layer_norm_eval.
 
-Source: docs of npu_layer_norm_eval: the same as torch.nn.functional.layer_norm; weight and bias may be absent. Of
-dtypes they say nothing, so a weight or bias in fp32 has all of it computed in fp32. Not documented: how the variance is
-taken, which matters for rows far from zero.
+Source: docs of npu_layer_norm_eval: the same as torch.nn.functional.layer_norm; weight and bias may be absent. The docs
+do not mention dtypes, so with a weight or bias in fp32 the whole norm is computed in fp32. Not documented: how the
+variance is computed, which matters for rows far from zero.
 """
 
 import torch

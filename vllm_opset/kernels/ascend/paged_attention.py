@@ -1,26 +1,31 @@
 """paged_attention by npu_fused_infer_attention_score: prefill, chunked prefill, decode, GQA and windows in one call.
 
-"ascend": docs of npu_fused_infer_attention_score, in layout TND as vllm-ascend calls it: query [T, num_heads,
-head_size]; caches [num_blocks, block_size, num_kv_heads * head_size], contiguous; where the queries of each request end
-and how many keys it has as lists on the host; a mask of [2048, 2048] by which sparse mode 3 is causal, aligned to the
-last key, and sparse mode 4 a band of it that begins pre_tokens before. Head sizes, block sizes and the meaning of
-pre_tokens are where documents disagree: see `_constraints`.
+The kernel "ascend" uses npu_fused_infer_attention_score in layout TND, as vllm-ascend calls it. Source: its docs.
 
-The lists are made once a step, for all layers together (`PagedBatch.once`): from the lengths on the host where the
-batch has them, and else read back from the device.
-"ascend_atb", where an override names it: steps in which every request has one query go to ATB's _npu_paged_attention,
-which has no window; all others as above. Not in docs; op-plugin's test and vllm-ascend call it with the lengths as an
-int32 tensor on the host and everything else on the device, so that a step whose lengths are known on the host waits for
-nothing.
+- The query is [T, num_heads, head_size]. The caches are [num_blocks, block_size, num_kv_heads * head_size], contiguous.
+- The ends of the requests' queries and their numbers of keys are lists on the host.
+- The mask is [2048, 2048]. Sparse mode 3 is causal, aligned to the last key. Sparse mode 4 is a band of it that begins
+  pre_tokens before.
 
-Both take lengths when they are launched, and a graph keeps those that it was captured with, unless it is captured with
-torch.npu.graph(auto_dispatch_capture=True) and given others by NPUGraph.update, as actual_seq_lengths_kv or
-context_lens (torch_npu's sources; not run).
+Documents disagree on head sizes, block sizes and the meaning of pre_tokens: see `_constraints`. The lists are made once
+a step for all layers (`PagedBatch.once`). They come from the lengths on the host if the batch has them; otherwise they
+are read back from the device.
 
-Doubtful until seen on hardware: docs say that sparse mode and pre_tokens are ignored for requests of one query, which
-would widen a window in decode, and vllm-ascend passes them all the same; whether NaN in keys that no query sees stays
-there, as the contract wants it. Not supported: no mask at all, which gave averages of everything on one release
-(vllm-ascend #13699), so all attention that is not causal; soft cap, ALiBi, sinks, fp8.
+The kernel "ascend_atb" runs only if an override names it. If every request of a step has one query, it uses ATB's
+_npu_paged_attention, which has no window. Otherwise it does the same as "ascend". The operator is not in docs.
+op-plugin's test and vllm-ascend pass the lengths as an int32 tensor on the host and everything else on the device. So a
+step does not wait for the device if the host knows its lengths.
+
+Both operators take the lengths at launch, so a captured graph keeps the lengths of its capture. To change them, a graph
+must be captured with torch.npu.graph(auto_dispatch_capture=True). NPUGraph.update can then pass other lengths, as
+actual_seq_lengths_kv or context_lens (torch_npu's sources; not run).
+
+Two points are open until they are seen on hardware. The docs say that sparse mode and pre_tokens are ignored for
+requests of one query, which would widen a window in decode; vllm-ascend passes them all the same. It is not documented
+whether NaN in keys that no query sees changes nothing, as the contract requires.
+
+Attention without a mask is not supported, because it gave averages of everything on one release (vllm-ascend #13699).
+So attention that is not causal is not supported. Neither are soft cap, ALiBi, sinks and fp8.
 """
 
 import functools
@@ -99,7 +104,7 @@ def paged_attention(
 def supports_atb(problem: PagedAttentionProblem) -> str | None:
     """bf16 and fp16 on A2 and A3, head sizes 64 and 128, block size 128; causal, no window; keys and values apart.
 
-    Its own operator serves steps of decode alone; the others are those of the kernel "ascend", and so are its limits.
+    Its own operator serves only decode steps. Other steps use the kernel "ascend", so the limits of "ascend" apply too.
     """
     if problem.window is not None:
         return "_npu_paged_attention has no window"
@@ -148,7 +153,7 @@ def paged_attention_atb(
 
 
 def _checked(query, kv_cache, batch, out, alibi_slopes, sinks) -> tuple[torch.Tensor, torch.Tensor, "Lengths"]:
-    """The key cache, the value cache and the step's lengths. Raises ValueError for what the operators do not take."""
+    """The key cache, the value cache and the step's lengths. Raises ValueError for arguments the operators refuse."""
     check_shapes(query, kv_cache, out, alibi_slopes, sinks)
     if not batch.causal:
         raise ValueError("the layer was built for causal attention, and this batch is not causal")
@@ -163,7 +168,7 @@ def _checked(query, kv_cache, batch, out, alibi_slopes, sinks) -> tuple[torch.Te
 
 
 class Lengths(NamedTuple):
-    """Of the requests that have queries: where these end, how many keys they have, and their pages."""
+    """The ends of the queries, the numbers of keys, and the pages of all requests that have queries."""
 
     query_ends: list[int]
     seq_lens: list[int]
@@ -171,7 +176,7 @@ class Lengths(NamedTuple):
 
 
 def host_lengths(batch: PagedBatch) -> Lengths:
-    """Leaves padded requests out, of whose empty ranges no document speaks."""
+    """The lengths without padded requests, because no document describes empty ranges."""
     (starts, seq_lens), pages = batch.host_lengths(), batch.block_table
     kept = [row for row, end in enumerate(starts[1:]) if end > starts[row]]
     if kept == list(range(len(kept))):  # vLLM's padding comes last
@@ -183,7 +188,10 @@ def host_lengths(batch: PagedBatch) -> Lengths:
 
 @functools.cache
 def causal_mask(device: torch.device) -> torch.Tensor:
-    """One where a query must not look, in the form that the sparse modes want. Not a tensor of inference mode alone."""
+    """The mask that the sparse modes require: one for keys that a query must not see.
+
+    It is not an inference tensor, so that it also works outside inference mode.
+    """
     with torch.inference_mode(False):
         size = _constraints.ATTENTION_MASK
         return torch.ones(size, size, dtype=torch.int8, device=device).triu(1)

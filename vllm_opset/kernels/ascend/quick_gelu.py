@@ -1,7 +1,7 @@
 """quick_gelu by npu_fast_gelu.
 
-Source: docs of npu_fast_gelu: x / (1 + exp(−1.702 x)) on A2 and A3, and on 310P x / (1 + exp(−1.702 |x|)) ·
-exp(0.851 (x − |x|)), which is the same.
+Source: docs of npu_fast_gelu: x / (1 + exp(−1.702 x)) on A2 and A3. On 310P it is x / (1 + exp(−1.702 |x|)) ·
+exp(0.851 (x − |x|)), which is the same function.
 """
 
 import torch

@@ -1,10 +1,12 @@
-"""reshape_and_cache by ATB's _npu_reshape_and_cache; on A5, in fp32 and by override by npu_scatter_pa_kv_cache.
+"""reshape_and_cache by ATB's _npu_reshape_and_cache, or by npu_scatter_pa_kv_cache on A5, in fp32 and by override.
 
-"ascend": not in docs. Slots must be int32 (int64 ones write nothing: vllm-ascend #706), so others are converted on the
-device; ATB's own test skips negative ones.
-"ascend_scatter": docs of npu_scatter_pa_kv_cache, cache_mode "Norm" for caches in ND: all contiguous and of one dtype,
-slots int32 or int64, each in [0, num_blocks * block_size − 1] and none twice. So tokens without a slot are given one
-that no token has, and what is in it already. That reads nothing back, and costs a dozen small operators.
+The kernel "ascend" uses _npu_reshape_and_cache, which is not in docs. Slots must be int32, because int64 slots write
+nothing (vllm-ascend #706). So slots of another dtype are converted on the device. ATB's own test skips negative slots.
+
+The kernel "ascend_scatter" uses npu_scatter_pa_kv_cache. Source: its docs, cache_mode "Norm" for caches in ND. All
+tensors are contiguous and of one dtype. Slots are int32 or int64, in [0, num_blocks * block_size − 1], none twice. So a
+token without a slot gets a slot that no token has, and writes the present contents of that slot. This reads nothing
+back and costs a dozen small operators.
 """
 
 import torch
@@ -51,9 +53,9 @@ def scatter(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None) -> N
 
 
 def _distinct(slots: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The slots, with one of its own for each token that has none, and which tokens these are.
+    """The slots, with a free slot for each token that has none, and a mask of these tokens.
 
-    Twice as many slots as there are tokens hold enough free ones. The n-th token without a slot gets the n-th of them.
+    Among twice as many slots as tokens, enough are free. The n-th token without a slot gets the n-th free slot.
     """
     homeless = slots < 0
     candidates = min(2 * len(slots), num_slots)

@@ -1,8 +1,8 @@
 """rms_norm by npu_rms_norm.
 
 Source: docs of npu_rms_norm (see `_constraints`): fp16, bf16 and fp32, a weight of the same dtype, 2 to 8 dimensions.
-A weight in fp32, and Gemma's weight + 1, have all of it computed in fp32. Not documented: whether the operator
-multiplies by the weight before or after it rounds; the contract's tolerance allows both.
+With a weight in fp32, or with Gemma's weight + 1, the whole norm is computed in fp32. Not documented: whether the
+operator multiplies by the weight before or after it rounds. The contract's tolerance allows both.
 """
 
 import torch

@@ -1,13 +1,18 @@
 """rotary_embedding by npu_mrope, or by npu_rotary_mul or ATB's _npu_rotary_embedding.
 
-"ascend": docs of npu_mrope, on positions of one axis: both styles, also of a part of a head, whose width is a multiple
-of 32 in 16 bits and of 16 in fp32 (CANN: so is the head size). A position beyond the table is an error there.
-"ascend_rotary_mul", for other widths: docs of npu_rotary_mul: even heads of up to 894, rotated whole; cosines and
-sines a head wide, laid out as BSND. They say that these are within [−1, 1], which YaRN's are not quite.
-"ascend_atb", where an override names it: not in docs; vllm-ascend calls it so, for whole heads in 16 bits.
+The kernel "ascend" uses npu_mrope with positions of one axis. Source: its docs. It rotates in both styles, and also a
+part of a head. The rotated width is a multiple of 32 in 16 bits and of 16 in fp32 (CANN: the head size too). A position
+beyond the table is an error.
 
-Query, key and table are of one dtype for each, so a table in fp32 has all of it computed in fp32. Not documented: in
-what precision the operators compute; the contract wants fp32.
+The kernel "ascend_rotary_mul" uses npu_rotary_mul, for other widths. Source: its docs. It rotates whole heads of an
+even width up to 894. Cosines and sines are as wide as a head and laid out as BSND. The docs say that they are within
+[−1, 1], but YaRN's may slightly exceed this.
+
+The kernel "ascend_atb" runs only if an override names it. Its operator is not in docs; vllm-ascend calls it like this,
+for whole heads in 16 bits.
+
+Each operator takes query, key and table in one dtype, so with a table in fp32 it computes everything in fp32. Not
+documented: the precision in which the operators compute. The contract requires fp32.
 """
 
 import torch
@@ -29,7 +34,7 @@ def supports(problem: RotaryProblem) -> str | None:
 @kernel(ops.rotary_embedding, name="ascend", supports=supports)
 def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
     def rotate(rows, table):
-        # It wants a key: where there is none, one head of zeros.
+        # The operator needs a key. If there is none, it gets one head of zeros.
         both = rows if len(rows) == 2 else [*rows, rows[0].new_zeros(len(positions), head_size)]
         mode = "half" if is_neox_style else _constraints.INTERLEAVED
         return npu.npu_mrope(
@@ -72,7 +77,7 @@ def supports_atb(problem: RotaryProblem) -> str | None:
 @kernel(ops.rotary_embedding, name="ascend_atb", supports=supports_atb)
 def rotary_embedding_atb(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
     def rotate(rows, table):
-        # In place, so on copies: contiguous rows may be the caller's own.
+        # The operator works in place. It gets copies, because contiguous rows may be the caller's own tensors.
         query, *keys = (x.clone() for x in rows)
         key = keys[0] if keys else query.new_zeros(len(positions), head_size)
         atb._npu_rotary_embedding(positions, query, key, head_size, table, is_neox_style)
@@ -82,10 +87,10 @@ def rotary_embedding_atb(positions, query, key, head_size, cos_sin_cache, is_neo
 
 
 def _apply(rotate, positions, query, key, head_size, cos_sin_cache, inplace):
-    """Runs an operator as the contract has it.
+    """Runs an operator in the way that the contract requires.
 
-    rotate: takes query, and key if there is one, as rows [T, H * head_size], and the table, all contiguous and of one
-    dtype, and returns them rotated.
+    rotate: takes query, and key if there is one, as rows [T, H * head_size], and the table. All are contiguous and have
+    one dtype. Returns the rotated rows.
     """
     check_arguments(positions, query, key, head_size, cos_sin_cache)
     given = [x for x in (query, key) if x is not None]

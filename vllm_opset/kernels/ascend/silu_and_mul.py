@@ -1,7 +1,7 @@
 """silu_and_mul by npu_swiglu.
 
-Source: docs of npu_swiglu: x · sigmoid(x) of the first half along a dimension, times the second; fp32, fp16 and bf16,
-1 to 8 dimensions.
+Source: docs of npu_swiglu: x · sigmoid(x) of the first half along a dimension, times the second half; fp32, fp16 and
+bf16, 1 to 8 dimensions.
 """
 
 import torch

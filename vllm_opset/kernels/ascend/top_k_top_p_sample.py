@@ -1,14 +1,19 @@
-"""top_k_top_p_sample with its filters by npu_top_k_top_p, and everything else as the reference has it.
+"""top_k_top_p_sample with filters by npu_top_k_top_p, and the reference for everything else.
 
-Source: docs of npu_top_k_top_p: a stable ascending sort, from which top-k drops what is below the k-th largest (so ties
-are kept) and top-p what has a cumulative probability of at most 1 − p, but for the last; k within [1, 1024], p of the
-logits' dtype. What that leaves to the adapter:
-- of several equal logits, the sort drops those with the lowest indices first, the contract those with the highest: so
-  top-p is given the vocabulary backwards;
-- at p = 1 it drops what rounds to probability zero, where the contract keeps all: such rows stay as they were;
-- k beyond 1024, above all k = vocabulary for a row without top-k, goes to a sort in PyTorch. To know, the largest k is
-  read back from the device, once a call: it is no kernel to capture.
-The random numbers are the reference's too: ten rounds of Philox in int64, in PyTorch.
+Source: docs of npu_top_k_top_p. The operator sorts ascending and stably. top-k drops logits below the k-th largest, so
+ties are kept. top-p drops tokens with a cumulative probability of at most 1 − p, except the last token. k is within
+[1, 1024], and p has the logits' dtype. This kernel bridges three differences from the contract:
+
+- Among equal logits, the operator drops the lowest indices first, but the contract drops the highest first. So top-p
+  gets the vocabulary in reverse order.
+
+- At p = 1 the operator drops tokens whose probability rounds to zero, but the contract keeps all. So the kernel does
+  not filter such rows.
+
+- If k exceeds 1024, PyTorch sorts. This includes k = vocabulary for a row without top-k. The kernel reads the largest k
+  back from the device once a call, so it cannot be captured in a graph.
+
+The random numbers also come from the reference: ten rounds of Philox in int64, in PyTorch.
 """
 
 import torch
@@ -41,7 +46,7 @@ def top_k_top_p_sample(
     if temperature is not None:
         greedy = temperature < GREEDY_BELOW
         x = x / temperature.masked_fill(greedy, 1.0).unsqueeze(1)
-        temperature = torch.where(greedy, 0.0, 1.0)  # what is left of it for the draw
+        temperature = torch.where(greedy, 0.0, 1.0)  # only greedy or not, because x is already divided
     if min_p is not None:
         x = keep_min_p(x, min_p)
     if top_k is not None and len(x):
