@@ -101,7 +101,7 @@ def bind(
             with compiled_ahead():
                 _can_wait(module, rope, vllm_config)
             compiled.add(shape)
-        # Every layer is tried: in some models not all layers have a rotary embedding.
+        # Every layer is tried, because in some models not all layers have a rotary embedding.
         if _can_wait(module, rope, vllm_config):
             _let_wait(module, rope)
             impl.before = rope
@@ -122,7 +122,7 @@ def _rope_of(module: nn.Module) -> WaitingRope | None:
     # cache before the cache is written.
     if attention.impl.attn_type != AttentionType.DECODER or getattr(attention, "calculate_kv_scales", False):
         return None
-    # Only that class: the forward of a class that is derived from it takes more than positions.
+    # Only this class is accepted, because the forward of a derived class takes more than positions.
     if getattr(type(rotary), "forward_oot", None) is not RotaryEmbeddingLayer.forward_oot:
         return None
     norms = children.get("q_norm"), children.get("k_norm")

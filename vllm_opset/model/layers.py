@@ -88,7 +88,7 @@ class OpsetLayer:
 
 
 class RMSNormLayer(OpsetLayer):
-    """For RMSNorm and GemmaRMSNorm, which differ in the offset that is added to the weight."""
+    """Layer for RMSNorm and GemmaRMSNorm, which differ in the offset that is added to the weight."""
 
     weight_offset = 0.0
 
@@ -129,7 +129,7 @@ class LayerNormLayer(OpsetLayer):
 
 
 class RotaryEmbeddingLayer(OpsetLayer):
-    """For every class that differs only in how it computes its table of cosines and sines."""
+    """Layer for all rotary embeddings that differ only in how they compute their table of cosines and sines."""
 
     def use_kernels(self) -> Callable:
         self._rotate = self.kernels_for(ops.rotary_embedding, self._known)
@@ -159,7 +159,7 @@ class RotaryEmbeddingLayer(OpsetLayer):
 
 
 class MRotaryEmbeddingLayer(RotaryEmbeddingLayer):
-    """For multimodal models: each position has three components, and each component rotates a section of the pairs."""
+    """Layer for multimodal models. A position has three components, each of which rotates a section of the pairs."""
 
     def forward_oot(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None, offsets=None):
         if positions.ndim == 1:
@@ -180,7 +180,7 @@ class MRotaryEmbeddingLayer(RotaryEmbeddingLayer):
 
 
 def activation(op: Op, **attributes: str) -> type[OpsetLayer]:
-    """A layer class for an activation. attributes: from the op's further arguments to attributes of vLLM's layer."""
+    """A layer class for an activation. attributes: maps further arguments of the op to attributes of vLLM's layer."""
 
     class ActivationLayer(OpsetLayer):
         def use_kernels(self) -> Callable:
@@ -197,7 +197,10 @@ def activation(op: Op, **attributes: str) -> type[OpsetLayer]:
 
 @dataclass(frozen=True)
 class Replacement:
-    """`layer` on top of `cls` replaces `cls` of `module`. since: why a release may lack it; None if all have it."""
+    """A class derived from `layer` and `cls` replaces `cls` of `module`.
+
+    since: the reason why a release may lack `cls`; None if all releases have it.
+    """
 
     module: str
     cls: str
@@ -260,7 +263,7 @@ def bind(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def _find(replacement: Replacement) -> type | None:
-    """The class to replace, or None if this release lacks it and may lack it."""
+    """The class to replace, or None if this release lacks it and is allowed to lack it."""
     try:
         found = getattr(importlib.import_module(replacement.module), replacement.cls, None)
     except ModuleNotFoundError:

@@ -58,7 +58,7 @@ class CompiledLinearMethod(LinearMethod):
 
 
 class EmbeddingMethod(UnquantizedEmbeddingMethod):
-    """The method of one embedding, which may also be the LM head, or only that. The weight stays as it is."""
+    """The method of one embedding, which may also be the LM head, or of an LM head alone. The weight stays as it is."""
 
     __init__, apply = LinearMethod.__init__, LinearMethod.apply
 

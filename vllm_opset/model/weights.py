@@ -1,4 +1,4 @@
-"""Where the weights of a model are."""
+"""The location of a model's weights."""
 
 from typing import TYPE_CHECKING
 

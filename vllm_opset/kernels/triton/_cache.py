@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-FP8_MAX = tl.constexpr(448.0)  # of e4m3
+FP8_MAX = tl.constexpr(448.0)  # the largest value of e4m3
 
 
 @triton.jit

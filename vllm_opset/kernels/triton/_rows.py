@@ -14,9 +14,9 @@ from vllm_opset.kernels.triton import _supports
 from vllm_opset.kernels.triton._launch import next_power_of_2
 from vllm_opset.ops.contract import Problem
 
-MAX_WARPS = 32  # of a thread block, on every NVIDIA GPU
+MAX_WARPS = 32  # warps of a thread block, on every NVIDIA GPU
 MAX_PER_THREAD = 64  # elements that a thread holds in registers
-MAX_COLUMNS = 65536  # of a row that a thread block holds in registers
+MAX_COLUMNS = 65536  # columns of a row that a thread block holds in registers
 # The eviction policy for rows: they stay longest in the last-level cache. This saves 3 to 4 % of the time of large
 # calls.
 KEPT = tl.constexpr("evict_last")
@@ -40,7 +40,7 @@ def rows(x: torch.Tensor) -> Rows:
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if runs and runs[-1][1] == size * stride:
             runs[-1] = (runs[-1][0] * size, stride)
-        elif size != 1 or not runs:  # a single token counts as a run, so that it needs no variant of its own
+        elif size != 1 or not runs:  # a single token counts as a run, so that it needs no separate variant
             runs.append((size, stride))
     if len(runs) > 2 and runs[0][0] == 1:
         del runs[0]

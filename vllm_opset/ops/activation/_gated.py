@@ -1,4 +1,4 @@
-"""Code that the gated activations share. They map [..., 2 * d] to [..., d]: each pair of gate and up to one element."""
+"""Code that the gated activations share. They map [..., 2 * d] to [..., d]: a gate and an up give one element."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

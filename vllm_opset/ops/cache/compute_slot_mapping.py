@@ -12,7 +12,7 @@ from vllm_opset.ops import _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, op
 
 PADDING = -1
-UNREAD = 2**30  # in a block table, where nobody may look: a slot made of it would be seen
+UNREAD = 2**30  # block table entries that must not be used; a slot computed from one would be noticed
 
 
 @op(mutates=("slot_mapping",), dtypes=(torch.int64,))

@@ -13,8 +13,8 @@ MASK = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-WORDS = 4  # in a block
-# The largest fp32 below one: rounding must not turn a uniform number into 1, whose exponential is infinite.
+WORDS = 4  # words of a block
+# The largest fp32 below one. Rounding must not turn a uniform number into 1, because its exponential would be infinite.
 LARGEST_UNIFORM = 1 - 2**-24
 
 Words = TypeVar("Words")
