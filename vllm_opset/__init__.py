@@ -1,9 +1,13 @@
 """vllm-opset: a vLLM hardware plugin. vLLM schedules the computations; this package provides their kernels.
 
-ops/        WHAT   one contract per op, whose body is the reference in plain PyTorch
-kernels/    HOW    one file per op and provider
-selection   WHICH  one kernel per op, chosen once, with the reason
-attention/, platform/   the only parts of the plugin that import vLLM
+ops/        WHAT    one contract per op, whose body is the reference in plain PyTorch
+kernels/    HOW     one file or package per op and provider
+targets     WHERE   vendor, architecture and features of a device
+selection   WHICH   one kernel per op, chosen once, with the reason
+variants    HOW     decode or prefill: what a kernel's own table decides for each call
+attention/  vLLM's attention backend
+model/      replacements for parts of vLLM's model and model runner
+platform/   devices: vLLM's platforms and workers
 """
 
 __version__ = "0.1.0"
