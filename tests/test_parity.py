@@ -195,39 +195,33 @@ def test_a_broken_kernel_in_place_is_caught(run):
     assert_caught(ops.fused_add_rms_norm, run, BROKEN_FUSED_NORMS[run])
 
 
-def rotates_the_wrong_way(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
+def rotates_the_wrong_way(positions, query, key, head_size, cos_sin_cache, is_neox_style=True):
     cos, sin = cos_sin_cache.chunk(2, dim=-1)
     backwards = torch.cat((cos, -sin), dim=-1)
-    return ops.rotary_embedding(positions, query, key, head_size, backwards, is_neox_style, inplace)
+    ops.rotary_embedding(positions, query, key, head_size, backwards, is_neox_style)
 
 
-def knows_one_style(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
-    return ops.rotary_embedding(positions, query, key, head_size, cos_sin_cache, True, inplace)
+def knows_one_style(positions, query, key, head_size, cos_sin_cache, is_neox_style=True):
+    ops.rotary_embedding(positions, query, key, head_size, cos_sin_cache, True)
 
 
-def always_in_place(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
-    return ops.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style)
+def rotates_a_copy(positions, query, key, head_size, cos_sin_cache, is_neox_style=True):
+    ops.rotary_embedding(positions, query.clone(), key, head_size, cos_sin_cache, is_neox_style)
 
 
-def never_in_place(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
-    return ops.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style, inplace=False)
+def forgets_the_key(positions, query, key, head_size, cos_sin_cache, is_neox_style=True):
+    ops.rotary_embedding(positions, query, None, head_size, cos_sin_cache, is_neox_style)
 
 
-def forgets_the_key(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
-    rotated, _ = ops.rotary_embedding(positions, query, None, head_size, cos_sin_cache, is_neox_style, inplace)
-    return rotated, key if inplace or key is None else key.clone()
-
-
-def reads_every_row_of_the_table(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
+def reads_every_row_of_the_table(positions, query, key, head_size, cos_sin_cache, is_neox_style=True):
     query += 0 * cos_sin_cache.sum()
-    return ops.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style, inplace)
+    ops.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style)
 
 
 BROKEN_ROTATIONS = {
     rotates_the_wrong_way: "times the tolerance",
     knows_one_style: "times the tolerance",
-    always_in_place: "result 0 lies in the memory of",
-    never_in_place: "result 0 lies in the memory of []",
+    rotates_a_copy: "times the tolerance",
     forgets_the_key: "times the tolerance",
     reads_every_row_of_the_table: "off by inf times the tolerance",
 }
@@ -248,7 +242,7 @@ def test_writing_to_a_tensor_within_an_argument_is_caught():
 
 def test_a_broken_property_is_caught():
     def rotates_by_one_more(positions, *rest, **options):
-        return ops.rotary_embedding(positions.clamp(max=98) + 1, *rest, **options)
+        ops.rotary_embedding(positions.clamp(max=98) + 1, *rest, **options)
 
     where = "position 0 rotates: Tensor-likes are not equal! Mismatched elements: "
     assert_caught(ops.rotary_embedding, rotates_by_one_more, where)

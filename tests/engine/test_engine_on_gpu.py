@@ -20,6 +20,7 @@ SETTINGS = {
     "graphs": {},
     "eager": {"enforce_eager": True},
     "compiled": {"compilation_config": {"mode": 3}},
+    "compiled, with opset's layers": {"compilation_config": {"mode": 3, "custom_ops": ["all"]}},
     "graphs of decode alone": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
     "graphs in pieces alone": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "chunks and preemption": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40},

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from vllm.config import CompilationMode
 
 from vllm_opset import selection
 from vllm_opset.model import layers
@@ -20,8 +21,9 @@ def configured(**compilation):
     """vLLM's configuration while layers are built, without a model."""
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 
-    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(**compilation))):
-        yield
+    config = VllmConfig(compilation_config=CompilationConfig(**compilation))
+    with set_current_vllm_config(config):
+        yield config
 
 
 @pytest.fixture(autouse=True)
@@ -267,6 +269,13 @@ def gated_activation():
     return SiluAndMul()
 
 
+# The op that each of these layers calls.
+OPS = {
+    "norm": "rms_norm",
+    "norm with residual": "fused_add_rms_norm",
+    "activation": "silu_and_mul",
+    "rotary embedding": "rotary_embedding",
+}
 # Layers, and their inputs: tensors of these widths, after the positions.
 CALLS = {
     "norm": (norm, (), (48,)),
@@ -292,17 +301,33 @@ def test_a_layer_takes_activations_of_another_dtype_than_it_was_built_for(name, 
     assert dtype in {choice.problem.dtype for choice in before} and selection.choices() == before, "chosen once"
 
 
-def test_a_compiler_sees_through_a_layer():
-    """Among the CPU kernels, only the reference and PyTorch's can be traced. fp16 needs a new trace."""
-    names = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding")
-    selection.configure({"opset": {"kernels": dict.fromkeys(names, "reference")}})
-    for make, positions, widths in CALLS.values():
+@pytest.mark.parametrize("kernel", [None, "reference"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_compiler_sees_a_layers_operators(name, kernel):
+    """Compiled layers run the chosen kernels of every dtype, for any number of tokens, and give the same bits."""
+    torch.compiler.reset()
+    make, positions, widths = CALLS[name]
+    with configured() as config:
+        selection.configure({"opset": {"kernels": {OPS[name]: kernel} if kernel else {}}})
+        config.compilation_config.mode = CompilationMode.VLLM_COMPILE
         layer = randomise(make())
-        compiled = torch.compile(lambda *given, layer=layer: layer(*given), fullgraph=True, backend="eager")
-        for dtype in (DTYPE, torch.float16):
-            given = *positions, *(torch.randn(5, width, dtype=dtype) for width in widths)
+        layer.bind(DTYPE)  # as a worker does, since vLLM shares rotary embeddings
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _):
+        graphs.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return graph
+
+    compiled = torch.compile(lambda *given: layer(*given), fullgraph=True, dynamic=True, backend=backend)
+    for dtype in (DTYPE, torch.float16):
+        for num_tokens in (5, 3):
+            given = *(x[:num_tokens] for x in positions), *(torch.randn(num_tokens, n, dtype=dtype) for n in widths)
             expected = layer(*(x.clone() for x in given))
-            torch.testing.assert_close(compiled(*given), expected)
+            torch.testing.assert_close(compiled(*given), expected, rtol=0, atol=0)
+    for targets in graphs:
+        assert {target for target in targets if target.startswith("vllm_opset.")} == {f"vllm_opset.{OPS[name]}"}
+    used = {choice.kernel.name for choice in selection.choices() if choice.op == OPS[name]}
+    assert used == {"reference"} if kernel else "reference" not in used
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_opset import kernel as registry
-from vllm_opset import selection
+from vllm_opset import operators, selection
 from vllm_opset.model import linear
 from vllm_opset.platform import compile_cache
 from vllm_opset.platform.cpu import linear as packed
@@ -144,8 +144,9 @@ def test_a_compiler_is_given_an_operator_of_any_number_of_rows(reference, monkey
     layer = model["replicated"]
     before = layer.quant_method
     linear.bind(model, compiled=True)
-    handle = "reference", torch.float32
-    monkeypatch.setitem(linear._compiled, handle, seeing(linear._compiled[handle], rows))
+    for handle, run in operators._chosen.items():
+        if handle[0] == "linear":
+            monkeypatch.setitem(operators._chosen, handle, seeing(run, rows))
     compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, dynamic=True, backend="aot_eager")
     for num_tokens in (5, 1, 16):
         x = torch.randn(num_tokens, 48)
@@ -192,7 +193,7 @@ def test_a_graph_is_found_by_engines_that_chose_the_same_kernels():
 def seeing(run, seen_by: list, what: str | None = None):
     """`run`, recording at each call its number of rows, or `what`."""
 
-    def seen(x, weight, bias):
+    def seen(x, weight, bias=None):
         seen_by.append(what or len(x))
         return run(x, weight, bias)
 
@@ -203,17 +204,12 @@ def seeing(run, seen_by: list, what: str | None = None):
 def test_a_warm_up_multiplies_one_row_by_each_kind(compiled, reference, monkeypatch):
     model, rows = layers(), []
     model["again"] = ReplicatedLinear(48, 64)
-    run = linear.choice(torch.float32).run
-    monkeypatch.setattr(
-        linear, "choice", lambda dtype: SimpleNamespace(run=seeing(run, rows), kernel=KEEPS, name=KEEPS.name)
-    )
+    choice = linear.choice(torch.float32)
+    monkeypatch.setattr(choice, "run", seeing(choice.run, rows))
     linear.bind(model, compiled)
     linear.multiply_one_row(model)
     # One call each for [64, 48] with a bias, [64, 48] without, and the head's [128, 48].
     assert rows == [1, 1, 1]
-
-
-KEEPS = SimpleNamespace(prepare={}, name="keeps")
 
 
 @pytest.mark.parametrize("compiled", [False, True])

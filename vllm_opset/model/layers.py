@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_opset import ops, selection
+from vllm_opset import operators, ops, selection
 from vllm_opset.ops.contract import Op
 
 VLLM = "vllm.model_executor.layers"
@@ -25,19 +25,20 @@ class Kernels(dict[torch.dtype, Callable]):
     """A layer's kernels for one op, by the dtype of the activations.
 
     The first call in a dtype chooses the kernel for it; later calls look it up. The first call raises OverrideError if
-    the user's kernel does not support the dtype.
+    the user's kernel does not support the dtype. A model that torch.compile compiles gets the kernel's operator.
     """
 
-    def __init__(self, op: Op, describe: Callable[[], dict]) -> None:
-        """describe: returns the fields of the op's problem that the layer knows; it is called for each choice."""
+    def __init__(self, op: Op, known: Callable[[], dict], compiled: bool) -> None:
+        """known: returns the fields of the op's problem that the layer knows; it is called for each choice."""
         super().__init__()
-        self.op, self.describe = op, describe
+        self.op, self.known, self.compiled = op, known, compiled
 
     def __missing__(self, dtype: torch.dtype) -> Callable:
         from vllm.platforms import current_platform
 
-        problem = self.op.problem(device=current_platform.device_type, dtype=dtype, **self.describe())
-        self[dtype] = selection.select(self.op, problem).run
+        problem = self.op.problem(device=current_platform.device_type, dtype=dtype, **self.known())
+        choice = selection.select(self.op, problem)
+        self[dtype] = operators.of(choice) if self.compiled else choice.run
         return self[dtype]
 
 
@@ -63,6 +64,10 @@ class OpsetLayer:
 
     def bind(self, dtype: torch.dtype) -> None:
         """Make the chosen kernels this layer's forward, under vLLM's current config. dtype: of the activations."""
+        from vllm.config import CompilationMode, get_current_vllm_config
+
+        mode = get_current_vllm_config().compilation_config.mode
+        self.opset_is_compiled = mode not in (None, CompilationMode.NONE)
         # False if the user or a compiler has switched the layer off (`custom_ops=["-rms_norm"]`).
         self.opset_is_wanted = (self._enforce_enable or self.enabled()) and self.covered_by_contract()
         self.opset_kernels = []
@@ -80,9 +85,9 @@ class OpsetLayer:
         """The function to run as this layer's forward. It declares by `kernels_for` the ops that it calls."""
         raise NotImplementedError
 
-    def kernels_for(self, op: Op, describe: Callable[[], dict] = dict) -> Kernels:
-        """The kernels of an op that this layer calls. describe: see `Kernels`."""
-        kernels = Kernels(op, describe)
+    def kernels_for(self, op: Op, known: Callable[[], dict] = dict) -> Kernels:
+        """The kernels of an op that this layer calls. known: see `Kernels`."""
+        kernels = Kernels(op, known, self.opset_is_compiled)
         self.opset_kernels.append(kernels)
         return kernels
 

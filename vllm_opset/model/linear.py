@@ -4,14 +4,9 @@ These layers are not custom ops in vLLM, and vLLM chooses the function that mult
 layer calls its `quant_method` to multiply, and that method can be replaced after a model is loaded.
 
 This module has the code for GPUs and the code that `cpu/linear` shares with it. Weights stay in place. A layer looks
-its weight up at every call, because vLLM may replace the weight. torch.compile sees an operator,
-`torch.ops.vllm_opset.linear`, because a kernel decides by the number of rows. That number is known only when the
-operator runs. An argument of the operator names the kernel, because the engines of a process may have chosen different
-kernels. A name means the same kernel in every process that loads the compiled graph. All layers of a model have the
-same name there, so that equal pieces of the graph stay equal.
+its weight up at every call, because vLLM may replace the weight. In a model that torch.compile compiles, a layer calls
+the op's operator.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -19,12 +14,9 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
-from vllm_opset import ops, selection
+from vllm_opset import operators, ops, selection
 from vllm_opset.ops.contract import Problem
 from vllm_opset.unsupported import Refusal
-
-# The kernels that engines of this process chose, by kernel name and dtype of the weight. The operator looks them up.
-_compiled: dict[tuple[str, torch.dtype], Callable[..., torch.Tensor]] = {}
 
 
 class LinearMethod(UnquantizedLinearMethod):
@@ -50,11 +42,10 @@ class CompiledLinearMethod(LinearMethod):
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__(layer)
-        self._kernel = choice(layer.weight.dtype).name
-        _compiled[self._kernel, layer.weight.dtype] = self._linear
+        self._linear = operators.of(choice(layer.weight.dtype))
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.ops.vllm_opset.linear(x, layer.weight, bias, self._kernel)
+        return self._linear(x, layer.weight, bias)
 
 
 class EmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -97,18 +88,3 @@ def replace(model: torch.nn.Module, linear: type, embedding: type) -> None:
 def choice(dtype: torch.dtype) -> selection.Choice:
     """The kernel chosen for linear on this platform's device."""
     return selection.select(ops.linear, Problem(current_platform.device_type, dtype))
-
-
-def _operator(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel: str) -> torch.Tensor:
-    with DisableTorchFunctionSubclass():
-        return _compiled[kernel, weight.dtype](x, weight, bias)
-
-
-def _result(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel: str) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], len(weight)))
-
-
-_library = torch.library.Library("vllm_opset", "DEF")
-_library.define("linear(Tensor x, Tensor weight, Tensor? bias, str kernel) -> Tensor")
-_library.impl("linear", _operator, "CompositeExplicitAutograd")
-torch.library.register_fake("vllm_opset::linear", _result, lib=_library)

@@ -42,7 +42,6 @@ EXAMPLES: dict[str, dict] = {
     "diffusion models": {"diffusion_config": object()},
     "weight offloading": {"offload_config__uva__cpu_offload_gb": 4.0},
     "another linear backend": {"kernel_config__linear_backend": "cutlass"},
-    "torch.compile": {"compilation_config__mode": 3},
     "quantised weights": {"model_config__quantization": "fp8"},
     "mixture-of-experts (MoE) models": {"model_config__is_moe": True},
     "adapters (LoRA)": {"lora_config": object()},
@@ -128,7 +127,7 @@ CANNOT = {
         "watermarks", "diffusion models", "batch invariance", "FlashInfer's sampler",
     ),
     "linear": ("another worker class", "weight offloading", "another linear backend", "batch invariance"),
-    "ops": ("another worker class", "torch.compile", "batch invariance"),
+    "ops": ("another worker class", "batch invariance"),
 }  # fmt: skip
 ENGINES = (
     "speculative decoding", "Mamba, state-space and linear attention", "encoder-decoder models", "multimodal models",

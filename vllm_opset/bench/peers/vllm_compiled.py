@@ -68,10 +68,8 @@ def relu2(x):
     return _elementwise(torch.ops._C.relu_squared, x)
 
 
-def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
-    _refuse("out of place", not inplace)
+def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style=True):
     torch.ops._C.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style)
-    return query, key
 
 
 def reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None):

@@ -32,7 +32,7 @@ def supports(problem: RotaryProblem) -> str | None:
 
 
 @kernel(ops.rotary_embedding, name="ascend", supports=supports)
-def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
+def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style=True):
     def rotate(rows, table):
         # The operator needs a key. If there is none, it gets one head of zeros.
         both = rows if len(rows) == 2 else [*rows, rows[0].new_zeros(len(positions), head_size)]
@@ -41,7 +41,7 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_st
             positions, *both, table, head_size, mrope_section=[0, 0, 0], rotary_mode=mode, cache_mode="default"
         )
 
-    return _apply(rotate, positions, query, key, head_size, cos_sin_cache, inplace)
+    _apply(rotate, positions, query, key, head_size, cos_sin_cache)
 
 
 def supports_rotary_mul(problem: RotaryProblem) -> str | None:
@@ -51,7 +51,7 @@ def supports_rotary_mul(problem: RotaryProblem) -> str | None:
 
 
 @kernel(ops.rotary_embedding, name="ascend_rotary_mul", supports=supports_rotary_mul)
-def rotary_mul(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
+def rotary_mul(positions, query, key, head_size, cos_sin_cache, is_neox_style=True):
     def rotate(rows, table):
         halves = table.index_select(0, positions).chunk(2, dim=-1)
         if is_neox_style:
@@ -63,7 +63,7 @@ def rotary_mul(positions, query, key, head_size, cos_sin_cache, is_neox_style=Tr
         heads = (x.view(1, len(x), -1, head_size) for x in rows)
         return [npu.npu_rotary_mul(x, cos, sin, rotary_mode=mode) for x in heads]
 
-    return _apply(rotate, positions, query, key, head_size, cos_sin_cache, inplace)
+    _apply(rotate, positions, query, key, head_size, cos_sin_cache)
 
 
 def supports_atb(problem: RotaryProblem) -> str | None:
@@ -75,7 +75,7 @@ def supports_atb(problem: RotaryProblem) -> str | None:
 
 
 @kernel(ops.rotary_embedding, name="ascend_atb", supports=supports_atb)
-def rotary_embedding_atb(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True):
+def rotary_embedding_atb(positions, query, key, head_size, cos_sin_cache, is_neox_style=True):
     def rotate(rows, table):
         # The operator works in place. It gets copies, because contiguous rows may be the caller's own tensors.
         query, *keys = (x.clone() for x in rows)
@@ -83,10 +83,10 @@ def rotary_embedding_atb(positions, query, key, head_size, cos_sin_cache, is_neo
         atb._npu_rotary_embedding(positions, query, key, head_size, table, is_neox_style)
         return query, key
 
-    return _apply(rotate, positions, query, key, head_size, cos_sin_cache, inplace)
+    _apply(rotate, positions, query, key, head_size, cos_sin_cache)
 
 
-def _apply(rotate, positions, query, key, head_size, cos_sin_cache, inplace):
+def _apply(rotate, positions, query, key, head_size, cos_sin_cache):
     """Runs an operator in the way that the contract requires.
 
     rotate: takes query, and key if there is one, as rows [T, H * head_size], and the table. All are contiguous and have
@@ -97,8 +97,5 @@ def _apply(rotate, positions, query, key, head_size, cos_sin_cache, inplace):
     dtype = torch.promote_types(query.dtype, cos_sin_cache.dtype)
     rows = [x.reshape(len(x), x.shape[1:].numel()).to(dtype).contiguous() for x in given]
     rotated = rotate(rows, cos_sin_cache.to(dtype).contiguous()) if len(positions) else [row.clone() for row in rows]
-    results = []
     for x, new in zip(given, rotated, strict=False):
-        new = new.reshape(x.shape)
-        results.append(x.copy_(new) if inplace else new.to(x.dtype).contiguous())
-    return results[0], results[1] if key is not None else None
+        x.copy_(new.reshape(x.shape))

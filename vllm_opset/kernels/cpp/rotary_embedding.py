@@ -20,14 +20,11 @@ def rotary_embedding(
     head_size: int,
     cos_sin_cache: torch.Tensor,
     is_neox_style: bool = True,
-    inplace: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if not inplace:
-        query = query.clone(memory_format=torch.contiguous_format)
-        key = None if key is None else key.clone(memory_format=torch.contiguous_format)
+) -> None:
     in_one_piece = cos_sin_cache.is_contiguous() and query.stride(-1) == 1 and (key is None or key.stride(-1) == 1)
     if not in_one_piece or cos_sin_cache.dtype not in TYPES:
-        return in_torch.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style)
+        in_torch.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style)
+        return
     rotary_dim = check_arguments(positions, query, key, head_size, cos_sin_cache)
     positions = positions.to(torch.int64).contiguous()
     table_type, at, table = TYPES[cos_sin_cache.dtype], positions.data_ptr(), cos_sin_cache.data_ptr()
@@ -41,4 +38,3 @@ def rotary_embedding(
             )  # fmt: skip
             if lost >= 0:
                 raise IndexError(f"position {positions[lost]} of token {lost} is not one of {len(cos_sin_cache)}")
-    return query, key

@@ -18,19 +18,14 @@ def rotary_embedding(
     head_size: int,
     cos_sin_cache: torch.Tensor,
     is_neox_style: bool = True,
-    inplace: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> None:
     rotary_dim = check_arguments(positions, query, key, head_size, cos_sin_cache)
-    if not inplace:
-        query = query.clone(memory_format=torch.contiguous_format)
-        key = None if key is None else key.clone(memory_format=torch.contiguous_format)
     rows = cos_sin_cache.index_select(0, positions).float()
     cos, sin = rows.view(-1, 1, 1, rotary_dim).chunk(2, -1)
     signed_sin = sin * SIGNS
     _rotate(pairs(query, head_size, rotary_dim, is_neox_style), cos, signed_sin)
     if key is not None:
         _rotate(pairs(key, head_size, rotary_dim, is_neox_style), cos, signed_sin)
-    return query, key
 
 
 def _rotate(pairs: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:

@@ -15,7 +15,6 @@ from vllm_opset.kernels.triton._heads import (
     load_heads,
     rotated,
     store_pairs,
-    store_rest,
 )
 from vllm_opset.kernels.triton._launch import begin
 from vllm_opset.ops.rope.rotary_embedding import check_arguments
@@ -29,32 +28,24 @@ def rotary_embedding(
     head_size: int,
     cos_sin_cache: torch.Tensor,
     is_neox_style: bool = True,
-    inplace: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> None:
     rotary_dim = check_arguments(positions, query, key, head_size, cos_sin_cache)
-    new_query, new_key = (query, key) if inplace else (_like(query), _like(key))
     tokens = len(positions)
     launch = _launch.overlap(query.device) | grouped(
         query, key, head_size, **_launch.parameters("rotary_embedding", query.device, tokens)
     )
     _rotary_embedding[(tokens * launch["GROUPS"],)](
         positions, positions.stride(0), cos_sin_cache, cos_sin_cache.stride(),
-        query, heads(query, head_size), new_query, heads(new_query, head_size),
-        key, heads(key, head_size), new_key, heads(new_key, head_size),
-        SHAPE=Shape.of(head_size, rotary_dim, is_neox_style), INPLACE=inplace, **launch,
+        query, heads(query, head_size), key, heads(key, head_size),
+        SHAPE=Shape.of(head_size, rotary_dim, is_neox_style), **launch,
     )  # fmt: skip
-    return new_query, new_key
-
-
-def _like(x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @triton.jit
 def _rotary_embedding(
     positions, position_stride, table, table_strides,
-    query, query_heads, new_query, new_query_heads, key, key_heads, new_key, new_key_heads,
-    SHAPE: tl.constexpr, INPLACE: tl.constexpr,
+    query, query_heads, key, key_heads,
+    SHAPE: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -65,22 +56,16 @@ def _rotary_embedding(
 
     head = group * HEADS + tl.arange(0, HEADS)[:, None]
     query += token * query_heads.token + head * query_heads.head
-    new_query += token * new_query_heads.token + head * new_query_heads.head
-    a, b, q_rest = load_heads(query, query_heads.column, head < NUM_HEADS, SHAPE)
+    a, b, _ = load_heads(query, query_heads.column, head < NUM_HEADS, SHAPE)
     if key is not None:
         kv_head = group * KV_HEADS + tl.arange(0, KV_HEADS)[:, None]
         key += token * key_heads.token + kv_head * key_heads.head
-        new_key += token * new_key_heads.token + kv_head * new_key_heads.head
-        c, d, k_rest = load_heads(key, key_heads.column, kv_head < NUM_KV_HEADS, SHAPE)
+        c, d, _ = load_heads(key, key_heads.column, kv_head < NUM_KV_HEADS, SHAPE)
         kv_cos, kv_sin = load_angles(table, table_strides, position, kv_head < NUM_KV_HEADS, SHAPE)
     cos, sin = load_angles(table, table_strides, position, head < NUM_HEADS, SHAPE)
 
     a, b = rotated(a, b, cos, sin)
-    store_pairs(new_query, new_query_heads.column, head < NUM_HEADS, a, b, SHAPE)
-    if not INPLACE:
-        store_rest(new_query, new_query_heads.column, head < NUM_HEADS, q_rest, SHAPE)
+    store_pairs(query, query_heads.column, head < NUM_HEADS, a, b, SHAPE)
     if key is not None:
         c, d = rotated(c, d, kv_cos, kv_sin)
-        store_pairs(new_key, new_key_heads.column, kv_head < NUM_KV_HEADS, c, d, SHAPE)
-        if not INPLACE:
-            store_rest(new_key, new_key_heads.column, kv_head < NUM_KV_HEADS, k_rest, SHAPE)
+        store_pairs(key, key_heads.column, kv_head < NUM_KV_HEADS, c, d, SHAPE)

@@ -44,9 +44,8 @@ def rope_cache(
     """
     _fused_rope.check_arguments(query, key, value, positions, cos_sin_cache, kv_cache, slot_mapping)
     wide = accumulator(query, cos_sin_cache)
-    new_query, new_key = rotary_embedding(
-        positions, query.to(wide), key.to(wide), key.shape[2], cos_sin_cache, is_neox_style, inplace=False
-    )
+    new_query, new_key = query.to(wide, copy=True), key.to(wide, copy=True)
+    rotary_embedding(positions, new_query, new_key, key.shape[2], cos_sin_cache, is_neox_style)
     query.copy_(new_query)
     reshape_and_cache(new_key, value.to(wide), kv_cache, slot_mapping, k_scale, v_scale)
 
@@ -112,7 +111,8 @@ def the_same_as_one_after_the_other(run, device: str, dtype: torch.dtype) -> Non
         positions, rows, _, kv_cache, slots = rest
         expected = torch.zeros_like(kv_cache)
         kv_cache.zero_()
-        new_query, new_key = rotary_embedding(positions, query, key, 64, rows, neox, inplace=False)
+        new_query, new_key = query.clone(), key.clone()
+        rotary_embedding(positions, new_query, new_key, 64, rows, neox)
         reshape_and_cache(new_key, value, expected, slots)
         run(query, key, value, *rest)
         _laws.equal("values differ", kv_cache[..., 64:], expected[..., 64:])

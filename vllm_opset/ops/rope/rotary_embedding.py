@@ -45,8 +45,7 @@ def rotary_embedding(
     head_size: int,
     cos_sin_cache: torch.Tensor,
     is_neox_style: bool = True,
-    inplace: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> None:
     """(a, b) <- (a · cos − b · sin, b · cos + a · sin) for each pair (a, b) of each head, in fp32 and rounded once.
 
     Row positions[t] of the table holds the cosines of token t, then its sines, one of each for each pair. Pair i of a
@@ -60,15 +59,10 @@ def rotary_embedding(
 
     cos_sin_cache: [rows, rotary_dim], rotary_dim <= head_size; of query's dtype or fp32.
 
-    inplace: if true, write to query and key and return them; otherwise leave them and return new contiguous tensors.
-
-    Returns the rotated (query, key); a key that is None stays None.
+    Writes to query and key, and returns nothing.
     Raises ValueError if shapes disagree, rotary_dim is odd or exceeds head_size, or there is not one position a token.
     """
     rotary_dim = check_arguments(positions, query, key, head_size, cos_sin_cache)
-    if not inplace:
-        query = query.clone(memory_format=torch.contiguous_format)
-        key = None if key is None else key.clone(memory_format=torch.contiguous_format)
     dtype = accumulator(query, cos_sin_cache)
     cos, sin = cos_sin_cache.index_select(0, positions).to(dtype).unsqueeze(1).chunk(2, dim=-1)
     for x in (query, key):
@@ -76,7 +70,6 @@ def rotary_embedding(
             rotated = pairs(x, head_size, rotary_dim, is_neox_style)
             a, b = rotated.to(dtype).unbind(2)
             rotated.copy_(torch.stack((a * cos - b * sin, b * cos + a * sin), dim=2))
-    return query, key
 
 
 def pairs(x: torch.Tensor, head_size: int, rotary_dim: int, is_neox_style: bool) -> torch.Tensor:
@@ -109,7 +102,7 @@ def check_arguments(
 
 
 @rotary_embedding.problem_of
-def _(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True) -> RotaryProblem:
+def _(positions, query, key, head_size, cos_sin_cache, is_neox_style=True) -> RotaryProblem:
     rotary_dim, table_dtype = (
         cos_sin_cache.shape[-1],
         None if cos_sin_cache.dtype == query.dtype else cos_sin_cache.dtype,
@@ -118,11 +111,11 @@ def _(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inpla
 
 
 @rotary_embedding.cost
-def _(positions, query, key, head_size, cos_sin_cache, is_neox_style=True, inplace=True) -> Cost:
+def _(positions, query, key, head_size, cos_sin_cache, is_neox_style=True) -> Cost:
     rotary_dim = cos_sin_cache.shape[-1]
     elements = query.numel() + (0 if key is None else key.numel())
     rotated = elements * rotary_dim // head_size
-    moved = 2 * (rotated if inplace else elements) * query.itemsize
+    moved = 2 * rotated * query.itemsize
     rows = positions.numel() * rotary_dim * cos_sin_cache.itemsize
     return Cost(bytes=moved + rows + positions.nbytes, flops=3 * rotated)
 
@@ -138,7 +131,7 @@ def table(rows: int, rotary_dim: int, dtype: torch.dtype, device: str, magnitude
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(
         name: str, *, tokens=5, heads=4, kv_heads=2, size=64, rotary=None, neox=True, key=True, index=torch.int64,
-        table_dtype=dtype, magnitude=1.0, std=1.0, at=None, layout=lambda *tensors: tensors, inplace=True,
+        table_dtype=dtype, magnitude=1.0, std=1.0, at=None, layout=lambda *tensors: tensors,
     ) -> Sample:  # fmt: skip
         def make():
             rng = _samples.generator(name)
@@ -147,8 +140,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
             unused = torch.ones(128, dtype=torch.bool).index_fill(0, positions, False)
             rows[unused.to(device)] = math.nan
             q, k = layout(*(_samples.normal((tokens, n * size), dtype, device, rng, std) for n in (heads, kv_heads)))
-            arguments = (positions.to(device, index), q, k if key else None, size, rows, neox)
-            return arguments, {} if inplace else {"inplace": False}
+            return (positions.to(device, index), q, k if key else None, size, rows, neox), {}
 
         return Sample(name, make, scale=std * magnitude)
 
@@ -170,10 +162,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         yield sample(f"{style}, slices of a fused projection", neox=neox, layout=_samples.side_by_side)
         yield sample(f"{style}, heads as a dimension", neox=neox, layout=split_heads)
         yield sample(f"{style}, heads before tokens in memory", neox=neox, layout=heads_before_tokens)
-        yield sample(f"{style}, out of place", neox=neox, layout=_samples.side_by_side, inplace=False)
-        yield sample(f"{style}, out of place, partial", size=96, rotary=24, neox=neox, inplace=False)
     yield sample("no key", key=False)
-    yield sample("no key, out of place", key=False, inplace=False)
     yield sample("int32 positions", index=torch.int32)
     yield sample("the ends of the table, repeated and unordered", at=[127, 0, 127, 1, 0])
     yield sample("fp32 table", table_dtype=torch.float32)
@@ -224,20 +213,6 @@ def _inputs(device: str, dtype: torch.dtype, neox: bool) -> tuple[torch.Tensor, 
     rng = _samples.generator(f"law {neox}")
     q, k = (_samples.normal((6, heads * 64), dtype, device, rng) for heads in (4, 2))
     return torch.randint(128, (6,), generator=rng).to(device), q, k, table(128, 64, torch.float32, device)
-
-
-@rotary_embedding.property_
-def in_place_equals_out_of_place(run, device: str, dtype: torch.dtype) -> None:
-    """Both give the same bits, and a call out of place leaves the inputs as they were."""
-    for neox in (True, False):
-        positions, q, k, rows = _inputs(device, dtype, neox)
-        before = q.clone(), k.clone()
-        new = run(positions, q, k, 64, rows, neox, inplace=False)
-        for now, then in zip((q, k), before, strict=True):
-            _laws.equal("out of place wrote to its inputs", now, then)
-        run(positions, q, k, 64, rows, neox)
-        for in_place, out_of_place in zip((q, k), new, strict=True):
-            _laws.equal("in place differs from out of place", in_place, out_of_place)
 
 
 @rotary_embedding.property_

@@ -5,7 +5,8 @@
 - linear: layers with unquantised weights, with a kernel for batches of one row. If attention is on too, steps of up to
   2,048 tokens are captured in pieces (`platform/cuda/graphs.py`), so that they do not wait for the launch of linear's
   operator.
-- ops: norms, activations and rotary embeddings, fused by hand. torch.compile is off then.
+- ops: norms, activations and rotary embeddings, fused by hand. torch.compile is off then, unless users give a mode: the
+  compiler sees each op as an operator, and nothing is fused by hand.
 
 defaults.yaml lists the parts that are on by default on a GPU family. A part stays off for a configuration in which it
 was not measured, or in which vLLM's own code is faster in some cases. Users override this by `--additional-config
@@ -105,12 +106,6 @@ def _flashinfer_samples(config: "VllmConfig | None") -> bool:
 
 def _another_linear_backend(config: "VllmConfig") -> bool:
     return config.kernel_config.linear_backend != "auto"
-
-
-def _compiled(config: "VllmConfig") -> bool:
-    from vllm.config import CompilationMode
-
-    return config.compilation_config.mode not in (None, CompilationMode.NONE)
 
 
 def _offloads_cache(config: "VllmConfig") -> bool:
@@ -221,7 +216,6 @@ PARTS: Mapping[str, Part] = {
     "ops": Part(
         cannot=(
             _OTHER_WORKER,
-            Rule("torch.compile", "leave out the compilation mode, which is 0 then", _compiled),
             _BATCH_INVARIANT,
         ),
         unmeasured=_NOT_MEASURED,

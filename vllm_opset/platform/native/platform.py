@@ -61,7 +61,7 @@ class OpsetNativePlatform(CudaPlatform):
             forking.make_safe()
             if parallel.worker_cls in ("auto", parts.STOCK_WORKER):
                 parallel.worker_cls = parts.WORKER
-        if seen_by_compiler := [name for name in ("attention", "linear") if name in on]:
+        if seen_by_compiler := [name for name in ("attention", "linear", "ops") if name in on]:
             compile_cache.keep_apart(vllm_config, f"{cls.__qualname__} with {' and '.join(seen_by_compiler)}")
         for name, part in decisions.items():
             logger.info_once(f"vllm-opset's {name} is {'on' if part.on else 'off'}: {part.why}")

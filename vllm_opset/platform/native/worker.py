@@ -37,6 +37,7 @@ class OpsetNativeWorker(Reporting, Worker):
             fusion.bind(model, self.vllm_config, compiled_ahead)
         if "linear" in self.parts:
             linear.bind(model, compiled=refusals.compiles(self.vllm_config))
+        if self.parts & {"linear", "ops"}:
             compile_cache.keep_kernels_apart(self.vllm_config)
         if "sampler" in self.parts:
             if sampler.install(self.model_runner):

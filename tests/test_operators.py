@@ -1,0 +1,62 @@
+"""PyTorch's own checks of the operators that are derived from the contracts."""
+
+import pytest
+import torch
+
+from vllm_opset import operators, ops, selection
+
+WITH_OPERATOR = [op for op in ops.ALL if op not in operators.WITHOUT_OPERATOR]
+CHECKS = ("test_schema", "test_faketensor")
+
+
+@pytest.fixture(autouse=True)
+def unprepared():
+    """linear's kernels for a CPU prepare weights, and an operator gets what a layer keeps."""
+    selection.configure({"opset": {"kernels": {"linear": "reference"}}})
+    yield
+    selection.configure()
+
+
+def call_of(op, sample) -> tuple:
+    """The operator of the kernel chosen for a sample, and the arguments of the call."""
+    args, kwargs = sample.make()
+    operator = operators.of(selection.select(op, op.describe(*args, **kwargs)))
+    return operator, args, kwargs
+
+
+@pytest.mark.parametrize("op", WITH_OPERATOR, ids=lambda op: op.name)
+def test_an_operator_writes_and_returns_what_its_contract_says(op):
+    """Covers the schema (mutated arguments, aliases), results on fake tensors, and tracing, with the chosen kernels."""
+    # PyTorch's checks copy the memory of every argument, which fails for an empty slice of a fused projection.
+    samples = [sample for sample in op.samples("cpu", op.dtypes[0]) if "zero tokens" not in sample.name]
+    for sample in samples:
+        operator, args, kwargs = call_of(op, sample)
+        # The check of a schema multiplies every argument, which fails for fp8.
+        checks = CHECKS[1:] if "fp8" in sample.name else CHECKS
+        checks = (*checks, "test_aot_dispatch_dynamic") if sample is samples[0] else checks
+        overload = getattr(torch.ops.vllm_opset, op.name).default
+        torch.library.opcheck(overload, args, kwargs | operator.keywords, test_utils=checks)
+
+
+@pytest.mark.parametrize("op", WITH_OPERATOR, ids=lambda op: op.name)
+def test_an_operator_runs_the_chosen_kernel(op):
+    sample = next(iter(op.samples("cpu", op.dtypes[0])))
+    for kernel in ("reference", None):
+        selection.configure({"opset": {"kernels": {"linear": "reference"} | ({op.name: kernel} if kernel else {})}})
+        operator, args, kwargs = call_of(op, sample)
+        choice = selection.select(op, op.describe(*args, **kwargs))
+        assert operator.keywords["kernel"].startswith(f"{choice.name} for device=cpu")
+        ran = []
+        operators._chosen[op.name, operator.keywords["kernel"]] = lambda *args, ran=ran, run=choice.run, **kwargs: (
+            ran.append(run) or run(*args, **kwargs)
+        )
+        operator(*args, **kwargs)
+        assert ran == [choice.run]
+
+
+def test_an_op_without_an_operator_is_none_that_compiled_code_calls():
+    """PyTorch has no schema for these. If it had one, the op would belong with the others."""
+    for op in operators.WITHOUT_OPERATOR:
+        with pytest.raises(ValueError, match="unsupported type"):
+            torch.library.infer_schema(op.reference, mutates_args=op.mutates)
+        assert not hasattr(torch.ops.vllm_opset, op.name)

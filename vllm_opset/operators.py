@@ -1,0 +1,68 @@
+"""PyTorch operators derived from the contracts, for models that torch.compile compiles.
+
+A compiler that traces a layer sees the operator `torch.ops.vllm_opset.<op>` and none of the kernel's code. It can
+neither trace C++ nor fix what a kernel decides by the sizes of a call. Everything comes from the contract: the schema
+from the reference's signature, the mutated arguments from `mutates`, and the shapes of results from the reference,
+which PyTorch runs on fake tensors.
+
+The last argument of an operator, `kernel`, names the kernel and the problem that it was chosen for. The engines of a
+process may have chosen different kernels, so an operator has no kernel of its own. The name is the same for all layers
+with the same problem, so that equal pieces of a graph stay equal, and in every process that loads a cached graph.
+"""
+
+import functools
+from collections.abc import Callable
+from inspect import Parameter
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+
+from vllm_opset import ops
+from vllm_opset.ops.contract import Op
+from vllm_opset.selection import Choice
+
+NAMESPACE = "vllm_opset"
+# No compiled code calls these ops, and PyTorch has no schema for them.
+WITHOUT_OPERATOR = {
+    ops.paged_attention: "vLLM's operator for attention calls it, and a PagedBatch is no type of a schema",
+    ops.top_k_top_p_sample: "vLLM compiles models without their samplers, and its second result may be None",
+}
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_chosen: dict[tuple[str, str], Callable] = {}
+
+
+def of(choice: Choice) -> Callable:
+    """The operator of the choice's op. It takes the arguments of the op and runs the chosen kernel."""
+    name = f"{choice.name} for {choice.problem}"
+    _chosen[choice.op, name] = choice.run
+    return functools.partial(getattr(getattr(torch.ops, NAMESPACE), choice.op), kernel=name)
+
+
+def _define(op: Op) -> None:
+    schema = torch.library.infer_schema(_with_kernel_argument(op), mutates_args=op.mutates)
+
+    def run(*args, kernel: str, **kwargs):
+        # vLLM's parameters are subclasses of Tensor: PyTorch would dispatch every call through __torch_function__.
+        with DisableTorchFunctionSubclass():
+            return _chosen[op.name, kernel](*args, **kwargs)
+
+    def results(*args, kernel: str, **kwargs):
+        return None if op.signature.return_annotation is None else op.reference(*args, **kwargs)
+
+    _library.define(f"{op.name}{schema}")
+    _library.impl(op.name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{op.name}", results, lib=_library)
+
+
+def _with_kernel_argument(op: Op) -> Callable:
+    def prototype(): ...
+
+    parameters = [*op.signature.parameters.values(), Parameter("kernel", Parameter.KEYWORD_ONLY, annotation=str)]
+    prototype.__signature__ = op.signature.replace(parameters=parameters)
+    return prototype
+
+
+for _op in ops.ALL:
+    if _op not in WITHOUT_OPERATOR:
+        _define(_op)
