@@ -20,7 +20,7 @@ def unprepared():
 def call_of(op, sample) -> tuple:
     """The operator of the kernel chosen for a sample, and the arguments of the call."""
     args, kwargs = sample.make()
-    operator = operators.of(selection.select(op, op.describe(*args, **kwargs)))
+    operator = operators.of(selection.select(op, op.problem_for(*args, **kwargs)))
     return operator, args, kwargs
 
 
@@ -44,7 +44,7 @@ def test_an_operator_runs_the_chosen_kernel(op):
     for kernel in ("reference", None):
         selection.configure({"opset": {"kernels": {"linear": "reference"} | ({op.name: kernel} if kernel else {})}})
         operator, args, kwargs = call_of(op, sample)
-        choice = selection.select(op, op.describe(*args, **kwargs))
+        choice = selection.select(op, op.problem_for(*args, **kwargs))
         assert operator.keywords["kernel"].startswith(f"{choice.name} for device=cpu")
         ran = []
         operators._chosen[op.name, operator.keywords["kernel"]] = lambda *args, ran=ran, run=choice.run, **kwargs: (

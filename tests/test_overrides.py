@@ -67,12 +67,12 @@ def test_a_name_that_is_there_twice_is_an_error(key, monkeypatch, tmp_path):
     variable = f"OPSET_{key.upper()}"
     monkeypatch.setenv(variable, "rms_norm=cpp,silu_and_mul=cpu, rms_norm = reference")
     with pytest.raises(OverrideError, match=f"{variable}: rms_norm is there twice"):
-        list(overrides.said(key, {}))
+        list(overrides.settings(key, {}))
     monkeypatch.delenv(variable)
     monkeypatch.setenv("OPSET_CONFIG", str(tmp_path / "opset.yaml"))
     (tmp_path / "opset.yaml").write_text(f"{key}:\n  rms_norm: cpp\n  rms_norm: reference\n")
     with pytest.raises(OverrideError, match=r"(?s)OPSET_CONFIG: cannot read .*'rms_norm' is there twice.*line 3"):
-        list(overrides.said(key, {}))
+        list(overrides.settings(key, {}))
 
 
 @pytest.mark.parametrize(("value", "counts"), [(None, False), ("", False), ("0", False), ("1", True)])

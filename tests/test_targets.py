@@ -54,4 +54,4 @@ def test_a_kernel_is_refused_by_its_problems_target_alone(name, refused):
 @pytest.mark.parametrize("op", ops.ALL, ids=str)
 def test_every_ops_problem_carries_a_target(op):
     args, kwargs = next(op.samples("cpu", op.dtypes[0])).make()
-    assert op.describe(*args, **kwargs).target == targets.of("cpu")
+    assert op.problem_for(*args, **kwargs).target == targets.of("cpu")

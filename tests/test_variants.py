@@ -70,7 +70,7 @@ def test_an_override_names_a_variant_whose_calls_are_counted(word, expected, mon
     decoded, prompt = (PagedCase(((n, 40),), num_heads=4, head_size=64) for n in (1, 33))
     for case in (decoded, prompt):
         args, kwargs = case.make("variants", "cpu", torch.float32)
-        choice = select(ops.paged_attention, ops.paged_attention.describe(*args, **kwargs))
+        choice = select(ops.paged_attention, ops.paged_attention.problem_for(*args, **kwargs))
         result = args[-1]
         choice.run(*args, **kwargs)
         args, kwargs = case.make("variants", "cpu", torch.float32)

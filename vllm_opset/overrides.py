@@ -62,7 +62,7 @@ def counts_calls() -> bool:
     return value == "1"
 
 
-def said(key: str, additional_config: Mapping) -> Iterator[tuple[str, object, object]]:
+def settings(key: str, additional_config: Mapping) -> Iterator[tuple[str, object, object]]:
     """(source, name, value) for each setting under one of CONFIG_KEYS. A later one overrides an earlier one."""
     variable = f"OPSET_{key.upper()}"
     sources = {variable: {key: _pairs(variable)}}
@@ -84,9 +84,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
-def words(variable: str) -> list[str]:
-    """The words between the commas of an environment variable."""
-    return [word.strip() for word in os.environ.get(variable, "").split(",") if word.strip()]
+def comma_separated(variable: str) -> list[str]:
+    """The entries of an environment variable that lists them between commas."""
+    return [entry.strip() for entry in os.environ.get(variable, "").split(",") if entry.strip()]
 
 
 class _Loader(yaml.SafeLoader):
@@ -118,10 +118,10 @@ def _mapping(source: str, value: object) -> Mapping:
 
 def _pairs(variable: str) -> dict[str, str]:
     pairs = {}
-    for word in words(variable):
-        name, separator, value = (part.strip() for part in word.partition("="))
+    for entry in comma_separated(variable):
+        name, separator, value = (part.strip() for part in entry.partition("="))
         if not separator:
-            raise OverrideError(f"{variable}: {word!r} is not of the form {PAIR[variable]}")
+            raise OverrideError(f"{variable}: {entry!r} is not of the form {PAIR[variable]}")
         if name in pairs:
             raise OverrideError(f"{variable}: {name} is there twice; keep one")
         pairs[name] = value

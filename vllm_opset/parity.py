@@ -62,7 +62,7 @@ def check_sample(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> 
     """Run kernel and reference on the sample's inputs, and compare the results and the arguments they have written."""
     args, kwargs = sample.make()
     error = failure = None
-    unsupported = kernel.supports(op.describe(*args, **kwargs))
+    unsupported = kernel.supports(op.problem_for(*args, **kwargs))
     if unsupported is None:
         returned, failure = _attempt(kernel.call, args, kwargs)
         if failure is None:
@@ -117,26 +117,26 @@ def check_refusal(op: Op, kernel: Kernel, sample: Sample, device: str, dtype: to
 def _problem_of_refusal(op: Op, sample: Sample, device: str, dtype: torch.dtype) -> Problem:
     """The problem of illegal inputs. If they are too wrong to describe one, the problem of the op's first sample."""
     args, kwargs = sample.make()
-    problem, error = _raised(op.describe, args, kwargs)
+    problem, error = _raised(op.problem_for, args, kwargs)
     if error is None:
         return problem
     args, kwargs = next(iter(op.samples(device, dtype))).make()
-    return op.describe(*args, **kwargs)
+    return op.problem_for(*args, **kwargs)
 
 
 def check_property(op: Op, kernel: Kernel, name: str, device: str, dtype: torch.dtype) -> Check:
     """Run one property of the op against the kernel. It is skipped if the kernel does not support its inputs."""
-    law = op.properties[name]
+    check = op.properties[name]
     skipped: list[str] = []
 
     def run(*args, **kwargs):
-        unsupported = kernel.supports(op.describe(*args, **kwargs))
+        unsupported = kernel.supports(op.problem_for(*args, **kwargs))
         if unsupported is not None:
             skipped.append(unsupported)
             return op.reference(*args, **kwargs)
         return kernel.call(*args, **kwargs)
 
-    _, failure = _attempt(law, (run, device, dtype), {})
+    _, failure = _attempt(check, (run, device, dtype), {})
     case = f"property: {name.replace('_', ' ')}"
     return Check(op.name, kernel.name, dtype, case, failure=failure, skipped=skipped[0] if skipped else None)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from vllm_opset import devices, failures, ops, overrides
 from vllm_opset.kernel import PROVIDERS, REFERENCE, Kernel, kernels_of, load
 from vllm_opset.ops.contract import Op, Problem
-from vllm_opset.overrides import OverrideError, nearest, said
+from vllm_opset.overrides import OverrideError, nearest
 
 # The providers to try on a device, first to last. The reference comes last in every list: it runs anywhere.
 PREFERENCE: Mapping[str, tuple[str, ...]] = {"cpu": ("cpp", "cpu"), "cuda": ("triton",), "npu": ("ascend",)}
@@ -203,7 +203,7 @@ def _why_after(kernel: Kernel, chosen: Kernel, problem: Problem, override: Overr
 
 
 def _import_users_kernels() -> None:
-    for module in overrides.words("OPSET_IMPORT"):
+    for module in overrides.comma_separated("OPSET_IMPORT"):
         try:
             importlib.import_module(module)
         except Exception as error:
@@ -215,12 +215,12 @@ def _import_users_kernels() -> None:
 
 def _read_overrides(additional_config: Mapping) -> dict[str, Override]:
     """The kernel that users ask for, by op; a later source overrides an earlier one."""
-    overrides: dict[str, Override] = {}
-    for source, op_name, asked in said("kernels", additional_config):
-        kernel_name, _, variant = str(asked).partition(":")
+    found: dict[str, Override] = {}
+    for source, op_name, value in overrides.settings("kernels", additional_config):
+        kernel_name, _, variant = str(value).partition(":")
         _check_names(source, op_name, kernel_name, variant)
-        overrides[op_name] = Override(kernel_name, source, variant or None)
-    return overrides
+        found[op_name] = Override(kernel_name, source, variant or None)
+    return found
 
 
 def _check_names(source: str, op_name: object, kernel_name: str, variant: str) -> None:

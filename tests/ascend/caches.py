@@ -20,7 +20,7 @@ def case(
     return PagedCase(requests, layout=layout, block_size=block_size, **options)
 
 
-# This replaces the contract's MIXED, so that its laws are checked over several blocks.
+# This replaces the contract's MIXED, so that its properties are checked over several blocks.
 MIXED = case(((1, 377), (150, 150), (70, 300), (1, 34)))
 # Sequences that span several blocks and meet their ends.
 LONG = {
@@ -37,7 +37,7 @@ LONG = {
 
 @contextlib.contextmanager
 def caches_apart() -> Iterator[None]:
-    """Within it, all samples and laws that do not specify their cache get such a cache."""
+    """Within it, all samples and properties that do not specify their cache get such a cache."""
     attention = importlib.import_module("vllm_opset.ops.attention.paged_attention")
     cache = importlib.import_module("vllm_opset.ops.cache.reshape_and_cache")
     with (

@@ -42,7 +42,7 @@ def _dtypes(op: Op, kernel: Kernel, device: str) -> str:
 
 def _supports(op: Op, kernel: Kernel, sample) -> bool:
     args, kwargs = sample.make()
-    return kernel.supports(op.describe(*args, **kwargs)) is None
+    return kernel.supports(op.problem_for(*args, **kwargs)) is None
 
 
 def _line(cells: list[str]) -> str:

@@ -59,7 +59,7 @@ def test_kernel_stays_on_its_device(op, kernel, meta_kernels_of_atb):
     with emulation.mode(Limits.STRICT), caches_apart():
         for sample in (sample for dtype in op.dtypes for sample in op.samples("cpu", dtype)):
             args, kwargs = sample.make()
-            if kernel.supports(op.describe(*args, **kwargs)) is None:
+            if kernel.supports(op.problem_for(*args, **kwargs)) is None:
                 with OneDevice():
                     result = kernel.call(*on_meta(args), **on_meta(kwargs))
                 assert all(x.device.type == "meta" for x in tree_leaves(result) if x is not None), sample.name

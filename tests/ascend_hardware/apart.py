@@ -1,7 +1,8 @@
 """apart.py OP [DEVICE]: the parity suite of an op on a KV cache, for its Ascend kernels, with the caches they expect.
 
 Never run on hardware. `vllm-opset parity --device npu` skips these kernels because its cache is packed. Here all
-samples and laws that do not specify their cache have keys and values apart, in blocks of 128. Prints one line of JSON.
+samples and properties that do not specify their cache have keys and values apart, in blocks of 128. It prints one line
+of JSON.
 """
 
 import json

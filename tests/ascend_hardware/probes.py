@@ -155,7 +155,7 @@ def operators(device: str, name: str) -> str | None:
     with patch.dict(_constraints.OPERATORS, {name: anywhere}):
         for sample in (sample for dtype in (DTYPE, torch.float32) for sample in op.samples(device, dtype)):
             args, kwargs = sample.make()
-            problem = op.describe(*args, **kwargs)
+            problem = op.problem_for(*args, **kwargs)
             reason = kernel.supports(problem)
             if reason is None:
                 with Met(name) as met:

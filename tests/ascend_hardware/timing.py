@@ -45,7 +45,7 @@ def rows(device: str, samples: Callable[[Op, str, torch.dtype], Iterator[Sample]
                 {"case": name, "us": microseconds(kernel.call, args, kwargs, device)}
                 | {"reference_us": microseconds(op.reference, args, kwargs, device)}
                 for name, args, kwargs in known
-                if kernel.supports(op.describe(*args, **kwargs)) is None
+                if kernel.supports(op.problem_for(*args, **kwargs)) is None
             ]
             if timed:
                 yield from ({"op": op.name, "kernel": kernel.name, "dtype": str(dtype)} | row for row in timed)

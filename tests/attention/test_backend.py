@@ -135,7 +135,7 @@ CASES = {
 
 def attended(layer, query, kv_cache, step, output):
     """The problem of the layer's call, which selection must know before the first step."""
-    return ops.paged_attention.describe(query, kv_cache, step.batch, output, **layer._attend.keywords)
+    return ops.paged_attention.problem_for(query, kv_cache, step.batch, output, **layer._attend.keywords)
 
 
 def chosen(op: str) -> list:
@@ -152,7 +152,7 @@ def test_a_layer_writes_its_cache_and_attends(name):
     layer.forward(None, query, key, value, cache, step, output)
     torch.testing.assert_close(output, dense(query, key, value, seq_lens, **expected), rtol=1e-5, atol=1e-5)
     assert chosen("paged_attention") == [layer.problem] == [attended(layer, query, cache, step, output)]
-    assert chosen("reshape_and_cache") == [ops.reshape_and_cache.describe(key, value, cache, step.slot_mapping)]
+    assert chosen("reshape_and_cache") == [ops.reshape_and_cache.problem_for(key, value, cache, step.slot_mapping)]
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -190,7 +190,7 @@ def test_an_fp8_cache_is_scaled_by_what_vllm_keeps_with_the_layer():
     as_fp8 = cache.view(torch.float8_e4m3fn)
     assert scaled.problem == attended(scaled, query, as_fp8, step, output)
     assert scaled.problem in chosen("paged_attention")
-    assert ops.reshape_and_cache.describe(key, value, as_fp8, step.slot_mapping) in chosen("reshape_and_cache")
+    assert ops.reshape_and_cache.problem_for(key, value, as_fp8, step.slot_mapping) in chosen("reshape_and_cache")
     stored = [(x / scale).to(torch.float8_e4m3fn).float() * scale for x, scale in ((key, 0.25), (value, 4.0))]
     step = builder(specs()[0], plain).build(0, metadata([6]))
     expected = plain.forward(None, query, *stored, empty_cache(), step, torch.empty_like(output))

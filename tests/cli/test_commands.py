@@ -166,7 +166,7 @@ def test_doctor_lists_kernels_in_the_order_of_the_samples():
     rows = doctor._kernels("cpu", torch.bfloat16)
     for op in ops.ALL:
         dtype = torch.bfloat16 if torch.bfloat16 in op.dtypes else op.dtypes[0]
-        problems = [op.describe(*args, **kwargs) for args, kwargs in (s.make() for s in op.samples("cpu", dtype))]
+        problems = [op.problem_for(*args, **kwargs) for args, kwargs in (s.make() for s in op.samples("cpu", dtype))]
         names = dict.fromkeys(selection.select(op, problem).kernel.name for problem in problems)
         assert [row["kernel"] for row in rows if row["op"] == op.name] == [*names]
 

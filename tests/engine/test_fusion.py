@@ -65,7 +65,7 @@ def test_tokens_are_the_same(name, engine, tmp_path):
     assert "reshape_and_cache" not in ran and ran["rotary_embedding"] == tried["rotary_embedding"]
 
 
-def test_of_one_models_layers_some_wait_and_some_do_not(engine, tmp_path):
+def test_of_one_models_layers_some_are_deferred_and_some_are_not(engine, tmp_path):
     models.build("exaone4", tmp_path)
     expected = without_fusing(engine, tmp_path)
     with fusing(engine, tmp_path) as llm:
@@ -73,7 +73,7 @@ def test_of_one_models_layers_some_wait_and_some_do_not(engine, tmp_path):
         assert served(llm).keys() >= {"qk_norm_rope_cache", "reshape_and_cache"}
 
 
-def test_attention_that_writes_no_cache_does_not_wait(engine, tmp_path):
+def test_attention_that_writes_no_cache_defers_nothing(engine, tmp_path):
     models.build("qwen3", tmp_path, is_causal=False)
     models.add_tokenizer(tmp_path)
     pooling = {"runner": "pooling", "max_num_batched_tokens": 512}
@@ -89,7 +89,7 @@ def test_attention_that_writes_no_cache_does_not_wait(engine, tmp_path):
         {"offload_config__prefetch__offload_group_size": 2},
     ],
 )
-def test_nothing_waits_where_parts_do_not_run_together(changes):
+def test_nothing_is_deferred_where_parts_do_not_run_together(changes):
     from vllm.config import CompilationMode, VllmConfig
 
     from vllm_opset.model import fusion
@@ -108,9 +108,9 @@ def test_replayed_pieces_have_the_positions_they_were_captured_with():
     from vllm.config import CUDAGraphMode, VllmConfig
     from vllm.forward_context import BatchDescriptor, set_forward_context
 
-    from vllm_opset.model.fusion import WaitingRope
+    from vllm_opset.model.fusion import DeferredRotaryEmbedding
 
-    rope = WaitingRope(rotary=None, norms=None)
+    rope = DeferredRotaryEmbedding(rotary=None, norms=None)
     query = key = torch.zeros(0)
 
     def step(num_tokens: int, mode: CUDAGraphMode, called: bool) -> torch.Tensor:
@@ -155,18 +155,18 @@ def test_layers_whose_parts_cannot_be_one_launch(engine, tmp_path):
         model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         layer = model.model.layers[0].self_attn
         rope = fusion._rope_of(layer)
-        assert rope is not None and fusion._can_wait(layer, rope, llm.llm_engine.vllm_config)
+        assert rope is not None and fusion._can_be_deferred(layer, rope, llm.llm_engine.vllm_config)
         for name, otherwise in OTHERWISE.items():
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(*otherwise(layer))
                 assert fusion._rope_of(layer) is None, name
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(vars(layer), "forward", lambda positions, hidden_states, scale: hidden_states)
-            assert not fusion._can_wait(layer, rope, llm.llm_engine.vllm_config)
+            assert not fusion._can_be_deferred(layer, rope, llm.llm_engine.vllm_config)
 
 
 @pytest.mark.parametrize("scales", [(0.5, 1.0), (1.0, 0.5)], ids=["query", "key"])
-def test_parts_that_are_not_all_there_is_do_not_wait(scales, engine, tmp_path, monkeypatch):
+def test_parts_that_are_not_all_there_is_are_not_deferred(scales, engine, tmp_path, monkeypatch):
     """Uses a model that scales the query or the key between its norms and its rotary embedding."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.qwen3 import Qwen3Attention

@@ -1,4 +1,6 @@
-"""Checks a kernel by its contract's samples and laws up to the first failure: OP KERNEL [WORDS], words of their names.
+"""Checks a kernel by samples and properties of its contract up to the first failure.
+
+The arguments are OP KERNEL [WORDS]: words of the names of samples and properties.
 
 Exits with 0 if every check agrees, with 1 if one does not, and with 3 if nothing was run.
 """

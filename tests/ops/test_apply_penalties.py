@@ -1,6 +1,6 @@
 """apply_penalties against vLLM's own, by hand, and with faults that the contract must find.
 
-tests/test_parity.py checks for all ops that kernels equal the reference and keep the laws of the contract.
+tests/test_parity.py checks for all ops that kernels equal the reference and have the properties of the contract.
 """
 
 import math

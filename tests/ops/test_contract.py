@@ -52,7 +52,7 @@ def test_samples_hold_the_empty_edge_and_both_signs(contract):
 @ALL_OPS
 def test_a_problem_is_hashable_printable_and_reproducible(contract):
     for sample in contract.samples("cpu", contract.dtypes[0]):
-        problem, again = (contract.describe(*args, **kwargs) for args, kwargs in (sample.make(), sample.make()))
+        problem, again = (contract.problem_for(*args, **kwargs) for args, kwargs in (sample.make(), sample.make()))
         assert type(problem) is contract.problem and isinstance(problem, Problem)
         assert problem.device == "cpu" and "torch." not in str(problem)
         assert len({problem, again}) == 1

@@ -1,6 +1,6 @@
 """top_k_top_p_sample: the filters against vLLM's own, the rules for ties by hand, the draw from its definition.
 
-tests/test_parity.py checks for all ops that kernels equal the reference and keep the laws of the contract.
+tests/test_parity.py checks for all ops that kernels equal the reference and have the properties of the contract.
 """
 
 import math

@@ -15,10 +15,10 @@ from vllm_opset.ops.attention.paged_batch import PagedBatch, packed_cache
 FP8 = torch.float8_e4m3fn  # vLLM's fp8
 
 
-class Before(Protocol):
+class Deferred(Protocol):
     """Work on query and key that a kernel does together with writing the cache."""
 
-    def write_with(self, **problem) -> Callable[..., None]:
+    def cache_write(self, **problem) -> Callable[..., None]:
         """The function to call with query, key, value, kv_cache and slot_mapping. problem: fields the layer knows."""
 
 
@@ -58,7 +58,7 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         self.sinks = sinks
         self.dtype = torch.get_default_dtype()
         # What is to be done to query and key together with writing the cache (model/fusion.py).
-        self.before: Before | None = None
+        self.deferred: Deferred | None = None
 
     def choose_kernels(self, kv_cache_dtype: torch.dtype, block_size: int) -> None:
         """Choose kernels once the cache's geometry is known, before the first step. kv_cache_dtype: uint8 means fp8."""
@@ -71,12 +71,12 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
             "block_size": block_size,
         }
         kv_apart = self.kv_apart and self.attn_type == AttentionType.DECODER
-        if self.before is None:
+        if self.deferred is None:
             problem = ops.reshape_and_cache.problem(**cache, kv_apart=kv_apart)
             write = selection.select(ops.reshape_and_cache, problem).run
             self._write = lambda query, *rest, **scales: write(*rest, **scales)
         else:
-            self._write = self.before.write_with(**cache, num_heads=self.num_heads)
+            self._write = self.deferred.cache_write(**cache, num_heads=self.num_heads)
         self.problem = ops.paged_attention.problem(
             **cache,
             num_heads=self.num_heads,

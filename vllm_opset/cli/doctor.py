@@ -200,7 +200,7 @@ def _kernels(device: str, dtype: torch.dtype) -> list[dict]:
     rows = []
     for op in ops.ALL:
         samples = (sample.make() for sample in op.samples("cpu", dtype_of(op, dtype)))
-        problems = dict.fromkeys(op.describe(*args, **kwargs) for args, kwargs in samples)  # in the samples' order
+        problems = dict.fromkeys(op.problem_for(*args, **kwargs) for args, kwargs in samples)  # in the samples' order
         chosen: dict[str, list] = {}
         refused = []
         for problem in problems:

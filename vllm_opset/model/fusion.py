@@ -1,14 +1,13 @@
 """Rotary embedding, the query and key norms before it, and the cache write after it, in one launch.
 
 vLLM's models call these parts one after the other: q_norm and k_norm if the model has them, rotary_emb, attn. Without a
-compiler they can be fused only if the first parts wait for the last one. So this module changes a model after it is
-loaded. The norms and the rotary embedding before an attention layer then leave query and key unchanged, and the
+compiler they can be fused only if the first parts are deferred to the last one. So this module changes a model after it
+is loaded. The norms and the rotary embedding before an attention layer then leave query and key unchanged, and the
 positions are kept. The cache write of the attention layer does all the work (`ops.qk_norm_rope_cache`,
 `ops.rope_cache`).
 
 This only works if the model's code goes from its projection through exactly these parts to its attention. That is not
-read from the source. Each layer is instead run on random input, once with the parts working and once with the parts
-waiting.
+read from the source. Each layer is instead run twice on random input: as it is, and with the parts deferred.
 """
 
 import inspect
@@ -30,11 +29,11 @@ from vllm_opset.model.weights import offloads
 TRIED_POSITIONS = (3, 0, 7, 12, 1)
 
 
-class WaitingRope(nn.Module):
+class DeferredRotaryEmbedding(nn.Module):
     """Stand-in for a rotary embedding that leaves query and key unchanged and keeps the positions.
 
     Layers share the rotary embedding that it replaces. To the attention's implementation it is an
-    `attention.impl.Before`: the remaining work on query and key.
+    `attention.impl.Deferred`: the remaining work on query and key.
     positions: by the key that `_pieces` returns, because `forward` does not run when pieces of a graph are replayed.
     """
 
@@ -52,8 +51,8 @@ class WaitingRope(nn.Module):
         """The positions of the current step. They lie at the address they had when its pieces were captured."""
         return self.positions[_pieces()]
 
-    def write_with(self, *, block_size: int, **problem) -> Callable[..., None]:
-        """See `attention.impl.Before`."""
+    def cache_write(self, *, block_size: int, **problem) -> Callable[..., None]:
+        """See `attention.impl.Deferred`."""
         table, neox = self.rotary.cos_sin_cache, self.rotary.is_neox_style
         problem |= {"rotary_dim": self.rotary.rotary_dim, "is_neox_style": neox}
         op, norm = ops.rope_cache, ((), {})
@@ -99,12 +98,12 @@ def bind(
         shape = type(module), impl.num_heads, impl.num_kv_heads, impl.head_size, rope.norms is None
         if shape not in compiled:
             with compiled_ahead():
-                _can_wait(module, rope, vllm_config)
+                _can_be_deferred(module, rope, vllm_config)
             compiled.add(shape)
         # Every layer is tried, because in some models not all layers have a rotary embedding.
-        if _can_wait(module, rope, vllm_config):
-            _let_wait(module, rope)
-            impl.before = rope
+        if _can_be_deferred(module, rope, vllm_config):
+            _defer(module, rope)
+            impl.deferred = rope
 
 
 def _runs_together(vllm_config: VllmConfig) -> bool:
@@ -112,7 +111,7 @@ def _runs_together(vllm_config: VllmConfig) -> bool:
     return vllm_config.compilation_config.mode == CompilationMode.NONE and not offloads(vllm_config)
 
 
-def _rope_of(module: nn.Module) -> WaitingRope | None:
+def _rope_of(module: nn.Module) -> DeferredRotaryEmbedding | None:
     """The stand-in for the parts before the attention of this module; None if the module does not have such parts."""
     children = dict(module.named_children())
     attention, rotary = children.get("attn"), children.get("rotary_emb")
@@ -128,7 +127,7 @@ def _rope_of(module: nn.Module) -> WaitingRope | None:
     norms = children.get("q_norm"), children.get("k_norm")
     if norms != (None, None) and not _are_of_a_head(norms, attention.impl.head_size):
         return None
-    return WaitingRope(rotary, norms if norms[0] else None) if attention.impl.writes_cache else None
+    return DeferredRotaryEmbedding(rotary, norms if norms[0] else None) if attention.impl.writes_cache else None
 
 
 def _are_of_a_head(norms: tuple, head_size: int) -> bool:
@@ -139,17 +138,17 @@ def _are_of_a_head(norms: tuple, head_size: int) -> bool:
     )
 
 
-def _let_wait(module: nn.Module, rope: WaitingRope) -> None:
+def _defer(module: nn.Module, rope: DeferredRotaryEmbedding) -> None:
     module.rotary_emb = rope
     for norm in rope.norms or ():
-        norm.forward = _as_it_is
+        norm.forward = _unchanged
 
 
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class _Seen(nn.Module):
+class _Recorder(nn.Module):
     """Stand-in for an attention layer that keeps the query and key it receives."""
 
     def __init__(self, width: int) -> None:
@@ -162,7 +161,7 @@ class _Seen(nn.Module):
 
 
 @torch.inference_mode()
-def _can_wait(module: nn.Module, rope: WaitingRope, vllm_config: VllmConfig) -> bool:
+def _can_be_deferred(module: nn.Module, rope: DeferredRotaryEmbedding, vllm_config: VllmConfig) -> bool:
     """Whether query and key are the same if the parts run after the module's code instead of within it."""
     parameters = inspect.signature(module.forward).parameters.values()
     required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
@@ -172,11 +171,11 @@ def _can_wait(module: nn.Module, rope: WaitingRope, vllm_config: VllmConfig) -> 
     positions = torch.tensor(TRIED_POSITIONS, device=device)
     shape, generator = (len(positions), module.qkv_proj.input_size), torch.Generator(device).manual_seed(0)
     hidden = torch.randn(shape, dtype=vllm_config.model_config.dtype, device=device, generator=generator)
-    with set_current_vllm_config(vllm_config), _put_back(module, rope):
-        module.attn = seen = _Seen(impl.num_heads * impl.head_size)
+    with set_current_vllm_config(vllm_config), _restored(module, rope):
+        module.attn = seen = _Recorder(impl.num_heads * impl.head_size)
         module(positions=positions, hidden_states=hidden)
         expected = seen.query, seen.key
-        _let_wait(module, rope)
+        _defer(module, rope)
         module(positions=positions, hidden_states=hidden)
         query, key = seen.query, seen.key
     if rope.norms is not None:
@@ -188,7 +187,7 @@ def _can_wait(module: nn.Module, rope: WaitingRope, vllm_config: VllmConfig) -> 
 
 
 @contextmanager
-def _put_back(module: nn.Module, rope: WaitingRope) -> Iterator[None]:
+def _restored(module: nn.Module, rope: DeferredRotaryEmbedding) -> Iterator[None]:
     """Restore the module at the end of the context."""
     attention = module.attn
     try:

@@ -13,14 +13,14 @@ PROVIDER = "opset"
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
-    return selection.select(ops.rms_norm, ops.rms_norm.describe(x, weight, epsilon)).run(x, weight, epsilon)
+    return selection.select(ops.rms_norm, ops.rms_norm.problem_for(x, weight, epsilon)).run(x, weight, epsilon)
 
 
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     op = ops.fused_add_rms_norm
-    selection.select(op, op.describe(x, x_residual, weight, epsilon)).run(x, x_residual, weight, epsilon)
+    selection.select(op, op.problem_for(x, x_residual, weight, epsilon)).run(x, x_residual, weight, epsilon)
     return x, x_residual
 
 

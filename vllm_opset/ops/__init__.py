@@ -26,27 +26,6 @@ from vllm_opset.ops.rope.rotary_embedding import rotary_embedding
 from vllm_opset.ops.sampling.apply_penalties import apply_penalties
 from vllm_opset.ops.sampling.top_k_top_p_sample import top_k_top_p_sample
 
-ALL: tuple[Op, ...] = (
-    linear,
-    rms_norm,
-    fused_add_rms_norm,
-    layer_norm,
-    rotary_embedding,
-    silu_and_mul,
-    mul_and_silu,
-    gelu_and_mul,
-    swigluoai_and_mul,
-    silu_and_mul_with_clamp,
-    gelu_new,
-    gelu_fast,
-    quick_gelu,
-    relu2,
-    compute_slot_mapping,
-    reshape_and_cache,
-    rope_cache,
-    qk_norm_rope_cache,
-    paged_attention,
-    apply_penalties,
-    top_k_top_p_sample,
-)
+# Sorted by family and name, as the imports are. This is the order of all reports.
+ALL: tuple[Op, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Op))
 BY_NAME: dict[str, Op] = {op.name: op for op in ALL}

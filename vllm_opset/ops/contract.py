@@ -10,7 +10,7 @@ kernels with it. The op's own decorators add everything else:
     @my_op.problem_of          # derives the problem, by which a kernel is chosen, from the arguments of a call
     @my_op.sample_inputs       # inputs for parity: real shapes and edge cases
     @my_op.illegal_inputs      # inputs that the reference and every kernel must refuse with a ValueError
-    @my_op.property_           # a law that every kernel must keep, beyond agreeing with the reference
+    @my_op.property_           # a property that every kernel must have, beyond agreeing with the reference
     @my_op.bench_inputs        # inputs for benchmarks: the sizes that real models use
     @my_op.cost                # the bytes and the FLOP that no implementation can avoid
 """
@@ -97,7 +97,7 @@ class Sample:
 
 
 SampleMaker = Callable[[str, torch.dtype], Iterator[Sample]]
-Law = Callable[[Callable, str, torch.dtype], None]
+PropertyCheck = Callable[[Callable, str, torch.dtype], None]
 
 
 class Op:
@@ -121,7 +121,7 @@ class Op:
         self.prepared = prepared
         self.dtypes = dtypes
         self.tolerances = tolerances
-        self.properties: dict[str, Law] = {}
+        self.properties: dict[str, PropertyCheck] = {}
         self.illegal_samples: SampleMaker = lambda device, dtype: iter(())
         unknown = {*mutates, *prepared} - set(self.signature.parameters)
         if unknown:
@@ -133,10 +133,10 @@ class Op:
     def __repr__(self) -> str:
         return f"<op {self.name}>"
 
-    def problem_of(self, describe: Callable[..., Problem]) -> Callable[..., Problem]:
+    def problem_of(self, problem_for: Callable[..., Problem]) -> Callable[..., Problem]:
         """Registers the function that derives a `Problem` from the arguments of one call."""
-        self.describe = describe
-        return describe
+        self.problem_for = problem_for
+        return problem_for
 
     def sample_inputs(self, make: SampleMaker) -> SampleMaker:
         """Registers `(device, dtype) -> Sample …` for parity: small enough for Triton's interpreter, edges included."""
@@ -158,10 +158,10 @@ class Op:
         self.cost_of = estimate
         return estimate
 
-    def property_(self, law: Law) -> Law:
-        """Registers `law(implementation, device, dtype)`, which raises AssertionError if the law is broken."""
-        self.properties[law.__name__] = law
-        return law
+    def property_(self, check: PropertyCheck) -> PropertyCheck:
+        """Registers `check(implementation, device, dtype)`, which raises AssertionError if a kernel lacks it."""
+        self.properties[check.__name__] = check
+        return check
 
 
 def op(

@@ -69,7 +69,7 @@ def test_a_packed_cache_is_refused_by_name(layout):
     with pytest.raises(ValueError, match=r"in one piece each: allocate it as \[2, num_blocks"):
         _cache.caches(cache)
     key = torch.zeros(1, 2, 8)
-    problem = ops.reshape_and_cache.describe(key, key, cache, torch.zeros(1, dtype=torch.int64))
+    problem = ops.reshape_and_cache.problem_for(key, key, cache, torch.zeros(1, dtype=torch.int64))
     assert "must lie apart" in _cache.supports(problem)
 
 

@@ -125,7 +125,7 @@ def _recorded() -> list[CompiledKernel]:
 def _launch_samples(op, kernel) -> None:
     for sample in op.samples("cpu", torch.bfloat16):
         args, kwargs = sample.make()
-        if kernel.supports(op.describe(*args, **kwargs)) is None:
+        if kernel.supports(op.problem_for(*args, **kwargs)) is None:
             kernel.run(*args, **kwargs)
 
 

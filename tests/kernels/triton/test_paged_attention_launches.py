@@ -23,6 +23,6 @@ def test_the_samples_reach_every_kernel(dtype, monkeypatch):
     kernel = kernels_of("paged_attention")["triton"]
     for sample in ops.paged_attention.samples("cpu", dtype):
         args, kwargs = sample.make()
-        if kernel.supports(ops.paged_attention.describe(*args, **kwargs)) is None:
+        if kernel.supports(ops.paged_attention.problem_for(*args, **kwargs)) is None:
             kernel.run(*args, **kwargs)
     assert launched == FORMS

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from vllm_opset.ops import _laws, _samples
+from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Op, Problem, Sample
 
 
@@ -66,4 +66,4 @@ def complete(op: Op, *, flops_per_element: int, variants: Sequence[Mapping[str, 
         for num_tokens in _samples.bench_tokens(device):
             yield sample(f"T{num_tokens} I12288", (num_tokens, 2 * 12288), device, dtype, variants[0], on=device)
 
-    _laws.rows_are_independent(op, lambda run, x: run(x, **variants[0]))
+    _properties.rows_are_independent(op, lambda run, x: run(x, **variants[0]))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_opset.ops import _laws, _samples
+from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Op, Problem, Sample
 
 
@@ -41,4 +41,4 @@ def complete(op: Op, *, flops_per_element: int) -> None:
         for num_tokens in _samples.bench_tokens(device):
             yield sample(f"T{num_tokens} I16384", (num_tokens, 16384), device, dtype, on=device)
 
-    _laws.rows_are_independent(op, lambda run, x: run(x))
+    _properties.rows_are_independent(op, lambda run, x: run(x))

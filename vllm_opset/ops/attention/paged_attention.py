@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_opset.ops import _laws, _samples
+from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.attention._paged_cases import CASES
 from vllm_opset.ops.attention._paged_inputs import UNTOUCHED, PagedCase, bench_samples, packed_sample
 from vllm_opset.ops.attention.paged_batch import PagedBatch, keys_and_values, window_sides
@@ -295,14 +295,14 @@ def any_permutation_of_pages_gives_the_same_bits(run, device: str, dtype: torch.
     first, second = (MIXED.cache(tokens, _samples.generator(seed)) for seed in ("one order", "another"))
     assert not torch.equal(first[1], second[1]), "the pages are where they were"
     results = [_run(run, query, kv_cache, MIXED.batch(block_table)) for kv_cache, block_table in (first, second)]
-    _laws.equal("another order of the pages changes the result", *results)
+    _properties.equal("another order of the pages changes the result", *results)
 
 
 @paged_attention.property_
 def a_window_is_a_pair_to_the_bit(run, device: str, dtype: torch.dtype) -> None:
     (query, kv_cache, batch, _), _ = MIXED.make("pair", device, dtype)
     number, pair = (_run(run, query, kv_cache, batch, window=window) for window in (21, (20, 0)))
-    _laws.equal("a window of 21 is not one of (20, 0)", number, pair)
+    _properties.equal("a window of 21 is not one of (20, 0)", number, pair)
 
 
 @paged_attention.property_
@@ -322,7 +322,7 @@ def what_no_query_sees_changes_no_bit(run, device: str, dtype: torch.dtype) -> N
     (query, kv_cache, batch, _), _ = case.make("unseen", device, dtype)
     clean = kv_cache.nan_to_num(nan=1000.0)
     results = (_run(run, query, cache, batch, window=20) for cache in (kv_cache, clean))
-    _laws.equal("what no query sees changes the result", *results)
+    _properties.equal("what no query sees changes the result", *results)
 
 
 @paged_attention.property_
@@ -347,7 +347,7 @@ def _assert_layers_share(run, device: str, dtype: torch.dtype, case: PagedCase, 
         assert torch.equal(shared.block_table, batch.block_table), "the layers do not have the same pages"
         expected = _run(run, query, kv_cache, batch, **options)
         got = _run(run, query, kv_cache, shared, **options)
-        _laws.equal(f"another layer changes this one, {case.layout} {options}", got, expected)
+        _properties.equal(f"another layer changes this one, {case.layout} {options}", got, expected)
 
 
 @paged_attention.property_
@@ -356,7 +356,7 @@ def lengths_on_the_host_change_no_bit(run, device: str, dtype: torch.dtype) -> N
     on_host = {f"{name}_cpu": getattr(batch, name).cpu() for name in ("query_start_loc", "seq_lens")}
     known = dataclasses.replace(batch, **on_host)
     results = (_run(run, query, kv_cache, lengths) for lengths in (batch, known))
-    _laws.equal("lengths on the host change the result", *results)
+    _properties.equal("lengths on the host change the result", *results)
 
 
 @paged_attention.property_
@@ -366,4 +366,4 @@ def the_batch_stays_as_it_is(run, device: str, dtype: torch.dtype) -> None:
     before = [tensor.clone() for tensor in tensors]
     _run(run, query, kv_cache, batch)
     for now, then in zip(tensors, before, strict=True):
-        _laws.equal("the batch is not as it was", now, then)
+        _properties.equal("the batch is not as it was", now, then)

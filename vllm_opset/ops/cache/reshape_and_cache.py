@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_opset.ops import _laws, _samples
+from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.attention._paged_inputs import APART, LAYOUTS, NAN, poisoned_cache, scales
 from vllm_opset.ops.attention.paged_batch import keys_and_values
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, op
@@ -196,4 +196,4 @@ def tokens_in_any_order_give_the_same_cache(run, device: str, dtype: torch.dtype
     run(key, value, kv_cache, slots)
     order = torch.randperm(len(slots), generator=_samples.generator("order")).to(device)
     run(key[order], value[order], other, slots[order])
-    _laws.equal("another order of the tokens changes the cache", other.nan_to_num(), kv_cache.nan_to_num())
+    _properties.equal("another order of the tokens changes the cache", other.nan_to_num(), kv_cache.nan_to_num())

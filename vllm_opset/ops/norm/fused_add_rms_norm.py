@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_opset.ops import _laws, _samples
+from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Sample, accumulator, op
 from vllm_opset.ops.norm.rms_norm import RMSNormProblem, check_parameter, rms_norm
 
@@ -123,4 +123,4 @@ def norm_of_the_unrounded_sum(run, device: str, dtype: torch.dtype) -> None:
     if dtype != torch.float32:
         exact = rms_norm(total, None, 1e-6).to(dtype)
         assert (x != exact).float().mean() < 0.05, "x was not normalised from the sum in fp32"
-    _laws.equal("the residual is not the sum, rounded once", residual, total.to(dtype))
+    _properties.equal("the residual is not the sum, rounded once", residual, total.to(dtype))

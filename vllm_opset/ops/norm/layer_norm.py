@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_opset.ops import _laws, _samples
+from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, accumulator, op
 from vllm_opset.ops.norm.rms_norm import check_parameter
 
@@ -114,7 +114,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 def scale_invariant(run, device: str, dtype: torch.dtype) -> None:
     """Without epsilon, multiplying the input by a power of two changes no bit of the result."""
     x = _samples.normal((4, 64), dtype, device, _samples.generator("scale"))
-    _laws.equal("a larger input changes the result", run(x * 4, None, None, 0.0), run(x, None, None, 0.0))
+    _properties.equal("a larger input changes the result", run(x * 4, None, None, 0.0), run(x, None, None, 0.0))
 
 
-_laws.rows_are_independent(layer_norm, lambda run, x: run(x, None, None, 1e-5))
+_properties.rows_are_independent(layer_norm, lambda run, x: run(x, None, None, 1e-5))

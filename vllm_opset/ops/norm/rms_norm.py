@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_opset.ops import _laws, _samples
+from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, accumulator, op
 
 
@@ -127,7 +127,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 def scale_invariant(run, device: str, dtype: torch.dtype) -> None:
     """Without epsilon, multiplying the input by a power of two changes no bit of the result."""
     x = _samples.normal((4, 64), dtype, device, _samples.generator("scale"))
-    _laws.equal("a larger input changes the result", run(x * 4, None, 0.0), run(x, None, 0.0))
+    _properties.equal("a larger input changes the result", run(x * 4, None, 0.0), run(x, None, 0.0))
 
 
-_laws.rows_are_independent(rms_norm, lambda run, x: run(x, x[0], 1e-6))
+_properties.rows_are_independent(rms_norm, lambda run, x: run(x, x[0], 1e-6))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_opset.ops import _laws, _samples
+from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Sample, accumulator, op
 from vllm_opset.ops.norm.rms_norm import check_parameter, rms_norm
 from vllm_opset.ops.rope import _fused_rope
@@ -116,4 +116,4 @@ def scale_invariant(run, device: str, dtype: torch.dtype) -> None:
         run(query.mul_(factor), key.mul_(factor), value, q_weight, k_weight, 0.0, *rest)
         results.append((query, rest[3].nan_to_num()))
     for small, large in zip(*results, strict=True):
-        _laws.equal("the norm is not that of the head", large, small)
+        _properties.equal("the norm is not that of the head", large, small)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_opset.ops import _laws, _samples
+from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.cache.reshape_and_cache import reshape_and_cache
 from vllm_opset.ops.contract import Cost, Sample, accumulator, op
 from vllm_opset.ops.rope import _fused_rope
@@ -107,7 +107,7 @@ def the_same_as_one_after_the_other(run, device: str, dtype: torch.dtype) -> Non
     """Equals `rotary_embedding`, then `reshape_and_cache`: values bit for bit, queries and keys up to a rounding."""
     slack = torch.finfo(dtype).eps
     for neox in (True, False):
-        (query, key, value, *rest), _ = _sample("law", RopeCase(neox=neox), device, dtype).make()
+        (query, key, value, *rest), _ = _sample("property", RopeCase(neox=neox), device, dtype).make()
         positions, rows, _, kv_cache, slots = rest
         expected = torch.zeros_like(kv_cache)
         kv_cache.zero_()
@@ -115,6 +115,6 @@ def the_same_as_one_after_the_other(run, device: str, dtype: torch.dtype) -> Non
         rotary_embedding(positions, new_query, new_key, 64, rows, neox)
         reshape_and_cache(new_key, value, expected, slots)
         run(query, key, value, *rest)
-        _laws.equal("values differ", kv_cache[..., 64:], expected[..., 64:])
-        _laws.equal("queries differ", query, new_query, rtol=slack, atol=slack)
-        _laws.equal("keys differ", kv_cache, expected, rtol=slack, atol=slack)
+        _properties.equal("values differ", kv_cache[..., 64:], expected[..., 64:])
+        _properties.equal("queries differ", query, new_query, rtol=slack, atol=slack)
+        _properties.equal("keys differ", kv_cache, expected, rtol=slack, atol=slack)

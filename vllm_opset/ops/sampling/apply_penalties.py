@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_opset.ops import _laws, _samples
+from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
 
 TOLERANCES = {torch.float32: Tolerance(1e-6, 1e-6, "a product and two differences in fp32")}
@@ -141,7 +141,7 @@ def order_of_tokens_is_irrelevant(run, device: str, dtype: torch.dtype) -> None:
     (others, *_), _ = sample.make()
     run(logits, prompt, output, *penalties)
     run(others, prompt.flip(1), output.flip(1), *penalties)
-    _laws.equal("the order of the tokens changes the logits", others, logits)
+    _properties.equal("the order of the tokens changes the logits", others, logits)
 
 
 @apply_penalties.property_
@@ -154,4 +154,4 @@ def independent_of_the_batch(run, device: str, dtype: torch.dtype) -> None:
         alone, _ = sample.make()
         alone = [tensor[row : row + 1] for tensor in alone]
         run(*alone)
-        _laws.equal(f"row {row} depends on the batch", whole[0][row : row + 1], alone[0])
+        _properties.equal(f"row {row} depends on the batch", whole[0][row : row + 1], alone[0])

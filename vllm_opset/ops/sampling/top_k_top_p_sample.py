@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_opset.ops import _laws, _samples
+from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
 from vllm_opset.ops.sampling import philox
 
@@ -297,8 +297,8 @@ def independent_of_the_batch(run, device: str, dtype: torch.dtype) -> None:
         some = run(
             logits[rows], keys[rows], **{key: value[rows] for key, value in settings.items()}, processed="logits"
         )
-        _laws.equal("the tokens of a row depend on its place", some[0], tokens[rows])
-        _laws.equal("what a row keeps depends on its place", some[1], kept[rows])
+        _properties.equal("the tokens of a row depend on its place", some[0], tokens[rows])
+        _properties.equal("what a row keeps depends on its place", some[1], kept[rows])
 
 
 @top_k_top_p_sample.property_
@@ -308,7 +308,7 @@ def top_k_of_one_is_greedy(run, device: str, dtype: torch.dtype) -> None:
     logits = _samples.normal((16, 257), dtype, device, rng, 2.0)
     settings = {"temperature": torch.full((16,), 1.5), "top_k": torch.ones(16, dtype=torch.int32)}
     tokens, _ = run(logits, _keys(16, device, rng), **{key: value.to(device) for key, value in settings.items()})
-    _laws.equal("the one token that is left is not the likeliest", tokens, logits.argmax(dim=-1))
+    _properties.equal("the one token that is left is not the likeliest", tokens, logits.argmax(dim=-1))
 
 
 @top_k_top_p_sample.property_

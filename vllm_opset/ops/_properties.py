@@ -1,4 +1,4 @@
-"""Laws that many ops share."""
+"""Properties that many ops share."""
 
 import math
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from vllm_opset.ops import _samples
 from vllm_opset.ops.contract import Op
 
 
-def equal(law: str, got: torch.Tensor, want: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Raises AssertionError if the tensors differ. The message states the law, where they differ and by how much.
+def equal(claim: str, got: torch.Tensor, want: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Raises AssertionError if the tensors differ. The message states the claim, where they differ and by how much.
 
     NaN equals nothing.
     """
-    torch.testing.assert_close(got, want, rtol=rtol, atol=atol, msg=lambda difference: f"{law}: {difference}")
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol, msg=lambda difference: f"{claim}: {difference}")
 
 
 def rows_are_independent(op: Op, call: Callable[[Callable, torch.Tensor], torch.Tensor]) -> None:
