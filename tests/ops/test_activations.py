@@ -1,4 +1,4 @@
-"""The gated and unary activations, against vLLM's layers and against torch."""
+"""The gated and unary activations, against torch. tests/platform/test_layers.py compares them with vLLM's layers."""
 
 import pytest
 import torch
@@ -8,40 +8,6 @@ from vllm_opset import ops
 from vllm_opset.ops import _samples
 
 RNG = _samples.generator("test_activations")
-GATED = {
-    "silu_and_mul": ("SiluAndMul", {}),
-    "mul_and_silu": ("MulAndSilu", {}),
-    "gelu_and_mul": ("GeluAndMul", {}),
-    "gelu_and_mul, tanh": ("GeluAndMul", {"approximate": "tanh"}),
-    "swigluoai_and_mul": ("SwigluOAIAndMul", {}),
-    "swigluoai_and_mul, other values": ("SwigluOAIAndMul", {"alpha": 1.1, "limit": 0.5}),
-    "silu_and_mul_with_clamp": ("SiluAndMulWithClamp", {"limit": 1.5}),
-    "silu_and_mul_with_clamp, other values": ("SiluAndMulWithClamp", {"limit": 1.5, "alpha": 1.7, "beta": 1.0}),
-}
-UNARY = {"gelu_new": "NewGELU", "gelu_fast": "FastGELU", "quick_gelu": "QuickGELU", "relu2": "ReLUSquaredActivation"}
-
-
-def layer(name: str, arguments: dict) -> torch.nn.Module:
-    from vllm.model_executor.layers import activation
-
-    renamed = {
-        "swiglu_limit" if name == "SiluAndMulWithClamp" and key == "limit" else key: value
-        for key, value in arguments.items()
-    }
-    return getattr(activation, name)(**renamed)
-
-
-@pytest.mark.parametrize("case", GATED)
-def test_gated_agrees_with_vllm(case, dtype, agree, vllm_layers):
-    name, arguments = GATED[case]
-    x = _samples.normal((5, 154), dtype, "cpu", RNG, std=2.0)
-    agree(ops.BY_NAME[case.split(",")[0]](x, **arguments), layer(name, arguments).forward_native(x), scale=4)
-
-
-@pytest.mark.parametrize("name", UNARY)
-def test_unary_agrees_with_vllm(name, dtype, agree, vllm_layers):
-    x = _samples.normal((5, 77), dtype, "cpu", RNG, std=2.0)
-    agree(ops.BY_NAME[name](x), layer(UNARY[name], {}).forward_native(x), scale=4)
 
 
 @pytest.mark.parametrize("name", ["gelu_new", "gelu_fast"])
@@ -79,12 +45,10 @@ def test_clamps_the_gate_from_above_only():
     torch.testing.assert_close(ops.silu_and_mul_with_clamp(x, limit=3.0), F.silu(gate))
 
 
-@pytest.mark.parametrize("width", [1, 3, 77])
-@pytest.mark.parametrize("case", GATED)
-def test_refuses_an_odd_width(case, width):
-    name, (_, arguments) = case.split(",")[0], GATED[case]
-    with pytest.raises(ValueError, match=f"must be even, not {width}"):
-        ops.BY_NAME[name](torch.ones(2, width), **arguments)
+def test_names_an_odd_width():
+    """Samples of each contract check that every gated activation refuses it."""
+    with pytest.raises(ValueError, match="must be even, not 77"):
+        ops.silu_and_mul(torch.ones(2, 77))
 
 
 def test_refuses_an_unknown_approximation():

@@ -187,27 +187,38 @@ def test_rotary_embeddings(name, is_neox_style):
     assert chosen() == {"rotary_embedding"}
 
 
+# The layers, each with several sets of arguments.
 ACTIVATIONS = {
-    "SiluAndMul": {},
-    "MulAndSilu": {},
-    "GeluAndMul": {"approximate": "tanh"},
-    "SwigluOAIAndMul": {"alpha": 1.5, "limit": 1.0},
-    "SiluAndMulWithClamp": {"swiglu_limit": 1.0, "alpha": 1.5, "beta": 0.5},
-    "NewGELU": {},
-    "FastGELU": {},
-    "QuickGELU": {},
-    "ReLUSquaredActivation": {},
+    "SiluAndMul": [{}],
+    "MulAndSilu": [{}],
+    "GeluAndMul": [{}, {"approximate": "tanh"}],
+    "SwigluOAIAndMul": [{}, {"alpha": 1.1, "limit": 0.5}],
+    "SiluAndMulWithClamp": [{"swiglu_limit": 1.5}, {"swiglu_limit": 1.0, "alpha": 1.7, "beta": 1.0}],
+    "NewGELU": [{}],
+    "FastGELU": [{}],
+    "QuickGELU": [{}],
+    "ReLUSquaredActivation": [{}],
 }
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations(name):
+@pytest.mark.parametrize("kernel", [None, "reference"])
+@pytest.mark.parametrize(
+    ("name", "arguments"), [(name, arguments) for name, sets in ACTIVATIONS.items() for arguments in sets], ids=str
+)
+def test_activations(name, arguments, kernel):
     from vllm.model_executor.layers import activation
 
-    layer = getattr(activation, name)(**ACTIVATIONS[name])
-    x = torch.randn(5, 64)
-    torch.testing.assert_close(layer(x), layer.forward_native(x), **TOLERANCE)
-    assert len(chosen()) == 1
+    layer = getattr(activation, name)(**arguments)
+    (op,) = chosen()
+    selection.configure({"opset": {"kernels": {op: kernel} if kernel else {}}})
+    layer.bind(DTYPE)
+    for dtype in (DTYPE, torch.bfloat16, torch.float16):
+        x = (2 * torch.randn(5, 154)).to(dtype)
+        # vLLM rounds intermediates: that costs a step of the dtype or two.
+        error = 1e-5 if dtype == DTYPE else 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(layer(x), layer.forward_native(x), rtol=error, atol=error)
+    assert chosen() == {op}
+    assert not kernel or {choice.kernel.name for choice in selection.choices()} == {kernel}
 
 
 def test_hardware_agnostic_activation():
