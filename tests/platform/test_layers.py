@@ -194,6 +194,7 @@ ACTIVATIONS = {
     "GeluAndMul": [{}, {"approximate": "tanh"}],
     "SwigluOAIAndMul": [{}, {"alpha": 1.1, "limit": 0.5}],
     "SiluAndMulWithClamp": [{"swiglu_limit": 1.5}, {"swiglu_limit": 1.0, "alpha": 1.7, "beta": 1.0}],
+    "GELUTanh": [{}],
     "NewGELU": [{}],
     "FastGELU": [{}],
     "QuickGELU": [{}],

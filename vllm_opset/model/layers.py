@@ -229,6 +229,7 @@ REPLACEMENTS = (
         "SiluAndMulWithClamp",
         activation(ops.silu_and_mul_with_clamp, limit="swiglu_limit", alpha="alpha", beta="beta"),
     ),
+    Replacement(f"{VLLM}.activation", "GELUTanh", activation(ops.gelu_tanh)),
     Replacement(f"{VLLM}.activation", "NewGELU", activation(ops.gelu_new)),
     Replacement(f"{VLLM}.activation", "FastGELU", activation(ops.gelu_fast)),
     Replacement(f"{VLLM}.activation", "QuickGELU", activation(ops.quick_gelu)),

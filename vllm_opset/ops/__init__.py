@@ -6,6 +6,7 @@ See `contract`.
 from vllm_opset.ops.activation.gelu_and_mul import gelu_and_mul
 from vllm_opset.ops.activation.gelu_fast import gelu_fast
 from vllm_opset.ops.activation.gelu_new import gelu_new
+from vllm_opset.ops.activation.gelu_tanh import gelu_tanh
 from vllm_opset.ops.activation.mul_and_silu import mul_and_silu
 from vllm_opset.ops.activation.quick_gelu import quick_gelu
 from vllm_opset.ops.activation.relu2 import relu2
