@@ -194,6 +194,10 @@ ACTIVATIONS = {
     "GeluAndMul": [{}, {"approximate": "tanh"}],
     "SwigluOAIAndMul": [{}, {"alpha": 1.1, "limit": 0.5}],
     "SiluAndMulWithClamp": [{"swiglu_limit": 1.5}, {"swiglu_limit": 1.0, "alpha": 1.7, "beta": 1.0}],
+    "FatreluAndMul": [{}, {"threshold": 0.5}],
+    "SwigluStepAndMul": [{}, {"limit": 0.5}],
+    "SituAndMul": [{}, {"beta": 1.5, "linear_beta": 2.0}],
+    "GELU": [{}],
     "GELUTanh": [{}],
     "NewGELU": [{}],
     "FastGELU": [{}],
@@ -209,6 +213,8 @@ ACTIVATIONS = {
 def test_activations(name, arguments, kernel):
     from vllm.model_executor.layers import activation
 
+    if not hasattr(activation, name):
+        pytest.skip("came with 0.27: ends with it as the oldest release")
     layer = getattr(activation, name)(**arguments)
     (op,) = chosen()
     selection.configure({"opset": {"kernels": {op: kernel} if kernel else {}}})

@@ -3,6 +3,8 @@
 See `contract`.
 """
 
+from vllm_opset.ops.activation.fatrelu_and_mul import fatrelu_and_mul
+from vllm_opset.ops.activation.gelu import gelu
 from vllm_opset.ops.activation.gelu_and_mul import gelu_and_mul
 from vllm_opset.ops.activation.gelu_fast import gelu_fast
 from vllm_opset.ops.activation.gelu_new import gelu_new
@@ -12,7 +14,9 @@ from vllm_opset.ops.activation.quick_gelu import quick_gelu
 from vllm_opset.ops.activation.relu2 import relu2
 from vllm_opset.ops.activation.silu_and_mul import silu_and_mul
 from vllm_opset.ops.activation.silu_and_mul_with_clamp import silu_and_mul_with_clamp
+from vllm_opset.ops.activation.situ_and_mul import situ_and_mul
 from vllm_opset.ops.activation.swigluoai_and_mul import swigluoai_and_mul
+from vllm_opset.ops.activation.swiglustep_and_mul import swiglustep_and_mul
 from vllm_opset.ops.attention.paged_attention import paged_attention
 from vllm_opset.ops.cache.compute_slot_mapping import compute_slot_mapping
 from vllm_opset.ops.cache.reshape_and_cache import reshape_and_cache

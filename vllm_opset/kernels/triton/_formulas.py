@@ -1,6 +1,7 @@
 """The formulas of the activations, on fp32 values. They are named after their ops, which document the mathematics.
 
-tanh is written as a sigmoid: (1 + tanh(u)) / 2 = sigmoid(2u). A sigmoid does not cancel and needs no library function.
+In gelu, tanh is written as a sigmoid: (1 + tanh(u)) / 2 = sigmoid(2u). A sigmoid does not cancel and needs no library
+function.
 """
 
 import triton
@@ -8,6 +9,7 @@ import triton.language as tl
 
 HALF_SQRT_HALF = tl.constexpr(0.3535533905932738)
 SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
+TANH_SERIES = tl.constexpr(0.25)  # up to here the series of tanh is exact to 1e-7
 
 
 @triton.jit
@@ -61,6 +63,39 @@ def gelu_tanh_and_mul(gate, up):
 
 
 @triton.jit
+def fatrelu_and_mul(gate, up, threshold):
+    return tl.where(gate <= threshold, 0.0, gate) * up
+
+
+@triton.jit
+def swiglustep_and_mul(gate, up, limit):
+    return tl.minimum(gate * tl.sigmoid(gate), limit) * tl.maximum(tl.minimum(up, limit), -limit)
+
+
+@triton.jit
+def tanh(x):
+    """tanh from exp(−2|x|), or from its series for small values, where the exponential would cancel.
+
+    The relative error is 3e-7.
+    """
+    e = tl.exp(-2 * tl.abs(x))
+    far = tl.where(x < 0, e - 1, 1 - e) / (1 + e)
+    square = x * x
+    near = x * (1 + square * (-0.33333334 + square * (0.13333334 - square * 0.053968254)))
+    return tl.where(tl.abs(x) < TANH_SERIES, near, far)
+
+
+@triton.jit
+def situ_and_mul(gate, up, beta):
+    return beta * tanh(gate / beta) * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def situ_and_mul_with_limit(gate, up, beta, linear_beta):
+    return situ_and_mul(gate, linear_beta * tanh(up / linear_beta), beta)
+
+
+@triton.jit
 def quick_gelu(x):
     return x * tl.sigmoid(1.702 * x)
 
@@ -84,10 +119,20 @@ def formula(NAME: tl.constexpr, values, parameters):
         return mul_and_silu(*values)
     elif NAME == "silu_and_mul_with_clamp":
         return silu_and_mul_with_clamp(*values, *parameters)
+    elif NAME == "fatrelu_and_mul":
+        return fatrelu_and_mul(*values, *parameters)
+    elif NAME == "swiglustep_and_mul":
+        return swiglustep_and_mul(*values, *parameters)
+    elif NAME == "situ_and_mul":
+        return situ_and_mul(*values, *parameters)
+    elif NAME == "situ_and_mul_with_limit":
+        return situ_and_mul_with_limit(*values, *parameters)
     elif NAME == "gelu_and_mul":
         return gelu_and_mul(*values)
     elif NAME == "gelu_tanh_and_mul":
         return gelu_tanh_and_mul(*values)
+    elif NAME == "gelu":
+        return gelu(*values)
     elif NAME == "gelu_tanh":
         return gelu_tanh(*values)
     elif NAME == "quick_gelu":
