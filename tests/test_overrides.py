@@ -21,13 +21,12 @@ def nothing_said(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_the_variables_are_those_that_the_package_reads_and_the_readme_explains():
+def test_the_variables_are_those_that_the_package_reads_and_the_page_explains():
     text = "".join(file.read_text() for file in PACKAGE.rglob("*.py") if file.name != "overrides.py")
     by_key = {f"OPSET_{key.upper()}" for key in overrides.CONFIG_KEYS}
     assert {*re.findall(r"\bOPSET_[A-Z_]+\b", text)} | by_key == {*overrides.VARIABLES, *overrides.INTERNAL}
-    table = re.findall(r"^\| `(OPSET_\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
-    elsewhere = {"OPSET_CONFIG", "OPSET_KERNELS"}  # under "Override a kernel"
-    assert {*table, *elsewhere} == set(overrides.VARIABLES)
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert {*re.findall(r"^\| `(OPSET_\w+)", page, re.MULTILINE)} == {*overrides.VARIABLES}
 
 
 @pytest.mark.parametrize(

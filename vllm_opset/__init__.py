@@ -9,5 +9,3 @@ attention/  vLLM's attention backend
 model/      replacements for parts of vLLM's model and model runner
 platform/   devices: vLLM's platforms and workers
 """
-
-__version__ = "0.1.0"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-# Environment variables for users. The README explains each.
+# Environment variables for users. docs/configuration.md explains each.
 VARIABLES = (
     "OPSET_CACHE",
     "OPSET_CONFIG",

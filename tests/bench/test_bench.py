@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import sys
 
 import pytest
 import torch
@@ -69,6 +70,13 @@ def test_wrong_words_are_errors_that_name_the_nearest_known(run, arguments, hint
     result = run(*arguments, "--device", "cpu")
     assert result.exit_code == 2
     assert hint in result.output
+
+
+def test_a_picture_needs_the_extra_that_brings_matplotlib(run, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    result = run("rms_norm", "--device", "cpu", "--plot", str(tmp_path / "roofline.png"))
+    assert result.exit_code == 2
+    assert "pip install 'vllm-opset[plot]'" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_wrong_result_is_timed_and_flagged():

@@ -18,6 +18,7 @@ from vllm_opset.cli.parity import OUTCOMES
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.ascend import CANN_LIBRARIES
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # A kernel that parity must reject, and one that states its limits.
 USERS_KERNELS = """
 import torch
@@ -110,6 +111,7 @@ def test_doctor_accounts_for_every_kernel_of_every_op_for_the_device():
     found = json.loads(finished.out)
     assert found["platform"] == "vllm_opset.platform.cpu.platform.OpsetCpuPlatform"
     assert found["faults"] == []
+    assert found["machine"]["vllm-opset"] == PROJECT["version"]
     for op in ops.ALL:
         rows = [row for row in found["kernels"] if row["op"] == op.name]
         named = {row["kernel"] for row in rows} | {other["kernel"] for row in rows for other in row["others"]}

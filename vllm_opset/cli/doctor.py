@@ -12,8 +12,9 @@ from typing import Annotated
 import torch
 import typer
 
-from vllm_opset import __version__, devices, ops, selection
+from vllm_opset import devices, ops, selection
 from vllm_opset.bench.measure import dtype_of
+from vllm_opset.bench.report import versions
 from vllm_opset.cli import autoload
 from vllm_opset.cli.show import AsJson, print_json, print_missing, print_table
 from vllm_opset.cli.words import DTYPES, known
@@ -85,7 +86,7 @@ def _print(found: dict, faults: list[Fault]) -> None:
 
 def _machine() -> dict[str, str]:
     return {
-        "vllm-opset": __version__,
+        "vllm-opset": versions().get("vllm-opset", "not installed"),
         "vLLM": stock.release() or "not installed",
         "torch": torch.__version__,
         "Triton": _version("triton"),

@@ -1,5 +1,6 @@
 """Checks of the commands' arguments: known names, dtypes, devices and files, with errors for invalid ones."""
 
+import importlib.util
 from collections.abc import Collection
 from pathlib import Path
 
@@ -43,7 +44,9 @@ def writable(file: Path | None) -> Path | None:
 
 
 def picture(file: Path | None) -> Path | None:
-    """Return a file for matplotlib to write. Refuse it as `writable` does, or if matplotlib lacks its format."""
+    """Return a file for matplotlib to write. Refuse it as `writable` does, without matplotlib, or in another format."""
+    if file is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("matplotlib is not installed: pip install 'vllm-opset[plot]'")
     if file is not None and file.suffix not in PICTURES:
         raise typer.BadParameter(f"{file} has none of the endings {', '.join(PICTURES)}")
     return writable(file)
