@@ -39,17 +39,18 @@ def notes(*results) -> list[str]:
 
 
 def test_command_writes_table_json_page_and_picture(run, tmp_path):
-    files = [tmp_path / name for name in ("results.json", "page.md", "roofline.png")]
-    arguments = ("rms_norm", "--case", "T1 *", "--device", "cpu", "--dtype", "float32", "--kernel", "reference")
-    outputs = [word for pair in zip(("--json", "--page", "--plot"), map(str, files), strict=True) for word in pair]
+    files = [tmp_path / name for name in ("results.json", "page.md", "ops.png")]
+    arguments = ("rms_norm", "--case", "T1 *", "--device", "cpu", "--dtype", "float32", "--kernel", "cpu")
+    outputs = [word for pair in zip(("--json", "--markdown", "--plot"), map(str, files), strict=True) for word in pair]
     result = run(*arguments, *outputs, "--against", "torch_eager", "--against", "vllm_compiled")
     assert result.exit_code == 0, result.output
     assert "T1 H4096" in result.output
-    report = json.loads(files[0].read_text())
+    (report,) = json.loads(files[0].read_text())
     timed = {row["implementation"]: row for row in report["results"]}
-    assert timed["reference"]["seconds"] > 0 and timed["torch_eager"]["seconds"] > 0
-    assert timed["reference"]["reproduce"] in files[1].read_text()
-    assert "CUDA" in report["peers_not_used"]["vllm_compiled"]
+    assert timed["cpu"]["seconds"] > 0 and timed["torch_eager"]["seconds"] > 0
+    page = files[1].read_text()
+    assert timed["cpu"]["reproduce"] in page and "](results.json)" in page and "](ops.png)" in page
+    assert "CUDA" in report["skipped"]["vllm_compiled"]
     assert files[2].read_bytes().startswith(b"\x89PNG")
 
 
@@ -62,7 +63,8 @@ def test_command_writes_table_json_page_and_picture(run, tmp_path):
         (("rms_norm", "--case", "T5"), "no case matches"),
         (("rms_norm", "--alone", "--against", "torch_eager"), "--alone leaves out"),
         (("rms_norm", "--json", "/no/such/folder/results.json"), "/no/such/folder"),
-        (("rms_norm", "--plot", "roofline.foo"), ".svg"),
+        (("rms_norm", "--plot", "ops.foo"), ".svg"),
+        (("--from", "docs/benchmarks/h200-engines.json"), "holds no results of this command"),
     ],
 )
 def test_wrong_words_are_errors_that_name_the_nearest_known(run, arguments, hint):
@@ -166,7 +168,23 @@ def test_a_time_that_says_little_is_marked_and_noted(seconds, spread, cell, doub
     ((_, _, (row,)),) = report.tables()
     assert row["mine"] == cell
     assert [doubt in note and note.endswith("(T1)") for note in report.notes()] == ([True] if doubt else [])
-    assert report.as_json()["results"][0]["doubt"] == result.doubt
+    assert Report.from_json(json.loads(json.dumps(report.as_json()))) == report
+
+
+def test_a_speed_up_is_over_vllms_compiled_kernel_or_the_fastest_peer():
+    def timed(implementation, seconds, op="rms_norm", case="T1", peer=True):
+        return Result(op, case, "float32", implementation, peer, "again", seconds=seconds)
+
+    ours = [
+        timed("triton", 2.0, peer=False),
+        timed("triton:other", 1.0, peer=False),
+        timed("reference", 0.5, peer=False),
+    ]
+    peers_ = [timed("torch_eager", 4.0), timed("vllm_triton", 3.0), timed("vllm_triton", 9.0, case="T2")]
+    assert Report("a GPU", None, ours + peers_, {}).speed_ups("rms_norm") == (False, [1.5])
+    compiled = [timed("vllm_compiled", 5.0), timed("vllm_compiled", 5.0, op="relu2")]
+    assert Report("a GPU", None, ours + peers_ + compiled, {}).speed_ups("rms_norm") == (True, [2.5])
+    assert Report("a GPU", None, compiled, {}).speed_ups("relu2") == (True, [])
 
 
 def test_calls_do_not_share_their_operands():
