@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import run
+from readme import ROOT
 from typer.testing import CliRunner
 
 from vllm_opset.bench import engines, shapes
@@ -124,7 +125,8 @@ def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
         (("--model", "tiny", "--against", "stock"), "this vLLM has no compiled kernels; name the folder"),
         (("--model", "tiny", "--markdown", "/no/such/folder/page.md"), "/no/such/folder"),
         ((), "name a shape: one of"),
-        (("--from", "docs/benchmarks/h200.json"), "holds no results of this command"),
+        (("--from", str(ROOT / "docs" / "benchmarks" / "h200.json")), "no results of this command"),
+        (("--model", "tiny", "--from", "results.json"), "--from measures nothing: leave out tiny"),
         (("--from", "no/such.json"), "cannot read no/such.json"),
         (("--model", "tiny", "--variant", "eager=enforce_eager"), "not JSON"),
         (("--model", "tiny", "--variant", "eager=1"), "not a JSON object"),

@@ -106,10 +106,10 @@ class Report:
             yield op, ["case", "floor", *implementations], rows
 
     def speed_ups(self, op: str) -> tuple[bool, list[float]]:
-        """(whether over vLLM's compiled kernel, the speed-up of each case).
+        """(whether the peer is vLLM's compiled kernel, the speed-up of each case).
 
-        Where that kernel is missing, the speed-up is over the fastest peer of each case. It is that of opset's fastest
-        kernel, with the variant that the kernel's table takes.
+        Without results of that kernel, each case is compared with its fastest peer. opset's fastest kernel counts, with
+        the variant that its table takes.
         """
         timed = [result for result in self.results if result.op == op and result.seconds is not None]
         compiled = any(result.implementation == COMPILED for result in timed)
@@ -159,11 +159,11 @@ class Report:
 
 
 LEGEND = (
-    "Microseconds of one call, ± half the distance between the quartiles, and the share of the ceiling: floor over "
-    "time. floor: the bytes that must move over the reading rate, or the FLOP over the matmul rate, whichever is "
-    "longer. `!` marks a result that is further from the reference than the contract allows, `?` a time that says "
-    "little, for a reason that is noted. After a time stands the variant that ran the case, if the kernel has "
-    "variants; `kernel:variant` is one that an override would ask for."
+    "A cell has the microseconds of one call, ± half the distance between the quartiles. Its percentage is the floor's "
+    "share of that time. The floor is the time to move the bytes at the reading rate, or to compute the FLOP at the "
+    "matmul rate, whichever is longer. `!` marks a result that is further from the reference than the contract allows. "
+    "`?` marks a time that says little; a note gives the reason. If a kernel has variants, the cell names the one that "
+    "ran the case. A column `kernel:variant` is a variant that an override would ask for."
 )
 
 

@@ -55,7 +55,7 @@ def bench(
     """
     files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
     if files.sources:
-        reports = [Report.from_json(run) for run in files.read("device")]
+        reports = [Report.from_json(run) for run in files.read("device", " ".join(names or []))]
     else:
         reports = [_measured(names or [], against or [], alone, kernel, case, dtype, device, conditions)]
     for report in reports:

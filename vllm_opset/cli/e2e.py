@@ -67,7 +67,7 @@ def compare(
     """
     files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
     if files.sources:
-        reports = [Report(run) for run in files.read("shape")]
+        reports = [Report(run) for run in files.read("shape", model or "")]
     else:
         plan = _plan(model, case, against, variant, repetitions, cold, apart)
         reports = [Report(record(plan, _run(plan, logs), f"vllm-opset {asked_for(outputs.OUTPUTS)}", conditions))]

@@ -11,7 +11,6 @@ import typer
 from vllm_opset.bench import runs
 from vllm_opset.cli.words import picture, writable
 
-# The options, and those that the command which a page names leaves out.
 From = Annotated[
     list[Path] | None,
     typer.Option("--from", metavar="FILE", help="Measure nothing: report the results of this file, from --json."),
@@ -24,20 +23,26 @@ Plot = Annotated[Path | None, typer.Option(callback=picture, help="Draw a pictur
 Conditions = Annotated[
     str | None, typer.Option(help="What readers must know of the machine or the run; it is kept with the results.")
 ]
+# A page names its command without these.
 OUTPUTS = ("--json", "--markdown", "--plot", "--conditions", "--logs")
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where to write. sources: the files whose results are reported; [] if they were measured now."""
+    """The files to read and to write. sources: the files of --from; [] if results are measured now."""
 
     sources: Sequence[Path]
     json_file: Path | None
     markdown_file: Path | None
     plot: Path | None
 
-    def read(self, key: str) -> list[dict]:
-        """The runs in the sources. Refuses a file without runs of this command, which all have `key`."""
+    def read(self, key: str, asked: str) -> list[dict]:
+        """The runs in the sources. Refuses a file without runs of this command, which all have `key`.
+
+        asked: what the user wants measured besides, which is refused too.
+        """
+        if asked:
+            raise typer.BadParameter(f"--from measures nothing: leave out {asked}", param_hint="--from")
         for file in self.sources:
             try:
                 found = runs.read([file])
