@@ -122,8 +122,7 @@ class Report:
             "",
             *markdown_table(*self.speed()),
             "",
-            *markdown_table(*self.starts()),
-            "",
+            *([*markdown_table(*self.starts()), ""] if any(any(row[1:]) for row in self.starts()[1]) else []),
         ]
 
     def _described(self) -> Iterator[str]:
@@ -165,7 +164,7 @@ def page(reports: list[Report], source: str | None, picture: str | None) -> str:
     lines = [
         f"# Engines: {reports[0].run['machine']}",
         "",
-        generated("bench e2e", source),
+        generated("bench e2e", source, picture),
         "",
         *([f"![Engines beside stock vLLM]({picture})", ""] if picture else []),
         LEGEND,

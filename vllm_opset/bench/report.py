@@ -172,7 +172,7 @@ def page(reports: list[Report], source: str | None, picture: str | None) -> str:
     lines = [
         f"# Kernels: {reports[0].device}",
         "",
-        generated("bench", source),
+        generated("bench", source, picture),
         "",
         *([f"![Speed-up of each op]({picture})", ""] if picture else []),
         LEGEND,
@@ -182,9 +182,11 @@ def page(reports: list[Report], source: str | None, picture: str | None) -> str:
     return "\n".join(lines)
 
 
-def generated(command: str, source: str | None) -> str:
-    """The sentence of a page that says how to generate it. source: the file of its results, beside the page."""
-    again = f" from [{source}]({source}) by `vllm-opset {command} --from`" if source else ""
+def generated(command: str, source: str | None, picture: str | None) -> str:
+    """The sentence of a page that says how to generate it. source, picture: the names of files beside it."""
+    plot = f" --plot {picture}" if picture else ""
+    call = f"vllm-opset {command} --from {source} --markdown FILE{plot}"
+    again = f" from [{source}]({source}) by `{call}`" if source else ""
     return f"This page is generated{again}; what is written into it by hand is lost."
 
 
