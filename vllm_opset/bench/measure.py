@@ -39,7 +39,7 @@ class Result:
 
     seconds, spread: of one call. bytes, flops: from the contract's cost. floor: the least seconds by the ceilings.
     check: None if the result agrees with the reference; else the difference, or the exception of a kernel of ours.
-    skipped: why an implementation that cannot do the case was not timed. variant: the kernel's variant that ran it.
+    skipped: the reason, if an implementation cannot do the case and was not timed. variant: the kernel's, that ran it.
     """
 
     op: str
