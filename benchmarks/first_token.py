@@ -26,7 +26,7 @@ LENGTHS = (16, 128, 256, 512, 768, 1024, 2048)
 WARM_UP = 3  # prompts that do not count: a process that has slept finds its caches cold
 # FlashInfer's sampler compiles for minutes, and nothing is sampled here.
 STOCK = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-# As many requests as the tables of docs/benchmarks/h200.md were measured with.
+# As many requests as the tables of docs/log/engines.md were measured with.
 MANY = {"max_num_seqs": 256}
 ENGINES = (
     Engine("pure", MANY, {"OPSET_PLATFORM": "cuda"}),

@@ -68,6 +68,10 @@ class Variants:
             return wanted
         return next(name for name, variant in self.by_name.items() if variant.can(call) and variant.suits(call))
 
+    def able(self, call: Any) -> list[str]:
+        """The variants that can run a call."""
+        return [name for name, variant in self.by_name.items() if variant.can(call)]
+
     def of(self, wanted: str | None, *args, **kwargs) -> str:
         """The variant that runs a call of the kernel with these arguments."""
         return self.pick(self.describe(*args, **kwargs), wanted)

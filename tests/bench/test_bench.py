@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import typer
+from readme import ROOT
 from typer.testing import CliRunner
 
 from vllm_opset import ops
@@ -21,6 +22,7 @@ from vllm_opset.kernel import REFERENCE, Kernel
 from vllm_opset.ops.contract import Cost
 
 CEILINGS = Ceilings(1e10, 1e12, torch.float32)
+RESULTS = ROOT / "docs" / "benchmarks"
 SAMPLE = cases(ops.rms_norm, "cpu", torch.float32, "T1 H4096")[0]
 
 
@@ -40,17 +42,18 @@ def notes(*results) -> list[str]:
 
 
 def test_command_writes_table_json_page_and_picture(run, tmp_path):
-    files = [tmp_path / name for name in ("results.json", "page.md", "roofline.png")]
-    arguments = ("rms_norm", "--case", "T1 *", "--device", "cpu", "--dtype", "float32", "--kernel", "reference")
-    outputs = [word for pair in zip(("--json", "--page", "--plot"), map(str, files), strict=True) for word in pair]
+    files = [tmp_path / name for name in ("results.json", "page.md", "ops.png")]
+    arguments = ("rms_norm", "--case", "T1 *", "--device", "cpu", "--dtype", "float32", "--kernel", "cpu")
+    outputs = [word for pair in zip(("--json", "--markdown", "--plot"), map(str, files), strict=True) for word in pair]
     result = run(*arguments, *outputs, "--against", "torch_eager", "--against", "vllm_compiled")
     assert result.exit_code == 0, result.output
     assert "T1 H4096" in result.output
-    report = json.loads(files[0].read_text())
+    (report,) = json.loads(files[0].read_text())
     timed = {row["implementation"]: row for row in report["results"]}
-    assert timed["reference"]["seconds"] > 0 and timed["torch_eager"]["seconds"] > 0
-    assert timed["reference"]["reproduce"] in files[1].read_text()
-    assert "CUDA" in report["peers_not_used"]["vllm_compiled"]
+    assert timed["cpu"]["seconds"] > 0 and timed["torch_eager"]["seconds"] > 0
+    page = files[1].read_text()
+    assert timed["cpu"]["reproduce"] in page and "](results.json)" in page and "](ops.png)" in page
+    assert "CUDA" in report["skipped"]["vllm_compiled"]
     assert files[2].read_bytes().startswith(b"\x89PNG")
 
 
@@ -63,13 +66,15 @@ def test_command_writes_table_json_page_and_picture(run, tmp_path):
         (("rms_norm", "--case", "T5"), "no case matches"),
         (("rms_norm", "--alone", "--against", "torch_eager"), "--alone leaves out"),
         (("rms_norm", "--json", "/no/such/folder/results.json"), "/no/such/folder"),
-        (("rms_norm", "--plot", "roofline.foo"), ".svg"),
+        (("rms_norm", "--plot", "ops.foo"), ".svg"),
+        (("--from", str(RESULTS / "h200-engines.json")), "no results of this command"),
+        (("rms_norm", "--from", str(RESULTS / "h200.json")), "--from measures nothing: leave out rms_norm"),
     ],
 )
 def test_wrong_words_are_errors_that_name_the_nearest_known(run, arguments, hint):
     result = run(*arguments, "--device", "cpu")
     assert result.exit_code == 2
-    assert hint in result.output
+    assert hint in " ".join(result.output.replace("│", "").split())
 
 
 def test_a_picture_needs_the_extra_that_brings_matplotlib(run, monkeypatch, tmp_path):
@@ -174,7 +179,19 @@ def test_a_time_that_says_little_is_marked_and_noted(seconds, spread, cell, doub
     ((_, _, (row,)),) = report.tables()
     assert row["mine"] == cell
     assert [doubt in note and note.endswith("(T1)") for note in report.notes()] == ([True] if doubt else [])
-    assert report.as_json()["results"][0]["doubt"] == result.doubt
+    assert Report.from_json(json.loads(json.dumps(report.as_json()))) == report
+
+
+def test_a_speed_up_is_over_vllms_compiled_kernel_or_the_fastest_peer():
+    def timed(implementation, seconds, op="rms_norm", case="T1", peer=True):
+        return Result(op, case, "float32", implementation, peer, "again", seconds=seconds)
+
+    ours = [timed(name, s, peer=False) for name, s in {"triton": 2.0, "triton:other": 1.0, "reference": 0.5}.items()]
+    theirs = [timed("torch_eager", 4.0), timed("vllm_triton", 3.0), timed("vllm_triton", 9.0, case="T2")]
+    assert Report("a GPU", None, ours + theirs, {}).speed_ups("rms_norm") == (False, [1.5])
+    compiled = [timed("vllm_compiled", 5.0), timed("vllm_compiled", 5.0, op="relu2")]
+    assert Report("a GPU", None, ours + theirs + compiled, {}).speed_ups("rms_norm") == (True, [2.5])
+    assert Report("a GPU", None, compiled, {}).speed_ups("relu2") == (True, [])
 
 
 def test_calls_do_not_share_their_operands():
@@ -190,7 +207,7 @@ def test_calls_do_not_share_their_operands():
 
 
 @pytest.mark.parametrize("name", peers.NAMES)
-def test_peers_have_the_signatures_of_the_ops(name):
+def test_theirshave_the_signatures_of_the_ops(name):
     for op in ops.ALL:
         function = peers.implementation(name, op)
         if inspect.isfunction(function) and not hasattr(peers.peer(name), "any_op"):

@@ -8,11 +8,13 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import run
+from readme import ROOT
 from typer.testing import CliRunner
 
 from vllm_opset.bench import engines, shapes
 from vllm_opset.bench.compare import Comparison, Plan, Result, Run
-from vllm_opset.bench.compare_report import Report, as_plain
+from vllm_opset.bench.compare_report import Report, as_plain, page, record
+from vllm_opset.bench.text import TIMES
 from vllm_opset.cli import app
 
 KIB, GIB = 2**10, 2**30
@@ -122,6 +124,10 @@ def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
         (("--model", "tiny", "--against", "stock=/no/such/folder"), "/no/such/folder"),
         (("--model", "tiny", "--against", "stock"), "this vLLM has no compiled kernels; name the folder"),
         (("--model", "tiny", "--markdown", "/no/such/folder/page.md"), "/no/such/folder"),
+        ((), "name a shape: one of"),
+        (("--from", str(ROOT / "docs" / "benchmarks" / "h200.json")), "no results of this command"),
+        (("--model", "tiny", "--from", "results.json"), "--from measures nothing: leave out tiny"),
+        (("--from", "no/such.json"), "cannot read no/such.json"),
         (("--model", "tiny", "--variant", "eager=enforce_eager"), "not JSON"),
         (("--model", "tiny", "--variant", "eager=1"), "not a JSON object"),
         (("--model", "tiny", "--variant", "a/b={}"), "'a/b' is no name"),
@@ -138,6 +144,7 @@ def test_wrong_words_are_errors_with_a_hint(words, hint):
 def test_two_engines_side_by_side(tmp_path):
     files = {name: tmp_path / name for name in ("results.json", "page.md", "logs")}
     outputs = ("--json", files["results.json"], "--markdown", files["page.md"], "--logs", files["logs"])
+    outputs += ("--conditions", "other tests run")
     # Uses another batch size, and vLLM in one process. The tokens are the same, because no request depends on the
     # others.
     again = {"max_num_seqs": 4, "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
@@ -145,9 +152,9 @@ def test_two_engines_side_by_side(tmp_path):
     wanted += ("--variant", f"again={json.dumps(again)}")
     finished = command(*wanted, *outputs)
     assert finished.code == 0, finished
-    assert "8x64/32 sampled" in finished.out and "opset to again" in finished.out
+    assert "8x64/32 sampled" in finished.out and "again to opset" in finished.out
 
-    report = json.loads(files["results.json"].read_text())
+    (report,) = json.loads(files["results.json"].read_text())
     assert [engine["name"] for engine in report["engines"]] == ["opset", "again"]
     for engine in report["engines"]:
         assert engine["platform"].endswith("OpsetCpuPlatform") and engine["versions"]["vllm"]
@@ -161,11 +168,11 @@ def test_two_engines_side_by_side(tmp_path):
         assert result["first"]["compiled"] == [], "there is nothing to compile on a CPU"
         assert [len(values) for values in result["metrics"].values()] == [2, 2, 2]
 
-    page = files["page.md"].read_text()
-    assert report["command"] in page and str(tmp_path) not in page
-    assert "| 8x64/32 | TTFT, s |" in page and "8 of 8" in page
+    text = files["page.md"].read_text()
+    assert report["command"] in text and str(tmp_path) not in text and "other tests run" not in report["command"]
+    assert "| 8x64/32 | TTFT, s |" in text and "8 of 8" in text and "other tests run" in text
     assert {file.name for file in files["logs"].iterdir()} == {"opset.log", "again.log"}
-    assert "max_num_seqs=4" in page
+    assert "max_num_seqs=4" in text
 
 
 @pytest.mark.engine
@@ -179,25 +186,36 @@ def test_one_engine_at_a_time(tmp_path):
     shape, names = shapes.load("tiny"), ("opset", "again")
     pair = [engines.Engine(name) for name in names]
     plan = Plan(shape, shape.cases[:1], pair, repetitions=1, cold=False, apart=True)
-    report = Report(plan, plan.run(tmp_path, tmp_path, look), "the command")
+    found = plan.run(tmp_path, tmp_path, look)
+    report = Report(record(plan, found, "the command"))
     runs = [f"1x64/32, run {number} of 1" for number in range(2)]
     assert steps == [step for name in names for step in (f"starting {name}", *(f"{run}: {name}" for run in runs))]
     assert up == [0, 1, 1] * 2
-    assert [result.engine for result in report.found.results] == list(names)
-    assert report.found.results[1].same == 1 and "One engine is up at a time" in report.as_markdown()
+    assert [result.engine for result in found.results] == list(names)
+    assert found.results[1].same == 1 and "one engine was up at a time" in page([report], None, None)
 
 
-def test_every_engine_has_its_own_ratio():
-    shape, seconds = shapes.load("tiny"), {"opset": 1.0, "stock": 2.0, "other": 4.0}
+def comparison(**seconds: float) -> Report:
+    """The report of engines, by name, that take so many seconds to their first tokens and as many for the others."""
+    shape = shapes.load("tiny")
     case = shape.cases[0]
     plan = Plan(shape, [case], [engines.Engine(name) for name in seconds], repetitions=1, cold=False)
-    runs = {name: Run(ttft, 2 * ttft, []) for name, ttft in seconds.items()}
     started = {name: engines.Started(1.0, **NOTHING_STARTED) for name in seconds}
-    results = [Result(case, name, run, [run], 1) for name, run in runs.items()]
+    results = [Result(case, name, run := Run(ttft, 2 * ttft, []), [run], 1) for name, ttft in seconds.items()]
     found = Comparison(plan.engines, started, dict.fromkeys(seconds, 0), results)
-    head = as_plain(Report(plan, found, "the command").speed())[0]
-    assert (head["opset to stock"], head["opset to other"]) == ("0.500x", "0.250x")
+    return Report(record(plan, found, "the command"))
+
+
+def test_every_engine_has_its_ratio_to_stock():
+    head = as_plain(comparison(opset=1.0, stock=2.0, other=4.0).speed())[0]
+    assert list(head) == ["case", "", "stock", "opset", "opset to stock", "other", "other to stock", "same tokens"]
+    assert (head["opset to stock"], head["other to stock"]) == (f"0.500{TIMES}", f"2.000{TIMES}")
     assert head["same tokens"] == "1 of 1, 1 of 1"
+
+
+def test_without_stock_the_first_engine_is_the_measure():
+    head = as_plain(comparison(opset=1.0, other=4.0).speed())[0]
+    assert head["other to opset"] == f"4.000{TIMES}"
 
 
 def test_an_engine_that_does_not_end_by_itself_is_ended(tmp_path, monkeypatch):
@@ -228,9 +246,10 @@ def test_what_was_done_before_an_interruption_is_reported(tmp_path):
 
     shape = shapes.load("tiny")
     plan = Plan(shape, shape.cases[:2], [engines.Engine("opset")], repetitions=1, cold=False)
-    report = Report(plan, plan.run(tmp_path, tmp_path, interrupt), "the command")
-    assert [result.case.name for result in report.found.results] == ["1x64/32"] and report.missing == ["8x64/32"]
-    assert report.as_json()["missing"] == ["8x64/32"] and "Interrupted before 8x64/32." in report.as_markdown()
+    found = plan.run(tmp_path, tmp_path, interrupt)
+    report = Report(record(plan, found, "the command"))
+    assert [result.case.name for result in found.results] == ["1x64/32"] and report.run["missing"] == ["8x64/32"]
+    assert "Interrupted before 8x64/32." in page([report], None, None)
     assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
 
 

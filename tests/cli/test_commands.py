@@ -173,6 +173,15 @@ def test_doctor_lists_kernels_in_the_order_of_the_samples():
         assert [row["kernel"] for row in rows if row["op"] == op.name] == [*names]
 
 
+def test_doctor_lists_the_variants_of_a_kernel():
+    rows = doctor._kernels("cpu", torch.float32)
+    for row in rows:
+        variants = kernels_of(row["op"])[row["kernel"]].variants
+        assert row["variants"] == ([] if variants is None else list(variants.by_name))
+    (attention,) = [row for row in rows if (row["op"], row["kernel"]) == ("paged_attention", "cpp")]
+    assert doctor._on_one_line(attention)["kernel"] == "cpp (decode, torch)"
+
+
 def test_doctor_counts_what_an_override_cannot_do():
     finished = command("doctor", "--json", OPSET_KERNELS="paged_attention=cpu")
     assert finished.code == 0, finished

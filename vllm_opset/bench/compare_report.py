@@ -1,153 +1,183 @@
-"""Reports of a comparison of engines: tables for the terminal, JSON, and a section of a documentation page."""
+"""Reports of comparisons of engines, made of their JSON: tables for the terminal, and a page of documentation."""
 
 import datetime
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from vllm_opset.bench.compare import Comparison, Plan, Result
-from vllm_opset.bench.report import commit
-from vllm_opset.bench.text import describe_cpu, markdown_table, median, median_and_range, versions_text
+from vllm_opset.bench.compare import Comparison, Plan
+from vllm_opset.bench.report import commit, generated
+from vllm_opset.bench.text import TIMES, describe_cpu, markdown_table, median, median_and_range, versions_text
 
 GIB = 2**30
+BASELINE = "stock"
 DIGITS = {"TTFT, s": 4, "TPOT, ms": 3, "output tokens/s": 0}
+MORE_DIGITS_BELOW = 100  # of output tokens per second
+LEGEND = (
+    "A case is requests x prompt tokens / output tokens, greedy unless sampled. TTFT is the time until every request "
+    "has its first token. TPOT is the rest of the time over the rest of the tokens. Weights are random, and there is "
+    "no prefix caching. Before each run, one prompt is answered that does not count. Start-up is measured from the "
+    "start of the process. First requests are the run that does not count, of every case. Compiled kernels are "
+    "Triton's, also those that come from its cache. bfloat16 does not guarantee that engines give the same tokens."
+)
 
 Table = tuple[list[str], list[list[str]]]
 
 
+def record(plan: Plan, found: Comparison, command: str, conditions: str | None = None) -> dict:
+    """A comparison as plain data: the whole plan, and every run.
+
+    command: repeats the comparison. conditions: what a reader must know of the machine while it ran.
+    """
+    done = {result.case.name for result in found.results}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "command": command,
+        "machine": next(iter(found.started.values())).device or describe_cpu(),
+        "conditions": conditions,
+        "shape": {"name": plan.shape.name, "config": dict(plan.shape.config)},
+        "cold_caches": plan.cold,
+        "apart": plan.apart,
+        "repetitions": plan.repetitions,
+        "missing": [case.name for case in plan.cases if case.name not in done],
+        "kv_cache_bytes": plan.shape.kv_cache_bytes(plan.cases),
+        **found.as_json(),
+    }
+
+
 @dataclass(frozen=True)
 class Report:
-    """The report of one comparison. command: repeats the comparison."""
+    """The report of one comparison. run: its record."""
 
-    plan: Plan
-    found: Comparison
-    command: str
+    run: Mapping
 
     @property
-    def machine(self) -> str:
-        return next(iter(self.found.started.values())).device or describe_cpu()
+    def title(self) -> str:
+        return f"{self.run['shape']['name']}, {self.run['shape']['config']['torch_dtype']}"
 
     @property
-    def missing(self) -> list[str]:
-        """The cases without results, because the comparison was interrupted."""
-        done = {result.case.name for result in self.found.results}
-        return [case.name for case in self.plan.cases if case.name not in done]
+    def engines(self) -> list[str]:
+        """The baseline, then the others. The baseline is stock vLLM, or the first engine of a comparison without it."""
+        names = [engine["name"] for engine in self.run["engines"]]
+        return sorted(names, key=lambda name: name != BASELINE) if BASELINE in names else names
 
-    def as_json(self) -> dict:
-        """Plain data: the whole plan, and every run."""
-        return {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "command": self.command,
-            "machine": self.machine,
-            "shape": {"name": self.plan.shape.name, "config": dict(self.plan.shape.config)},
-            "cold_caches": self.plan.cold,
-            "apart": self.plan.apart,
-            "repetitions": self.plan.repetitions,
-            "missing": self.missing,
-            "kv_cache_bytes": self.plan.shape.kv_cache_bytes(self.plan.cases),
-            **self.found.as_json(),
-        }
+    @property
+    def _asked_first(self) -> str:
+        """The engine with whose tokens the others' are compared."""
+        return self.run["engines"][0]["name"]
 
-    def as_markdown(self) -> str:
-        """A section with the command, both tables, and a legend."""
-        lines = [
-            f"## End to end: {self.plan.shape.name}, {self.plan.shape.dtype}",
-            "",
-            f"Made by `{self.command}` on {datetime.date.today().isoformat()}, commit {commit() or 'unknown'}.",
-            f"{self.machine}. {'; '.join(self._described())}.",
-            "",
-            *markdown_table(*self.speed()),
-            "",
-            *markdown_table(*self.starts()),
-            "",
-            self.legend(),
-        ]
-        return "\n".join(lines) + "\n"
+    def by_case(self) -> dict[str, dict[str, Mapping]]:
+        """The results by case and engine."""
+        found: dict[str, dict[str, Mapping]] = {}
+        for result in self.run["results"]:
+            found.setdefault(result["case_name"], {})[result["engine"]] = result
+        return found
 
     def speed(self, spread: bool = True) -> Table:
-        """(columns, rows): three rows for each case, and a column with the first engine's ratio to each other engine.
+        """(columns, rows): a row for each metric of each case, with every engine's ratio to the baseline.
 
         spread: whether to add the range of the runs to each median.
         """
-        first, *others = [engine.name for engine in self.found.engines]
-        compared = [column for other in others for column in (other, f"{first} to {other}")]
-        rows = [row for results in self._by_case() for row in _rows(results, spread)]
-        return ["case", "", first, *compared, *(["same tokens"] if others else [])], rows
+        baseline, *others = self.engines
+        compared = [column for other in others for column in (other, f"{other} to {baseline}")]
+        rows = [row for case, results in self.by_case().items() for row in self._rows(case, results, spread)]
+        return ["case", "", baseline, *compared, *(["same tokens"] if others else [])], rows
 
     def starts(self) -> Table:
         """(columns, rows): a row for each engine."""
         columns = ["engine", "start-up, s", "peak memory, GiB", "kernels compiled by first requests", "later"]
-        rows = []
-        for name, started in self.found.started.items():
-            results = [result for result in self.found.results if result.engine == name]
-            first = Counter(kernel for result in results for kernel in result.first.compiled)
-            later = Counter(kernel for result in results for run in result.runs for kernel in run.compiled)
-            memory = f"{self.found.peak_bytes[name] / GIB:.1f}"
-            rows.append([name, f"{started.seconds:.1f}", memory, _counted(first), _counted(later)])
-        return columns, rows
+        return columns, [[name, *self._start(name)] for name in self.engines]
 
-    def legend(self, spread: bool = True) -> str:
-        repetitions = self.plan.repetitions
-        runs = "One run" if repetitions == 1 else f"Median of {repetitions} runs{' (least to most)' if spread else ''}"
-        caches = "empty" if self.plan.cold else "not emptied"
-        memory = "by PyTorch's allocator" if next(iter(self.found.started.values())).device else "resident in a worker"
+    def legend(self) -> str:
+        """What of the comparison one must know to read its tables."""
+        run = self.run
+        runs = "One run" if run["repetitions"] == 1 else f"Medians of {run['repetitions']} runs (least to most)"
         up = (
-            "One engine is up at a time, so what drifts does not meet all alike"
-            if self.plan.apart
-            else "All engines are up, runs interleave, and the engines that do not run are stopped"
+            "one engine was up at a time, so what drifts does not meet all alike"
+            if run["apart"]
+            else "all engines were up, runs interleaved, and the engines that did not run were stopped"
         )
-        interrupted = f"Interrupted before {', '.join(self.missing)}. " if self.missing else ""
-        return (
-            f"{interrupted}A case is requests x prompt tokens / output tokens, greedy unless sampled. {runs} "
-            "after one that does not count. TTFT: until every request has its first token. TPOT: the rest of the time "
-            f"over the rest of the tokens. Random weights, no prefix caching. {up}; before each run, one prompt is "
-            "answered that does not count. Same tokens: requests with the greedy tokens of the first engine, which in "
-            f"bfloat16 no engine owes. Start-up: from the start of the process, caches of compiled code {caches}. Peak "
-            f"memory: {memory}. First requests: the run that does not count, of every case. Compiled: Triton kernels, "
-            "also those that come from its cache."
-        )
+        caches = "empty" if run["cold_caches"] else "not emptied"
+        interrupted = f" Interrupted before {', '.join(run['missing'])}." if run["missing"] else ""
+        same = f" Same tokens: requests with the greedy tokens of {self._asked_first}." if len(self.engines) > 1 else ""
+        memory = "PyTorch's allocator" if run["engines"][0]["device"] else "resident in a worker"
+        return f"{runs}; {up}. Caches of compiled code were {caches}. Peak memory: {memory}.{same}{interrupted}"
+
+    def section(self) -> list[str]:
+        """The lines of a page's section: conditions, command, engines and both tables."""
+        run = self.run
+        return [
+            f"## {self.title}, at {run['commit'] or 'an unknown commit'}",
+            "",
+            f"{run['machine']}, {run['date']}. {self.legend()}",
+            *(["", run["conditions"]] if run["conditions"] else []),
+            "",
+            "```",
+            run["command"],
+            "```",
+            "",
+            *(f"- {line}" for line in self._described()),
+            "",
+            *markdown_table(*self.speed()),
+            "",
+            *([*markdown_table(*self.starts()), ""] if any(any(row[1:]) for row in self.starts()[1]) else []),
+        ]
 
     def _described(self) -> Iterator[str]:
-        for engine in self.found.engines:
-            started = self.found.started[engine.name]
-            settings = " ".join(f"{name}={value}" for name, value in {**engine.env, **engine.args}.items())
-            versions = versions_text(started.versions)
-            yield f"{engine.name}: {settings}{', ' if settings else ''}{versions}, `{started.platform}`"
+        for engine in self.run["engines"]:
+            settings = " ".join(f"{name}={value}" for name, value in {**engine["env"], **engine["args"]}.items())
+            versions = versions_text(engine["versions"])
+            yield f"{engine['name']}: `{engine['platform']}`, {versions}{f'; `{settings}`' if settings else ''}"
 
-    def _by_case(self) -> Iterator[list[Result]]:
-        for case in self.plan.cases:
-            if case.name not in self.missing:
-                yield [result for result in self.found.results if result.case == case]
+    def _start(self, name: str) -> list[str]:
+        (engine,) = (engine for engine in self.run["engines"] if engine["name"] == name)
+        results = [result for result in self.run["results"] if result["engine"] == name and result["first"]]
+        first = Counter(kernel for result in results for kernel in result["first"]["compiled"])
+        later = Counter(kernel for result in results for run in result["runs"] for kernel in run["compiled"])
+        return [
+            "" if engine["seconds"] is None else f"{engine['seconds']:.1f}",
+            "" if engine["peak_bytes"] is None else f"{engine['peak_bytes'] / GIB:.1f}",
+            *((_counted(first), _counted(later)) if results else ("", "")),
+        ]
+
+    def _rows(self, case: str, results: Mapping[str, Mapping], spread: bool) -> Iterator[list[str]]:
+        """The rows of one case."""
+        baseline, *others = self.engines
+        text = median_and_range if spread else median
+        counted = [result["same"] for name, result in results.items() if name != self._asked_first]
+        same = ", ".join(f"{count} of {results[baseline]['case']['batch']}" for count in counted if count is not None)
+        for metric, values in results[baseline]["metrics"].items():
+            digits = DIGITS[metric] or 2 * (statistics.median(values) < MORE_DIGITS_BELOW)
+            row = [text(values, digits)]
+            for other in others:
+                theirs = results[other]["metrics"][metric]
+                ratio = statistics.median(theirs) / statistics.median(values)
+                row += [text(theirs, digits), f"{ratio:.3f}{TIMES}"]
+            head = metric == next(iter(results[baseline]["metrics"]))
+            yield [case if head else "", metric, *row, *([same if head else ""] if others else [])]
+
+
+def page(reports: list[Report], source: str | None, picture: str | None) -> str:
+    """A page of documentation with all comparisons. source, picture: the names of files beside it."""
+    lines = [
+        f"# Engines: {reports[0].run['machine']}",
+        "",
+        generated("bench e2e", source, picture),
+        "",
+        *([f"![Engines beside stock vLLM]({picture})", ""] if picture else []),
+        LEGEND,
+        "",
+        *(line for report in reports for line in report.section()),
+    ]
+    return "\n".join(lines)
 
 
 def as_plain(table: Table) -> list[dict[str, str]]:
     """The rows as dictionaries by column."""
     columns, rows = table
     return [dict(zip(columns, row, strict=True)) for row in rows]
-
-
-def _rows(results: list[Result], spread: bool) -> Iterator[list[str]]:
-    """The rows of one case."""
-    first, *others = results
-    text = median_and_range if spread else median
-    for metric, values in first.metrics().items():
-        row = [text(values, DIGITS[metric])]
-        for other in others:
-            theirs = other.metrics()[metric]
-            row += [text(theirs, DIGITS[metric]), f"{_ratio(values, theirs):.3f}x"]
-        head = metric == next(iter(DIGITS))
-        same = [_same(others) if head else ""] if others else []
-        yield [first.case.name if head else "", metric, *row, *same]
-
-
-def _ratio(values: list[float], others: list[float]) -> float:
-    return statistics.median(values) / statistics.median(others)
-
-
-def _same(others: list[Result]) -> str:
-    return ", ".join(f"{other.same} of {other.case.batch}" for other in others if other.same is not None)
 
 
 def _counted(kernels: Counter[str]) -> str:

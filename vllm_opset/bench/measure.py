@@ -1,6 +1,7 @@
 """One row of a benchmark: one implementation of an op on one case, checked against the reference and then timed."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -22,10 +23,14 @@ UNSTEADY, ABOVE_CEILING = 0.25, 1.1
 
 @dataclass(frozen=True)
 class Candidate:
-    """An implementation to time: a kernel of this package (peer is False), or a peer wrapped as a kernel."""
+    """An implementation to time: a kernel of this package (peer is False), or a peer wrapped as a kernel.
+
+    variant: the variant of the kernel that runs the case, if it has variants and the case is known.
+    """
 
     kernel: Kernel
     peer: bool
+    variant: str | None = None
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Result:
 
     seconds, spread: of one call. bytes, flops: from the contract's cost. floor: the least seconds by the ceilings.
     check: None if the result agrees with the reference; else the difference, or the exception of a kernel of ours.
-    skipped: why an implementation that cannot do the case was not timed.
+    skipped: the reason, if an implementation cannot do the case and was not timed. variant: the kernel's, that ran it.
     """
 
     op: str
@@ -50,6 +55,7 @@ class Result:
     spread: float | None = None
     check: str | None = None
     skipped: str | None = None
+    variant: str | None = None
 
     @property
     def share(self) -> float | None:
@@ -69,14 +75,46 @@ class Result:
 
 
 def candidates(op: Op, device: str, kernel_name: str | None, against: list[str]) -> Iterator[Candidate]:
-    """The op's kernels for the device, and the peers with this op. The reference: on a CPU or if named."""
+    """The op's kernels for the device, and the peers with this op. The reference: on a CPU or if named.
+
+    kernel_name: only the kernel of this name, or only its variant, as in triton:prefill.
+    """
+    wanted, _, variant = (kernel_name or "").partition(":")
     for kernel in kernels_of(op.name).values():
         serves = kernel.provider != REFERENCE or device == "cpu"
-        if kernel.runs_on(device) and kernel_name in ((None, kernel.name) if serves else (kernel.name,)):
-            yield Candidate(kernel, peer=False)
+        if kernel.runs_on(device) and wanted in (("", kernel.name) if serves else (kernel.name,)):
+            if not variant:
+                yield Candidate(kernel, peer=False)
+            elif kernel.variants and variant in kernel.variants.by_name:
+                yield _with_variant(kernel, variant)
     for name in against:
         if run := peers.implementation(name, op):
             yield Candidate(_as_kernel(op, name, run), peer=True)
+
+
+def by_variant(op: Op, candidate: Candidate, sample: Sample, others: bool) -> Iterator[Candidate]:
+    """The candidate with the variant that runs the sample's call.
+
+    others: whether to add the kernel's other variants that can run the call. A kernel that does not support the call,
+    or has no variants, stays as it is.
+    """
+    kernel, call = candidate.kernel, sample.make()
+    if kernel.variants is None or kernel.supports(op.describe(*call[0], **call[1])) is not None:
+        yield candidate
+        return
+    args, kwargs = kernel.prepared_call(*call)
+    described = kernel.variants.describe(*args, **kwargs)
+    able = kernel.variants.able(described)
+    if candidate.variant is None:
+        chosen = kernel.variants.pick(described)
+        yield dataclasses.replace(candidate, variant=chosen)
+        if others:
+            yield from (_with_variant(kernel, name) for name in able if name != chosen)
+    elif candidate.variant in able:
+        yield candidate
+    else:
+        unable = dataclasses.replace(kernel, supports=lambda problem: f"{candidate.variant} cannot run it")
+        yield dataclasses.replace(candidate, kernel=unable)
 
 
 def cases(op: Op, device: str, dtype: torch.dtype, pattern: str) -> list[Sample]:
@@ -99,6 +137,7 @@ def measure(
     result = Result(
         op.name, sample.name, name, candidate.kernel.name, candidate.peer,
         f"vllm-opset bench {op.name} --case '{sample.name}'{in_dtype} {which} {candidate.kernel.name}",
+        variant=candidate.variant,
     )  # fmt: skip
     verdict = None
     try:
@@ -125,6 +164,12 @@ def measure(
 
 def _first_line(text: str) -> str:
     return text.strip().splitlines()[0]
+
+
+def _with_variant(kernel: Kernel, variant: str) -> Candidate:
+    """The kernel as an override that asks for the variant runs it."""
+    run = functools.partial(kernel.run, variant=variant)
+    return Candidate(dataclasses.replace(kernel, name=f"{kernel.name}:{variant}", run=run), False, variant)
 
 
 def _as_kernel(op: Op, name: str, run: Callable) -> Kernel:

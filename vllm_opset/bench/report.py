@@ -1,4 +1,4 @@
-"""A benchmark's results as a table, as JSON, as a page of documentation, and as a roofline picture."""
+"""A benchmark's results as tables, as JSON, and as a page of documentation."""
 
 import dataclasses
 import datetime
@@ -6,8 +6,8 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,104 +15,16 @@ import torch
 from vllm_opset.bench.ceilings import Ceilings
 from vllm_opset.bench.measure import Result
 from vllm_opset.bench.text import describe_cpu, markdown_table, versions_text
+from vllm_opset.kernel import REFERENCE
 
 PACKAGES = ("vllm-opset", "torch", "triton", "vllm", "flashinfer-python")
 MICROSECOND = 1e-6
-
-
-@dataclass(frozen=True)
-class Report:
-    """The report of one run. skipped: peers that were not used, and why."""
-
-    device: str
-    ceilings: Ceilings
-    results: list[Result]
-    skipped: dict[str, str]
-
-    def as_json(self) -> dict:
-        """Plain data; times in seconds."""
-        return {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "device": self.device,
-            "versions": versions(),
-            "ceilings": {
-                "read_bytes_per_second": self.ceilings.bytes_per_second,
-                f"matmul_{_plain(self.ceilings.dtype)}_flops_per_second": self.ceilings.flops_per_second,
-            },
-            "peers_not_used": self.skipped,
-            "results": [
-                dataclasses.asdict(result) | {"share": result.share, "doubt": result.doubt} for result in self.results
-            ],
-        }
-
-    def described(self) -> str:
-        """One line about the machine and its ceilings."""
-        return (
-            f"{self.device}: reading {_rate(self.ceilings.bytes_per_second)}B/s, "
-            f"{_plain(self.ceilings.dtype)} matmul {_rate(self.ceilings.flops_per_second)}FLOP/s"
-        )
-
-    def tables(self) -> Iterator[tuple[str, list[str], list[dict]]]:
-        """(op, columns, rows): a row per case, a column per implementation, times in microseconds."""
-        for op in dict.fromkeys(result.op for result in self.results):
-            of_op = [result for result in self.results if result.op == op]
-            implementations = list(dict.fromkeys(result.implementation for result in of_op))
-            rows = [
-                {"case": case, "floor": _floor(of_op, case)}
-                | {name: _cell(of_op, case, name) for name in implementations}
-                for case in dict.fromkeys(result.case for result in of_op)
-            ]
-            yield op, ["case", "floor", *implementations], rows
-
-    def as_markdown(self, command: str, picture: str | None) -> str:
-        """A page: the machine and the command, a table for each op, notes, and the commands to repeat a case."""
-        lines = [
-            f"# {self.device}",
-            "",
-            f"Made by `{command}` on {datetime.date.today().isoformat()}, commit {commit() or 'unknown'}.",
-            f"{self.described()}. Python {platform.python_version()}, {versions_text(versions())}.",
-            "",
-            *([f"![roofline]({picture})", ""] if picture else []),
-            LEGEND,
-        ]
-        for op, columns, rows in self.tables():
-            table = markdown_table(columns, ([row[column] for column in columns] for row in rows))
-            lines += ["", f"## {op}", "", *table]
-        if notes := self.notes():
-            lines += ["", "## Notes", "", *(f"- {note}" for note in notes)]
-        again = [result.reproduce for result in self.results if not result.peer]
-        lines += ["", "<details><summary>One case again</summary>", "", "```", *again, "```", "", "</details>"]
-        return "\n".join(lines) + "\n"
-
-    def notes(self) -> list[str]:
-        """Notes on results that are off the reference, doubtful times, cases that were not timed, and unused peers."""
-        cases: dict[str, list[str]] = {}
-        for result in self.results:
-            if result.check:
-                cases.setdefault(f"{result.op}, {result.implementation}: {result.check}", []).append(result.case)
-            if result.doubt:
-                cases.setdefault(f"{result.op}, {result.implementation}: {result.doubt}", []).append(result.case)
-            if result.skipped:
-                note = f"{result.op}, {result.implementation} was not timed: {result.skipped}"
-                cases.setdefault(note, []).append(result.case)
-        return [
-            *(f"{note} ({'; '.join(of_note)})" for note, of_note in cases.items()),
-            *(f"{name} was not used: {reason}" for name, reason in self.skipped.items()),
-        ]
-
-
-LEGEND = (
-    "Microseconds of one call, ± half the distance between the quartiles, and the share of the ceiling: floor over "
-    "time. floor: the bytes that must move over the reading rate, or the FLOP over the matmul rate, whichever is "
-    "longer. `!` marks a result that is further from the reference than the contract allows, `?` a time that says "
-    "little, for a reason that is noted."
-)
+COMPILED = "vllm_compiled"
 
 
 def versions() -> dict[str, str]:
-    """The versions of the installed packages among PACKAGES."""
-    installed = {}
+    """The versions of Python and of the installed packages among PACKAGES."""
+    installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             installed[package] = importlib.metadata.version(package)
@@ -135,37 +47,154 @@ def commit() -> str | None:
         return None
 
 
+def today() -> str:
+    return datetime.date.today().isoformat()
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report of one run.
+
+    ceilings: None if they are not known. skipped: peers that were not used, and why. command: repeats the run.
+    conditions: what a reader must know of the machine or of the results.
+    """
+
+    device: str
+    ceilings: Ceilings | None
+    results: list[Result]
+    skipped: dict[str, str]
+    command: str = ""
+    conditions: str | None = None
+    date: str = field(default_factory=today)
+    commit: str | None = field(default_factory=commit)
+    versions: dict[str, str] = field(default_factory=versions)
+
+    @classmethod
+    def from_json(cls, run: Mapping) -> "Report":
+        """The report that `as_json` was made of."""
+        known, limits = dict(run), run["ceilings"]
+        ceilings = limits and Ceilings(**limits | {"dtype": getattr(torch, limits["dtype"])})
+        results = [Result(**result) for result in run["results"]]
+        return cls(**known | {"ceilings": ceilings, "results": results})
+
+    def as_json(self) -> dict:
+        """Plain data; times in seconds."""
+        known = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        ceilings = self.ceilings and {**vars(self.ceilings), "dtype": _plain(self.ceilings.dtype)}
+        return known | {"ceilings": ceilings, "results": [vars(result) for result in self.results]}
+
+    def described(self) -> str:
+        """One line about the machine and its ceilings."""
+        if self.ceilings is None:
+            return self.device
+        return (
+            f"{self.device}: reading {_rate(self.ceilings.bytes_per_second)}B/s, "
+            f"{_plain(self.ceilings.dtype)} matmul {_rate(self.ceilings.flops_per_second)}FLOP/s"
+        )
+
+    def tables(self) -> Iterator[tuple[str, list[str], list[dict]]]:
+        """(op, columns, rows): a row per case, a column per implementation, times in microseconds."""
+        for op in dict.fromkeys(result.op for result in self.results):
+            of_op = [result for result in self.results if result.op == op]
+            peers_last = sorted(of_op, key=lambda result: result.peer)
+            implementations = list(dict.fromkeys(result.implementation for result in peers_last))
+            rows = [
+                {"case": case, "floor": _floor(of_op, case)}
+                | {name: _cell(of_op, case, name) for name in implementations}
+                for case in dict.fromkeys(result.case for result in of_op)
+            ]
+            yield op, ["case", "floor", *implementations], rows
+
+    def speed_ups(self, op: str) -> tuple[bool, list[float]]:
+        """(whether the peer is vLLM's compiled kernel, the speed-up of each case).
+
+        Without results of that kernel, each case is compared with its fastest peer. opset's fastest kernel counts, with
+        the variant that its table takes.
+        """
+        timed = [result for result in self.results if result.op == op and result.seconds is not None]
+        compiled = any(result.implementation == COMPILED for result in timed)
+        ours, theirs = {}, {}
+        for result in timed:
+            if result.peer and (result.implementation == COMPILED or not compiled):
+                theirs[result.case] = min(result.seconds, theirs.get(result.case, result.seconds))
+            elif not result.peer and ":" not in result.implementation and result.implementation != REFERENCE:
+                ours[result.case] = min(result.seconds, ours.get(result.case, result.seconds))
+        return compiled, [theirs[case] / seconds for case, seconds in ours.items() if case in theirs]
+
+    def section(self) -> list[str]:
+        """The lines of a page's section: the machine and the command, a table for each op, and notes."""
+        lines = [
+            f"## At {self.commit or 'an unknown commit'}, {self.date}",
+            "",
+            f"{self.described()}. {versions_text(self.versions)}.",
+            *(["", self.conditions] if self.conditions else []),
+            "",
+            "```",
+            self.command,
+            "```",
+        ]
+        for op, columns, rows in self.tables():
+            table = markdown_table(columns, ([row[column] for column in columns] for row in rows))
+            lines += ["", f"### {op}", "", *table]
+        if notes := self.notes():
+            lines += ["", "Notes:", "", *(f"- {note}" for note in notes)]
+        again = next((result.reproduce for result in self.results if not result.peer), None)
+        return [*lines, "", *([f"One case again, and likewise the others: `{again}`", ""] if again else [])]
+
+    def notes(self) -> list[str]:
+        """Notes on results that are off the reference, doubtful times, cases that were not timed, and unused peers."""
+        cases: dict[str, list[str]] = {}
+        for result in self.results:
+            if result.check:
+                cases.setdefault(f"{result.op}, {result.implementation}: {result.check}", []).append(result.case)
+            if result.doubt:
+                cases.setdefault(f"{result.op}, {result.implementation}: {result.doubt}", []).append(result.case)
+            if result.skipped:
+                note = f"{result.op}, {result.implementation} was not timed: {result.skipped}"
+                cases.setdefault(note, []).append(result.case)
+        return [
+            *(f"{note} ({'; '.join(of_note)})" for note, of_note in cases.items()),
+            *(f"{name} was not used: {reason}" for name, reason in self.skipped.items()),
+        ]
+
+
+LEGEND = (
+    "A cell has the microseconds of one call, ± half the distance between the quartiles. Its percentage is the floor's "
+    "share of that time. The floor is the time to move the bytes at the reading rate, or to compute the FLOP at the "
+    "matmul rate, whichever is longer. `!` marks a result that is further from the reference than the contract allows. "
+    "`?` marks a time that says little; a note gives the reason. If a kernel has variants, the cell names the one that "
+    "ran the case. A column `kernel:variant` is a variant that an override would ask for."
+)
+
+
+def page(reports: list[Report], source: str | None, picture: str | None) -> str:
+    """A page of documentation with all runs. source, picture: the names of files beside it."""
+    lines = [
+        f"# Kernels: {reports[0].device}",
+        "",
+        generated("bench", source, picture),
+        "",
+        *([f"![Speed-up of each op]({picture})", ""] if picture else []),
+        LEGEND,
+        "",
+        *(line for report in reports for line in report.section()),
+    ]
+    return "\n".join(lines)
+
+
+def generated(command: str, source: str | None, picture: str | None) -> str:
+    """The sentence of a page that says how to generate it. source, picture: the names of files beside it."""
+    plot = f" --plot {picture}" if picture else ""
+    call = f"vllm-opset {command} --from {source} --markdown FILE{plot}"
+    again = f" from [{source}]({source}) by `{call}`" if source else ""
+    return f"This page is generated{again}; what is written into it by hand is lost."
+
+
 def device_name(device: str) -> str:
     """The name of the hardware."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{describe_cpu()}, {torch.get_num_threads()} threads"
-
-
-def draw(report: Report, file: Path) -> None:
-    """Draw the roofline: FLOP/s over FLOP per byte, with a colour for each implementation."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 6), layout="constrained")
-    timed = [result for result in report.results if result.seconds and result.flops]
-    intensities = [result.flops / result.bytes for result in timed]
-    reading, computing = report.ceilings.bytes_per_second, report.ceilings.flops_per_second
-    low, ridge = min(intensities) / 2, computing / reading
-    axes.loglog(
-        [low, ridge, max(*intensities, 2 * ridge)], [low * reading, computing, computing], "k-", label="ceiling"
-    )
-    for name in dict.fromkeys(result.implementation for result in timed):
-        of_name = [result for result in timed if result.implementation == name]
-        axes.loglog(
-            [result.flops / result.bytes for result in of_name],
-            [result.flops / result.seconds for result in of_name],
-            "o", label=name, alpha=0.6, markersize=5 if of_name[0].peer else 7,
-        )  # fmt: skip
-    axes.set(xlabel="FLOP per byte", ylabel="FLOP/s", title=report.described())
-    axes.grid(which="major", alpha=0.3)
-    axes.legend()
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
 
 
 def _floor(results: list[Result], case: str) -> str:
@@ -181,7 +210,9 @@ def _cell(results: list[Result], case: str, implementation: str) -> str:
     if result.seconds is None:
         return "failed !" if result.check else "not timed"
     time, spread = result.seconds / MICROSECOND, result.spread / MICROSECOND
-    return f"{time:.2f} ± {spread:.2f}, {result.share:.0%}{' !' if result.check else ''}{' ?' if result.doubt else ''}"
+    variant = f" ({result.variant})" if result.variant and ":" not in implementation else ""
+    marks = f"{' !' if result.check else ''}{' ?' if result.doubt else ''}"
+    return f"{time:.2f} ± {spread:.2f}, {result.share:.0%}{variant}{marks}"
 
 
 def _rate(value: float) -> str:

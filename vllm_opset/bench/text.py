@@ -9,6 +9,8 @@ import psutil
 
 from vllm_opset.platform.cpu import machine
 
+TIMES = "\N{MULTIPLICATION SIGN}"
+
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a table."""
@@ -22,7 +24,9 @@ def median(values: Sequence[float], digits: int) -> str:
 
 
 def median_and_range(values: Sequence[float], digits: int) -> str:
-    """The median, and the least and the greatest value. digits: after the decimal point."""
+    """The median, and the least and the greatest value if there are several. digits: after the decimal point."""
+    if len(values) == 1:
+        return median(values, digits)
     low, high = min(values), max(values)
     return f"{median(values, digits)} ({low:,.{digits}f} to {high:,.{digits}f})"
 

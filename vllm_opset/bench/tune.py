@@ -1,5 +1,6 @@
 """A search for launch parameters that measures all candidates on the benchmark cases of their op."""
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,8 +9,9 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.bench.timing import time_call
-from vllm_opset.kernel import kernels_of
+from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.kernels.triton import _launch
+from vllm_opset.ops.contract import Op, Sample
 
 # A candidate is good enough for a size if it is at most this much slower than the best. Fewer entries mean fewer kernel
 # variants to compile.
@@ -26,15 +28,44 @@ class Trial:
     seconds: float
 
 
+def variant_of(launch: str) -> str | None:
+    """The variant whose launch this is, by its name: of the op and the variant. None for a launch of all variants."""
+    op = _launch.table()[launch]["op"]
+    variants = kernels_of(op, elsewhere=True)["triton"].variants
+    names = variants.by_name if variants else ()
+    return next((name for name in names if launch == f"{op}_{name}"), None)
+
+
+def cases(op: Op, kernel: Kernel, variant: str | None, device: str, dtype: torch.dtype) -> list[Sample]:
+    """The benchmark cases with which a variant's launch is tuned: those that the kernel's table gives to the variant.
+
+    If there are none, all cases that the variant can run; so is a variant tuned that another one replaces here. All
+    cases for None.
+    """
+    samples = list(op.bench_samples(device, dtype))
+    if variant is None:
+        return samples
+    own, able = [], []
+    for sample in samples:
+        args, kwargs = sample.make()
+        call = kernel.variants.describe(*args, **kwargs)
+        if kernel.variants.pick(call) == variant:
+            own.append(sample)
+        if variant in kernel.variants.able(call):
+            able.append(sample)
+    return own or able
+
+
 def trials(launch: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Iterator[Trial]:
     """Time every candidate of a launch on every case that uses this launch."""
     op = ops.BY_NAME[_launch.table()[launch]["op"]]
-    kernel = kernels_of(op.name)["triton"]
-    for sample in op.bench_samples(device, dtype):
+    kernel, variant = kernels_of(op.name)["triton"], variant_of(launch)
+    run = kernel.run if variant is None else functools.partial(kernel.run, variant=variant)
+    for sample in cases(op, kernel, variant, device, dtype):
         call = sample.make()
         for values in _launch.candidates(launch):
             with _launch.trial(launch, values) as asked:
-                seconds = time_call(kernel.run, call, device).median
+                seconds = time_call(run, call, device).median
             if not asked:
                 break
             yield Trial(sample.name, asked[0], tuple(sorted(values.items())), seconds)

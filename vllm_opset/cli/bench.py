@@ -1,8 +1,5 @@
 """`vllm-opset bench`: times kernels and compares them with their peers and with the ceilings of this machine."""
 
-import json
-import os
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -13,17 +10,18 @@ from typer.core import TyperGroup
 
 from vllm_opset import ops
 from vllm_opset.bench import ceilings, peers
-from vllm_opset.bench.measure import Candidate, candidates, cases, dtype_of, measure
-from vllm_opset.bench.report import LEGEND, Report, device_name, draw
+from vllm_opset.bench.measure import Candidate, by_variant, candidates, cases, dtype_of, measure
+from vllm_opset.bench.pictures import draw_ops
+from vllm_opset.bench.report import LEGEND, Report, device_name, page
 from vllm_opset.bench.text import asked_for
+from vllm_opset.cli import outputs
 from vllm_opset.cli.show import print_table
-from vllm_opset.cli.words import DTYPES, known, picture, require_device, writable
+from vllm_opset.cli.words import DTYPES, known, require_device
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Op, Sample
 from vllm_opset.selection import nearest
 
 DEVICES = ("cpu", "cuda")  # the devices on which kernels can be timed
-OUTPUTS = ("--json", "--plot", "--page")
 KERNELS = "kernels"
 
 
@@ -38,20 +36,38 @@ def bench(
     names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to time; all without one.")] = None,
     against: Annotated[list[str] | None, typer.Option(help=f"Only these peers, of {', '.join(peers.NAMES)}.")] = None,
     alone: Annotated[bool, typer.Option("--alone", help="No peers.")] = False,
-    kernel: Annotated[str | None, typer.Option(help="Only the kernels of this name.")] = None,
+    kernel: Annotated[
+        str | None, typer.Option(help="Only the kernels of this name, or one variant: triton:prefill.")
+    ] = None,
     case: Annotated[str, typer.Option(help="Only the cases that match this shell pattern.")] = "*",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     device: Annotated[str | None, typer.Option(help="cpu or cuda; what there is without it.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="Write the results here.")] = None,
-    plot: Annotated[Path | None, typer.Option(callback=picture, help="Draw a roofline here (matplotlib).")] = None,
-    page: Annotated[
-        Path | None, typer.Option(callback=writable, help="Write a page of documentation here (Markdown).")
-    ] = None,
+    conditions: outputs.Conditions = None,
+    from_files: outputs.From = None,
+    json_file: outputs.Json = None,
+    plot: outputs.Plot = None,
+    markdown_file: outputs.Markdown = None,
 ) -> None:
     """Time kernels and their peers on the device with cold caches, and check them against the reference.
 
-    `vllm-opset bench e2e` times whole engines.
+    A kernel with variants is timed once with the variant that its table takes, and once with each other that can run
+    the case. `vllm-opset bench e2e` times whole engines.
     """
+    files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
+    if files.sources:
+        reports = [Report.from_json(run) for run in files.read("device", " ".join(names or []))]
+    else:
+        reports = [_measured(names or [], against or [], alone, kernel, case, dtype, device, conditions)]
+    for report in reports:
+        _print(report)
+    files.write(reports, [report.as_json() for report in reports], page, draw_ops)
+
+
+def _measured(
+    names: list[str], against: list[str], alone: bool, kernel: str | None, case: str, dtype: str, device: str | None,
+    conditions: str | None,
+) -> Report:  # fmt: skip
+    """Measure, as the options of `bench` say."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device, DEVICES)
     if alone and against:
@@ -64,18 +80,10 @@ def bench(
     limits = ceilings.measure(device, DTYPES[dtype])
     results = [
         measure(op, sample, candidate, device, dtype_of(op, DTYPES[dtype]), limits)
-        for op, sample, candidate in track(work, "timing", console=Console(stderr=True), transient=True)
+        for op, sample, implementation in track(work, "timing", console=Console(stderr=True), transient=True)
+        for candidate in by_variant(op, implementation, sample, others=kernel is None)
     ]
-    report = Report(device_name(device), limits, results, missing)
-    _print(report)
-    if plot:
-        draw(report, plot)
-    if page:
-        page.write_text(
-            report.as_markdown(f"vllm-opset {asked_for(OUTPUTS)}", os.path.relpath(plot, page.parent) if plot else None)
-        )
-    if json_file:
-        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    return Report(device_name(device), limits, results, missing, f"vllm-opset {asked_for(outputs.OUTPUTS)}", conditions)
 
 
 def _work(
@@ -83,7 +91,9 @@ def _work(
 ) -> list[tuple[Op, Sample, Candidate]]:
     """All measurements to make. Measurements of one case are next to each other."""
     implementations = {op.name: list(candidates(op, device, kernel, against)) for op in chosen}
-    ours = {one.name for op in chosen for one in kernels_of(op.name).values() if one.runs_on(device)}
+    kernels = [one for op in chosen for one in kernels_of(op.name).values() if one.runs_on(device)]
+    variants = {f"{one.name}:{variant}" for one in kernels if one.variants for variant in one.variants.by_name}
+    ours = {one.name for one in kernels} | variants
     if kernel is not None and kernel not in ours:
         raise typer.BadParameter(
             f"no kernel {kernel!r} runs on {device}; {nearest(kernel, ours)}", param_hint="--kernel"

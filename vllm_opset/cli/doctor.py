@@ -74,7 +74,9 @@ def _print(found: dict, faults: list[Fault]) -> None:
     print_table("This machine", ("what", "found"), ({"what": k, "found": v} for k, v in found["machine"].items()))
     print(f"Platform: {found['platform'] or 'none of this plugin'}\n")
     rows = map(_on_one_line, found["kernels"])
-    print_table(f"Kernels on {found['device']!r}, {found['dtype']}", ("op", "kernel", "why", "others"), rows)
+    print_table(
+        f"Kernels on {found['device']!r}, {found['dtype']}", ("op", "kernel", "variants", "why", "others"), rows
+    )
     if found["parts"]:
         title = "Parts of these that serve here, if they can do the model; else vLLM's own do"
         switch = ({"part": name, "on": part["on"], "why": part["why"]} for name, part in found["parts"].items())
@@ -214,20 +216,24 @@ def _kernels(device: str, dtype: torch.dtype) -> list[dict]:
         rows += [_kernel_row(op.name, name, choices, len(problems)) for name, choices in chosen.items()]
         if refused:
             why = f"{refused[0]} ({len(refused)} of {len(problems)} sample problems)"
-            rows.append({"op": op.name, "kernel": "none", "why": why, "others": []})
+            rows.append({"op": op.name, "kernel": "none", "variants": [], "why": why, "others": []})
     return rows
 
 
 def _kernel_row(op: str, kernel: str, choices: list[selection.Choice], problems: int) -> dict:
     share = "" if len(choices) == problems else f" ({len(choices)} of {problems} sample problems)"
     others = sorted({other for choice in choices for other in choice.rejected})
+    variants = choices[0].kernel.variants
     return {
         "op": op,
         "kernel": kernel,
+        "variants": [] if variants is None else list(variants.by_name),
         "why": choices[0].reason + share,
         "others": [{"kernel": name, "reason": reason} for name, reason in others],
     }
 
 
 def _on_one_line(row: dict) -> dict:
-    return {**row, "others": "; ".join(f"{other['kernel']}: {other['reason']}" for other in row["others"])}
+    others = "; ".join(f"{other['kernel']}: {other['reason']}" for other in row["others"])
+    variants = f" ({', '.join(row['variants'])})" if row["variants"] else ""
+    return {**row, "kernel": row["kernel"] + variants, "others": others}

@@ -14,23 +14,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_opset.bench import shapes
-from vllm_opset.bench.compare import Plan
-from vllm_opset.bench.compare_report import Report, as_plain
+from vllm_opset.bench.compare import Comparison, Plan
+from vllm_opset.bench.compare_report import LEGEND, Report, as_plain, page, record
 from vllm_opset.bench.engines import Engine, EngineError, not_inherited
+from vllm_opset.bench.pictures import draw_engines
 from vllm_opset.bench.text import asked_for
+from vllm_opset.cli import outputs
 from vllm_opset.cli.show import print_table
-from vllm_opset.cli.words import writable
 from vllm_opset.platform import stock
 from vllm_opset.selection import nearest
 
-OUTPUTS = ("--json", "--markdown", "--logs")
 # Keys of an engine's settings that are not arguments of LLM.
 SETTINGS = ("env", "site")
 MEMORY_HINT = "All engines are up together: fewer of them, or of the cases (--case), or --apart need less memory."
 
 
 def compare(
-    model: Annotated[str, typer.Option(metavar="SHAPE", help=f"One of {', '.join(shapes.names())}.")],
+    model: Annotated[str | None, typer.Option(metavar="SHAPE", help=f"One of {', '.join(shapes.names())}.")] = None,
     against: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,10 +52,11 @@ def compare(
         bool,
         typer.Option("--apart/--together", help="One engine up at a time, instead of all by turns."),
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", callback=writable, help="Write everything here.")] = None,
-    markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", callback=writable, help="Write a page's section here.")
-    ] = None,
+    conditions: outputs.Conditions = None,
+    from_files: outputs.From = None,
+    json_file: outputs.Json = None,
+    plot: outputs.Plot = None,
+    markdown_file: outputs.Markdown = None,
     logs: Annotated[Path | None, typer.Option(help="Keep the log of each engine in this folder.")] = None,
 ) -> None:
     """Time whole engines side by side: random weights, the same prompts, each engine in a process of its own.
@@ -64,36 +65,47 @@ def compare(
 
     After Ctrl-C or SIGTERM, it reports the cases that all engines have finished.
     """
+    files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
+    if files.sources:
+        reports = [Report(run) for run in files.read("shape", model or "")]
+    else:
+        plan = _plan(model, case, against, variant, repetitions, cold, apart)
+        reports = [Report(record(plan, _run(plan, logs), f"vllm-opset {asked_for(outputs.OUTPUTS)}", conditions))]
+    for report in reports:
+        _print(report)
+    files.write(reports, [report.run for report in reports], page, draw_engines)
+    if any(report.run["missing"] for report in reports):
+        raise typer.Exit(1)
+
+
+def _plan(model, case, against, variant, repetitions: int, cold: bool, apart: bool) -> Plan:
+    """The comparison that the options of `bench e2e` ask for."""
+    if model is None:
+        raise typer.BadParameter(f"name a shape: one of {', '.join(shapes.names())}", param_hint="--model")
     shape = _shape(model)
+    return Plan(shape, _cases(shape, case or ["*"]), _engines(against or [], variant or []), repetitions, cold, apart)
+
+
+def _run(plan: Plan, logs: Path | None) -> Comparison:
+    """Run the comparison, with a progress bar. logs: the folder for the engines' logs, which are else lost."""
     if dropped := not_inherited():
         print(f"Not given to the engines, --variant would: {', '.join(dropped)}", file=sys.stderr)
-    plan = Plan(shape, _cases(shape, case or ["*"]), _engines(against or [], variant or []), repetitions, cold, apart)
     with tempfile.TemporaryDirectory() as folder, _ended_by_sigterm(), _progress(plan.steps) as step:
         if logs:
             logs.mkdir(parents=True, exist_ok=True)
         try:
-            found = plan.run(Path(folder), logs or Path(folder), step)
+            return plan.run(Path(folder), logs or Path(folder), step)
         except EngineError as error:
-            short = len(plan.engines) > 1 and not apart and "memory" in str(error).lower()
+            short = len(plan.engines) > 1 and not plan.apart and "memory" in str(error).lower()
             print(f"{error}\n{MEMORY_HINT}" if short else error, file=sys.stderr)
             raise typer.Exit(1) from error
-    report = Report(plan, found, f"vllm-opset {asked_for(OUTPUTS)}")
-    _print(report)
-    if json_file:
-        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    if markdown_file:
-        markdown_file.write_text(report.as_markdown())
-    if report.missing:
-        raise typer.Exit(1)
 
 
 def _print(report: Report) -> None:
-    for title, table in (
-        (f"{report.plan.shape.name}, {report.plan.shape.dtype}, {report.machine}", report.speed(spread=False)),
-        ("Engines", report.starts()),
-    ):
-        print_table(title, table[0], as_plain(table))
-    Console().print(report.legend(spread=False), markup=False, highlight=False)
+    speed, starts = report.speed(spread=False), report.starts()
+    print_table(f"{report.title}, {report.run['machine']}", speed[0], as_plain(speed))
+    print_table("Engines", starts[0], as_plain(starts))
+    Console().print(f"{LEGEND} {report.legend()}", markup=False, highlight=False)
 
 
 @contextmanager

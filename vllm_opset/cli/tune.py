@@ -35,8 +35,13 @@ def find(
             if launch not in _launch.table():
                 raise typer.BadParameter(f"unknown: {launch!r}; {nearest(launch, _launch.table())}")
             measured[launch] = list(progress.track(tune.trials(launch), description=launch))
+    for launch in [launch for launch, trials in measured.items() if not trials]:
+        print(f"{launch}: no benchmark case reaches it on this GPU")
+        del measured[launch]
     for launch, trials in measured.items():
-        print_table(launch, ("case", "size", *map(str, range(1, BEST + 1)), "slowest"), _ranking(trials))
+        variant = tune.variant_of(launch)
+        title = launch if variant is None else f"{launch}, for the variant {variant}"
+        print_table(title, ("case", "size", *map(str, range(1, BEST + 1)), "slowest"), _ranking(trials))
     for launch, trials in measured.items():
         print(f"{launch}:\n    {_launch.target(torch.device('cuda'))}:")
         for entry in tune.entries(trials):

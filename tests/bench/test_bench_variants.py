@@ -1,0 +1,136 @@
+"""Benchmarks and tuning read the table of a kernel's variants: which one runs a case, and which others can."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from vllm_opset import ops
+from vllm_opset.bench import tune
+from vllm_opset.bench.ceilings import Ceilings
+from vllm_opset.bench.measure import Candidate, by_variant, cases, measure
+from vllm_opset.cli import app
+from vllm_opset.kernel import Kernel, kernels_of
+from vllm_opset.variants import Variant, Variants
+
+CEILINGS = Ceilings(1e10, 1e12, torch.float32)
+CASES = {sample.name: sample for sample in cases(ops.relu2, "cpu", torch.float32, "*")}
+
+
+def rows(x: torch.Tensor) -> int:
+    return len(x)
+
+
+TABLE = Variants(
+    rows,
+    Variant("few", can=lambda rows: rows <= 16, suits=lambda rows: rows == 1),
+    Variant("none", can=lambda rows: False),
+    Variant("any"),
+)
+
+
+def relu2(x: torch.Tensor, variant: str | None = None) -> torch.Tensor:
+    ran.append(TABLE.of(variant, x))
+    return ops.relu2(x)
+
+
+ran: list[str] = []
+MINE = Kernel("relu2", "mine", "mine", (), lambda problem: None, relu2, variants=TABLE)
+
+
+def timed(candidate: Candidate, case: str, others: bool = False) -> dict:
+    """What ran, and the result, by implementation."""
+    found = {}
+    for one in by_variant(ops.relu2, candidate, CASES[case], others):
+        ran.clear()
+        result = measure(ops.relu2, CASES[case], one, "cpu", torch.float32, CEILINGS)
+        found[result.implementation] = (set(ran), result)
+    return found
+
+
+def names() -> tuple[str, str]:
+    """A case of one row, and one of more than 16."""
+    sizes = {name: len(sample.make()[0][0]) for name, sample in CASES.items()}
+    return next(n for n, rows in sizes.items() if rows == 1), next(n for n, rows in sizes.items() if rows > 16)
+
+
+def test_every_variant_that_can_is_timed_and_named():
+    one, many = names()
+    found = timed(Candidate(MINE, False), one, others=True)
+    assert {name: (ran, result.variant) for name, (ran, result) in found.items()} == {
+        "mine": ({"few"}, "few"),
+        "mine:any": ({"any"}, "any"),
+    }
+    found = timed(Candidate(MINE, False), many, others=True)
+    assert {name: result.variant for name, (_, result) in found.items()} == {"mine": "any"}
+
+
+def test_the_command_times_the_variants_of_a_kernel(tmp_path):
+    file = tmp_path / "results.json"
+    words = (
+        "bench",
+        "paged_attention",
+        "--device",
+        "cpu",
+        "--alone",
+        "--case",
+        "decode B1 ctx200",
+        "--json",
+        str(file),
+    )
+
+    def implementations(*more: str) -> dict[str, dict]:
+        finished = CliRunner().invoke(app, [*words, *more])
+        assert finished.exit_code == 0, finished.output
+        return {row["implementation"]: row for row in json.loads(file.read_text())[0]["results"]}
+
+    table = kernels_of("paged_attention")["cpp"].variants
+    found = implementations()
+    assert {name for name in found if name.startswith("cpp")} == {"cpp", "cpp:torch"}
+    assert found["cpp"]["variant"] == "decode" and set(table.by_name) == {"decode", "torch"}
+    (one,) = implementations("--kernel", "cpp:torch").values()
+    assert one["variant"] == "torch" and one["seconds"] > 0 and one["reproduce"].endswith("--kernel cpp:torch")
+    assert set(implementations("--kernel", "cpp")) == {"cpp"}
+
+
+def test_a_variant_that_cannot_run_a_case_is_left_out_with_the_reason():
+    _, many = names()
+    asked = Candidate(MINE, False, variant="few")
+    ((found, result),) = timed(asked, many).values()
+    assert found == set() and result.seconds is None and result.skipped == "few cannot run it"
+
+
+def test_an_unknown_variant_is_an_error_that_names_the_nearest():
+    words = ["bench", "paged_attention", "--device", "cpu", "--kernel", "cpp:decod"]
+    finished = CliRunner().invoke(app, words)
+    assert finished.exit_code == 2 and "did you mean" in finished.output and "'cpp:decode'" in finished.output
+
+
+def test_a_launch_of_a_variant_is_named_after_op_and_variant():
+    from vllm_opset.kernels.triton import _launch
+
+    of_variants = {launch: tune.variant_of(launch) for launch in _launch.table()}
+    for launch, data in _launch.table().items():
+        variants = kernels_of(data["op"], elsewhere=True)["triton"].variants
+        if variants:
+            assert launch == data["op"] or of_variants[launch] in variants.by_name, launch
+        else:
+            assert of_variants[launch] is None
+    assert of_variants["paged_attention_decode"] == "decode" and of_variants["paged_attention"] is None
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [("few", lambda rows: rows == 1), ("any", lambda rows: rows > 1), ("none", lambda rows: False), (None, bool)],
+)
+def test_a_variant_is_tuned_on_the_cases_that_the_table_gives_it(variant, expected):
+    found = tune.cases(ops.relu2, MINE, variant, "cpu", torch.float32)
+    assert [s.name for s in found] == [name for name, s in CASES.items() if expected(len(s.make()[0][0]))]
+
+
+def test_a_variant_that_no_case_is_given_to_is_tuned_on_those_that_it_can_run():
+    table = Variants(rows, Variant("all"), Variant("few", can=lambda rows: rows <= 1), Variant("any"))
+    kernel = Kernel("relu2", "mine", "mine", (), lambda problem: None, relu2, variants=table)
+    one, _ = names()
+    assert [sample.name for sample in tune.cases(ops.relu2, kernel, "few", "cpu", torch.float32)] == [one]

@@ -1,0 +1,54 @@
+"""The pages of benchmarks: each is what its command generates from the results beside it."""
+
+import runpy
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+from readme import ROOT
+from typer.testing import CliRunner
+
+from vllm_opset.cli import app
+
+FOLDER = ROOT / "docs" / "benchmarks"
+
+
+def copied(name: str, tmp_path: Path) -> Path:
+    """A copy of the results, in another folder."""
+    return Path(shutil.copy(FOLDER / f"{name}.json", tmp_path))
+
+
+def size(picture: bytes) -> tuple[int, int]:
+    """Width and height of a PNG."""
+    assert picture.startswith(b"\x89PNG")
+    return struct.unpack(">II", picture[16:24])
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "plot"),
+    [(("bench",), "h200", "ops.png"), (("bench", "e2e"), "h200-engines", "engines.png")],
+    ids=["kernels", "engines"],
+)
+def test_a_page_is_generated_whole_from_its_results(command, name, plot, tmp_path):
+    results, page, picture = copied(name, tmp_path), tmp_path / f"{name}.md", tmp_path / plot
+    again = tmp_path / "again.json"
+    words = (*command, "--from", results, "--markdown", page, "--plot", picture)
+    finished = CliRunner().invoke(app, [*map(str, words)])
+    assert finished.exit_code == 0, finished.output
+    assert page.read_text() == (FOLDER / page.name).read_text()
+    # Fonts differ from machine to machine, and the number of bars decides the size.
+    assert size(picture.read_bytes()) == size((FOLDER / plot).read_bytes())
+
+    finished = CliRunner().invoke(app, [*map(str, (*command, "--from", results, "--json", again))])
+    assert finished.exit_code == 0, finished.output
+    assert again.read_text() == results.read_text()
+
+
+def test_the_page_of_a_cpu_is_generated_whole_from_its_results(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    results, page, again = copied("cpu", tmp_path), tmp_path / "cpu.md", tmp_path / "again.json"
+    main = runpy.run_path(str(ROOT / "benchmarks" / "cpu_serving.py"))["main"]
+    main(from_file=results, markdown_file=page, json_file=again)
+    assert page.read_text() == (FOLDER / page.name).read_text()
+    assert again.read_text() == results.read_text()
