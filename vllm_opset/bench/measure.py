@@ -99,7 +99,7 @@ def by_variant(op: Op, candidate: Candidate, sample: Sample, others: bool) -> It
     or has no variants, stays as it is.
     """
     kernel, call = candidate.kernel, sample.make()
-    if kernel.variants is None or kernel.supports(op.describe(*call[0], **call[1])) is not None:
+    if kernel.variants is None or kernel.supports(op.problem_for(*call[0], **call[1])) is not None:
         yield candidate
         return
     args, kwargs = kernel.prepared_call(*call)
