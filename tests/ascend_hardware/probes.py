@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_opset import ops, parity
+from vllm_opset import ops, parity, targets
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.kernels.ascend import _constraints
 from vllm_opset.ops.attention._paged_inputs import APART, PagedCase
@@ -65,6 +65,10 @@ class Probe:
 PROBES: dict[str, Probe] = {}
 
 
+def _soc() -> str:
+    return targets.of("npu").architecture
+
+
 def settles(constant: str, *candidates: object, promised: Callable[[object], bool] | None = None):
     """Registers the decorated function as the probe of a constant, which is one candidate or a tuple of some."""
 
@@ -73,7 +77,7 @@ def settles(constant: str, *candidates: object, promised: Callable[[object], boo
         return candidate in value if isinstance(value, tuple) else candidate == value
 
     def register(why_not: Callable[[str, object], str | None]):
-        PROBES[constant] = Probe(lambda: candidates or (_constraints.soc(),), why_not, promised or stands_there)
+        PROBES[constant] = Probe(lambda: candidates or (_soc(),), why_not, promised or stands_there)
         return why_not
 
     return register
@@ -146,12 +150,12 @@ def interleaved(device: str, name: str) -> str | None:
         return parity.check_sample(ops.rotary_embedding, kernel, sample, DTYPE).failure
 
 
-@settles("OPERATORS", *CALLERS, promised=lambda name: _constraints.soc() in _constraints.OPERATORS[name].socs)
+@settles("OPERATORS", *CALLERS, promised=lambda name: _soc() in _constraints.OPERATORS[name].socs)
 def operators(device: str, name: str) -> str | None:
     """Whether the operator is correct here, whatever products its documents name."""
     op_name, kernel_name = CALLERS[name].split("=")
     op, kernel = ops.BY_NAME[op_name], kernels_of(op_name)[kernel_name]
-    anywhere = dataclasses.replace(_constraints.OPERATORS[name], socs=(_constraints.soc(),))
+    anywhere = dataclasses.replace(_constraints.OPERATORS[name], socs=(_soc(),))
     with patch.dict(_constraints.OPERATORS, {name: anywhere}):
         for sample in (sample for dtype in (DTYPE, torch.float32) for sample in op.samples(device, dtype)):
             args, kwargs = sample.make()

@@ -11,6 +11,8 @@ from vllm_opset import ops
 from vllm_opset.kernels import ascend
 from vllm_opset.kernels.ascend import _cache, _constraints
 from vllm_opset.ops.attention._paged_inputs import APART, LAYOUTS, poisoned_cache
+from vllm_opset.ops.contract import Problem
+from vllm_opset.targets import Target
 
 
 def test_without_torch_npu_the_reason_says_so():
@@ -93,17 +95,18 @@ def test_a_cache_apart_that_lies_otherwise_is_refused_by_the_call(cache):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("soc", "operators", "dtype", "reason"),
     [
-        ("Ascend910B3", "A2"),
-        ("Ascend910_9362", "A3"),
-        ("Ascend950PR_9589", "A5"),
-        ("Ascend310P3", "310P"),
-        ("Ascend910A", "Ascend910A"),
+        ("A2", {"npu::npu_swiglu"}, torch.bfloat16, None),
+        ("A2", {"atb::npu_swiglu"}, torch.bfloat16, "torch_npu has no npu_swiglu here"),
+        ("A5", {"npu::npu_swiglu"}, torch.bfloat16, "npu_swiglu is documented for A2, A3, not for A5"),
+        ("A2", {"npu::npu_swiglu"}, torch.float64, "npu_swiglu takes float32, bfloat16, float16, not float64"),
     ],
 )
-def test_families_are_known_by_the_names_of_devices(name, expected):
-    assert _constraints.family(name) == expected
+def test_an_operator_is_refused_by_the_problems_target_alone(soc, operators, dtype, reason):
+    problem = Problem("npu", dtype, target=Target("huawei", soc, frozenset(operators)))
+    found = _constraints.refused("npu_swiglu", problem)
+    assert found == reason or found.startswith(f"{reason}: ")
 
 
 @pytest.mark.parametrize(
