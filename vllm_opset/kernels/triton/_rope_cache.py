@@ -23,7 +23,7 @@ from vllm_opset.kernels.triton._heads import (
     store_pairs,
     store_rest,
 )
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import KEPT
 
 
@@ -51,7 +51,7 @@ def launch(
 ) -> None:
     """Launches the kernel. The arguments are those of `ops.qk_norm_rope_cache`, already checked."""
     tokens, head_size = len(query), query.shape[2]
-    constants = _launch.overlap(query.device) | grouped(
+    constants = _launch.pdl_options(query.device) | grouped(
         query, key, head_size, **_launch.parameters("rope_cache", query.device, tokens)
     )
     _rope_cache[(tokens * constants["GROUPS"],)](
@@ -72,9 +72,9 @@ def _rope_cache(
     SHAPE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_wait(PDL)
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     slot = tl.load(slot_mapping + token * slot_stride, token < num_slots, -1)

@@ -8,7 +8,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton._cache import cached, slot_start
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import KEPT, enough_warps
 from vllm_opset.ops.attention.paged_batch import only_packed
 from vllm_opset.ops.cache.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
@@ -38,7 +38,7 @@ def reshape_and_cache(
         k_scale, v_scale, total,
         NUM_KV_HEADS=key.shape[1], HEAD_SIZE=head_size, BLOCK_SIZE=kv_cache.shape[2],
         FP8=kv_cache.dtype == torch.float8_e4m3fn, ROWS=held, BLOCK=block,
-        num_warps=enough_warps(values["warps"], held * block), **_launch.overlap(key.device),
+        num_warps=enough_warps(values["warps"], held * block), **_launch.pdl_options(key.device),
     )  # fmt: skip
 
 
@@ -47,9 +47,9 @@ def _reshape_and_cache(
     key, key_strides, value, value_strides, kv_cache, cache_strides, slot_mapping, slot_stride,
     k_scale, v_scale, total,
     NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_wait(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < total) & (column < HEAD_SIZE)
