@@ -49,7 +49,7 @@ def test_a_kernel_is_refused_by_its_problems_target_alone(name, refused):
     """The machine that is asked may be another one."""
     problem = ops.reshape_and_cache.problem(
         "cuda", torch.bfloat16, kv_cache_dtype=torch.float8_e4m3fn, num_kv_heads=8, head_size=64, block_size=16,
-        kv_apart=False, target=Target(*name.split("/")),
+        split_kv_layout=False, target=Target(*name.split("/")),
     )  # fmt: skip
     reason = kernels_of("reshape_and_cache", elsewhere=True)["triton"].supports(problem)
     assert (reason == f"{name} does not convert fp8 e4m3") is refused

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm_opset import ops, parity, targets
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.kernels.ascend import _constraints
-from vllm_opset.ops.attention._paged_inputs import APART, PagedCase
+from vllm_opset.ops.attention._paged_inputs import SPLIT_KV, PagedCase
 
 DTYPE = torch.float16  # every product supports it
 SLOTS = [31, 3, 0, 511, 130]
@@ -100,19 +100,19 @@ def band_holds_for_one_query(device: str, _) -> str | None:
 @settles("ATTENTION_HEAD_SIZES", 32, 64, 80, 96, 112, 128, 192, 256)
 def attention_head_sizes(device: str, head_size: int) -> str | None:
     return attends(
-        device, "ascend", PagedCase(((1, 300), (20, 150)), layout=APART, head_size=head_size, block_size=128)
+        device, "ascend", PagedCase(((1, 300), (20, 150)), layout=SPLIT_KV, head_size=head_size, block_size=128)
     )
 
 
 @settles("ATTENTION_BLOCK_SIZES", 16, 32, 64, 128, 256, 512)
 def attention_block_sizes(device: str, block_size: int) -> str | None:
-    return attends(device, "ascend", PagedCase(((1, 700), (20, 150)), layout=APART, block_size=block_size))
+    return attends(device, "ascend", PagedCase(((1, 700), (20, 150)), layout=SPLIT_KV, block_size=block_size))
 
 
 @settles("ATB_BLOCK_TABLE_ON_HOST", False, True)
 def atb_block_table_on_host(device: str, on_host: bool) -> str | None:
     with patch.object(_constraints, "ATB_BLOCK_TABLE_ON_HOST", on_host):
-        return attends(device, "ascend_atb", PagedCase(((1, 300), (1, 129)), layout=APART, block_size=128))
+        return attends(device, "ascend_atb", PagedCase(((1, 300), (1, 129)), layout=SPLIT_KV, block_size=128))
 
 
 # The cache

@@ -10,7 +10,7 @@ import torch
 from vllm_opset import ops
 from vllm_opset.kernels import ascend
 from vllm_opset.kernels.ascend import _cache, _constraints
-from vllm_opset.ops.attention._paged_inputs import APART, LAYOUTS, poisoned_cache
+from vllm_opset.ops.attention._paged_inputs import LAYOUTS, SPLIT_KV, poisoned_cache
 from vllm_opset.ops.contract import Problem
 from vllm_opset.targets import Target
 
@@ -72,7 +72,7 @@ def test_a_packed_cache_is_refused_by_name(layout):
         _cache.caches(cache)
     key = torch.zeros(1, 2, 8)
     problem = ops.reshape_and_cache.problem_for(key, key, cache, torch.zeros(1, dtype=torch.int64))
-    assert "must lie apart" in _cache.supports(problem)
+    assert "must have the split layout" in _cache.supports(problem)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_a_packed_cache_is_refused_by_name(layout):
     ],
     ids=["contiguous", "padded rows", "layers interleaved", "keys beside values", "heads first", "every other block"],
 )
-def test_a_cache_apart_that_lies_otherwise_is_refused_by_the_call(cache):
+def test_a_split_cache_that_lies_otherwise_is_refused_by_the_call(cache):
     assert cache.shape == (3, 2, 16, 2, 8)
     with pytest.raises(ValueError, match="does not hold keys and values in one piece each"):
         _cache.caches(cache)
-    _cache.caches(poisoned_cache(APART, 3, 2, 16, torch.empty(16)))
+    _cache.caches(poisoned_cache(SPLIT_KV, 3, 2, 16, torch.empty(16)))
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from vllm_opset.targets import ONEDNN
 onednn = torch.ops.mkldnn
 # The number of tokens that oneDNN packs for. The packed weight works for any number, but a weight packed for one token
 # is slower with more.
-USUAL_TOKENS = 16
+PACKED_FOR_TOKENS = 16
 # The bytes of an fp32 weight that stays in the cache of a core. For such a weight, oneDNN takes longer to begin than
 # MKL to finish.
-SMALL = 512 << 10
+CACHED_BYTES = 512 << 10
 
 
 def supports(problem: Problem) -> str | None:
@@ -33,9 +33,9 @@ def supports(problem: Problem) -> str | None:
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """The weight in oneDNN's packed form, which keeps its shape."""
-    if weight.dtype is torch.float32 and weight.nbytes <= SMALL:
+    if weight.dtype is torch.float32 and weight.nbytes <= CACHED_BYTES:
         return weight
-    return onednn._reorder_linear_weight(weight, USUAL_TOKENS)
+    return onednn._reorder_linear_weight(weight, PACKED_FOR_TOKENS)
 
 
 @kernel(ops.linear, name="cpu", supports=supports, prepare={"weight": pack})

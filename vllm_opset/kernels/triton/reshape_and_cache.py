@@ -10,13 +10,13 @@ from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton._cache import cached, slot_start
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import KEPT, enough_warps
-from vllm_opset.ops.attention.paged_batch import only_packed
+from vllm_opset.ops.attention.paged_batch import refuse_split_kv
 from vllm_opset.ops.cache.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
 
 
 def supports(problem: ReshapeAndCacheProblem) -> str | None:
     """fp32, bf16 and fp16; a KV cache of these or, from compute capability 8.9 on, of fp8 e4m3."""
-    return only_packed(problem) or _supports.kv_cache(problem)
+    return refuse_split_kv(problem) or _supports.kv_cache(problem)
 
 
 @kernel(ops.reshape_and_cache, name="triton", supports=supports)

@@ -13,7 +13,7 @@ def batches(limits: Limits) -> Iterator[BatchSizes]:
     """Batches of the longest queries, of a lone request, and of one request beside others that decode.
 
     They come in the order in which they take long to compile. Compiled code changes where the queries of a request pass
-    a power of two, and where a step is full. The launch tables of decode and verify are asked by the square of the
+    a power of two, and where a step is full. The sizes in the launch tables of decode and verify are the square of the
     number of requests times the longest context. A batch's max_seq_len is a bound that serves this purpose alone. So a
     lone request with the bound n² · L asks for the entry that n requests with contexts of L ask for.
     """
