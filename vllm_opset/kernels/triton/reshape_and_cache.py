@@ -7,9 +7,9 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
-from vllm_opset.kernels.triton._cache import cached, slot_start
+from vllm_opset.kernels.triton._cache import slot_start, to_cache_dtype
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._rows import KEPT, enough_warps
+from vllm_opset.kernels.triton._rows import EVICT_LAST, enough_warps
 from vllm_opset.ops.attention.paged_batch import refuse_split_kv
 from vllm_opset.ops.cache.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
 
@@ -56,9 +56,9 @@ def _reshape_and_cache(
     token, head = (row // NUM_KV_HEADS).to(tl.int64), row % NUM_KV_HEADS
     key += token * key_strides[0] + head * key_strides[1] + column * key_strides[2]
     value += token * value_strides[0] + head * value_strides[1] + column * value_strides[2]
-    k, v = tl.load(key, mask, eviction_policy=KEPT), tl.load(value, mask, eviction_policy=KEPT)
+    k, v = tl.load(key, mask, eviction_policy=EVICT_LAST), tl.load(value, mask, eviction_policy=EVICT_LAST)
     slot = tl.load(slot_mapping + token * slot_stride, row < total, -1)
     start = slot_start(kv_cache, cache_strides, slot, head, BLOCK_SIZE)
     mask = mask & (slot >= 0)
-    tl.store(start + column * cache_strides[3], cached(k, k_scale, FP8), mask)
-    tl.store(start + (HEAD_SIZE + column) * cache_strides[3], cached(v, v_scale, FP8), mask)
+    tl.store(start + column * cache_strides[3], to_cache_dtype(k, k_scale, FP8), mask)
+    tl.store(start + (HEAD_SIZE + column) * cache_strides[3], to_cache_dtype(v, v_scale, FP8), mask)

@@ -8,7 +8,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._rows import KEPT, load_parameter, num_rows, row_offset, rows, supports, whole_rows
+from vllm_opset.kernels.triton._rows import EVICT_LAST, load_parameter, num_rows, row_offset, rows, supports, whole_rows
 from vllm_opset.ops.norm.rms_norm import check_parameter
 
 
@@ -34,7 +34,7 @@ def _rms_norm(
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < total) & (column < COLUMNS)
     x += row_offset(row, x_rows) + column * x_rows.column_stride
-    value = tl.load(x, mask, 0.0, eviction_policy=KEPT).to(tl.float32)
+    value = tl.load(x, mask, 0.0, eviction_policy=EVICT_LAST).to(tl.float32)
     scale = load_parameter(weight, column, COLUMNS)  # this load overlaps the sum of the row
     value *= tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / COLUMNS + epsilon)
     if weight is not None:
