@@ -10,7 +10,7 @@ from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.ops.cache.compute_slot_mapping import PADDING, check_arguments
 
-TILE = 1024  # tokens that a program maps at a time
+TILE = 1024  # tokens that a program maps at a time; any number is right
 
 
 @kernel(ops.compute_slot_mapping, name="triton")

@@ -26,8 +26,8 @@ from vllm_opset.kernels.triton.paged_attention._tile import attend, load_queries
 from vllm_opset.kernels.triton.paged_attention.combine import COMBINED_ROWS, combine_rows, is_last, store_partial, write
 from vllm_opset.ops.attention.paged_batch import PagedBatch
 
-REQUESTS = tl.constexpr(256)  # planned at a time
-PROGRAMS = tl.constexpr(64)  # whose first requests are searched at a time
+# Requests that are planned at a time, and programs whose first requests are searched at a time. Any numbers are right.
+REQUESTS, PROGRAMS = tl.constexpr(256), tl.constexpr(64)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_programs", "switch_cost"])

@@ -10,7 +10,7 @@ from vllm_opset.kernels.triton.paged_attention._call import ROW_BYTES, WARPGROUP
 from vllm_opset.kernels.triton.paged_attention._tile import attend, load_queries, seen_by_all
 from vllm_opset.kernels.triton.paged_attention.combine import COMBINED_ROWS, combine_rows, store_partial, write
 
-REQUESTS = tl.constexpr(256)  # searched at a time for the request of a tile
+REQUESTS = tl.constexpr(256)  # searched at a time for the request of a tile; any number is right
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_splits", "min_split_keys"])
