@@ -1,12 +1,16 @@
 """Targets: what a kernel may know of the device that it is chosen for."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from vllm_opset import ops, targets
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Problem
-from vllm_opset.targets import FP8, PDL, WGMMA, Target
+from vllm_opset.targets import FP8, ONEDNN, PDL, WGMMA, Target
 
 
 @pytest.mark.parametrize(
@@ -45,10 +49,46 @@ def test_a_kernel_is_refused_by_its_problems_target_alone(name, refused):
     """The machine that is asked may be another one."""
     problem = ops.reshape_and_cache.problem(
         "cuda", torch.bfloat16, kv_cache_dtype=torch.float8_e4m3fn, num_kv_heads=8, head_size=64, block_size=16,
-        kv_apart=False, target=Target(*name.split("/")),
+        split_kv_layout=False, target=Target(*name.split("/")),
     )  # fmt: skip
     reason = kernels_of("reshape_and_cache", elsewhere=True)["triton"].supports(problem)
     assert (reason == f"{name} does not convert fp8 e4m3") is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Ascend910B3", "A2"),
+        ("Ascend910_9362", "A3"),
+        ("Ascend950PR_9589", "A5"),
+        ("Ascend310P3", "310P"),
+        ("Ascend910A", "Ascend910A"),
+    ],
+)
+def test_socs_are_known_by_the_names_of_devices(name, expected):
+    assert targets.soc(name) == expected
+
+
+def test_a_processors_features_are_those_of_the_instructions_that_onednn_may_use():
+    """AVX2 multiplies in fp32 alone, whatever this processor has. The limit is read when PyTorch is imported."""
+    code = "from vllm_opset import targets; print(*sorted(targets.of('cpu').features))"
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": paths}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == [ONEDNN[torch.float32]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_linear_on_a_processor_is_refused_by_the_problems_target_alone(dtype):
+    supports = kernels_of("linear")["cpu"].supports
+
+    def reason(*dtypes):
+        target = Target("cpu", "x86_64", frozenset(ONEDNN[each] for each in dtypes))
+        return supports(Problem("cpu", dtype, target=target))
+
+    assert reason() == "this PyTorch has no oneDNN"
+    assert reason(*ONEDNN) is None
+    assert dtype is torch.float32 or reason(torch.float32) == f"oneDNN does not multiply in {dtype} on this processor"
 
 
 @pytest.mark.parametrize("op", ops.ALL, ids=str)

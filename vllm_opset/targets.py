@@ -1,28 +1,47 @@
 """The target of a kernel: vendor, architecture and features of the device that it is chosen for.
 
 The machine is asked here and nowhere below. A `Problem` carries the target of its device type, launch tables are keyed
-by it, and `instead` puts another one in its place, to compile for a GPU that is not there.
+by it, and `instead` puts another one in its place, to compile for a GPU that is not there. Features of GPUs follow from
+vendor and architecture. Features of CPUs and NPUs are what PyTorch's libraries offer on this machine.
 """
 
 import functools
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
 FP8 = "fp8"  # converts to and from e4m3
 PDL = "pdl"  # programmatic dependent launch
 WGMMA = "wgmma"  # Hopper's matrix instructions and copy engine
+# The dtypes in which oneDNN multiplies matrices on the processor. Without fp32, PyTorch has no oneDNN.
+ONEDNN = {torch.float32: "onednn_fp32", torch.bfloat16: "onednn_bf16", torch.float16: "onednn_fp16"}
+# The families of Ascend NPUs by the prefixes of their names. 910B and 910_93 come before the older 910.
+SOC_NAMES = {"Ascend910B": "A2", "Ascend910_93": "A3", "Ascend950": "A5", "Ascend310P": "310P"}
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Target:
-    """vendor: "nvidia", "amd", "huawei", or "cpu". architecture: such as "sm90", "gfx942", or the processor's."""
+    """The kind of a device.
+
+    vendor: "nvidia", "amd", "huawei", or "cpu". architecture: such as "sm90", "gfx942", "A2", or the processor's.
+
+    features: those on which kernels and launches depend. By default, those that follow from vendor and architecture. An
+    NPU's are the operators that torch_npu registers, such as "npu::npu_swiglu".
+    """
 
     vendor: str
     architecture: str
+    features: frozenset[str] = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.features is None:
+            object.__setattr__(self, "features", frozenset(name for name, has in _FEATURES.items() if has(self)))
 
     def __str__(self) -> str:
         return f"{self.vendor}/{self.architecture}"
@@ -33,11 +52,6 @@ class Target:
         if self.vendor == "nvidia":
             return int(self.architecture.removeprefix("sm"))
         return int(self.architecture.removeprefix("gfx"), 16) if self.vendor == "amd" else 0
-
-    @property
-    def features(self) -> frozenset[str]:
-        """Features on which kernels and launches depend."""
-        return frozenset(feature for feature, has in _FEATURES.items() if has(self))
 
 
 _FEATURES = {
@@ -63,6 +77,18 @@ def instead(target: Target) -> Iterator[None]:
         _instead.pop()
 
 
+def nearest(target: Target, table: Mapping[str, Value]) -> Value:
+    """The value for a target in a table by name: its own, that of the vendor's nearest older one, or else the first."""
+    known = [Target(*name.split("/")) for name in table]
+    not_newer = [one for one in known if one.vendor == target.vendor and one.generation <= target.generation]
+    return table[str(max(not_newer, key=lambda one: one.generation) if not_newer else known[0])]
+
+
+def soc(name: str) -> str:
+    """A2, A3, A5 or 310P, from the name of an NPU. An unknown name is returned as it is."""
+    return next((known for prefix, known in SOC_NAMES.items() if name.startswith(prefix)), name)
+
+
 @functools.cache
 def _found(device_type: str) -> Target:
     if device_type == "cuda" and torch.cuda.is_available():
@@ -71,4 +97,22 @@ def _found(device_type: str) -> Target:
         return Target("nvidia", "sm{}{}".format(*torch.cuda.get_device_capability()))
     if device_type == "cuda":
         return Target("nvidia", "sm90")  # absent: `doctor` and tests ask what would be chosen on a Hopper GPU
-    return Target("huawei", "npu") if device_type == "npu" else Target("cpu", platform.machine())
+    if device_type == "npu" and hasattr(torch, "npu") and torch.npu.is_available():
+        return Target("huawei", soc(torch.npu.get_device_name()), npu_operators())
+    if device_type == "npu":
+        return Target("huawei", "npu")  # absent
+    return Target("cpu", platform.machine(), _onednn_dtypes())
+
+
+def npu_operators() -> frozenset[str]:
+    """The operators of torch_npu and of ATB that are registered, such as "npu::npu_swiglu"."""
+    names = torch._C._dispatch_get_all_op_names()
+    return frozenset(name.partition(".")[0] for name in names if name.startswith(("npu::", "atb::")))
+
+
+def _onednn_dtypes() -> frozenset[str]:
+    if not torch.backends.mkldnn.is_available():
+        return frozenset()
+    onednn = torch.ops.mkldnn
+    halves = {torch.bfloat16: onednn._is_mkldnn_bf16_supported, torch.float16: onednn._is_mkldnn_fp16_supported}
+    return frozenset(ONEDNN[dtype] for dtype in (torch.float32, *(half for half, has in halves.items() if has())))

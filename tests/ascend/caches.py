@@ -1,4 +1,4 @@
-"""The contracts' samples with the KV cache that the NPU's operators expect: keys and values apart, in blocks of 128."""
+"""The contracts' samples with the KV cache that the NPU's operators expect: the split KV layout, in blocks of 128."""
 
 import contextlib
 import importlib
@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from unittest.mock import patch
 
-from vllm_opset.ops.attention._paged_inputs import APART, PagedCase
+from vllm_opset.ops.attention._paged_inputs import SPLIT_KV, PagedCase
 
 BLOCK_SIZE = 128
 
 
 def case(
-    requests: Sequence[tuple[int, int]], *, layout: str = APART, block_size: int = BLOCK_SIZE, **options
+    requests: Sequence[tuple[int, int]], *, layout: str = SPLIT_KV, block_size: int = BLOCK_SIZE, **options
 ) -> PagedCase:
     """Makes a case with such a cache, unless it asks for another one. Shared pages need sequences at least as long."""
     if options.get("shared_pages", 0) * block_size > min(seq_len for _, seq_len in requests):
@@ -36,13 +36,13 @@ LONG = {
 
 
 @contextlib.contextmanager
-def caches_apart() -> Iterator[None]:
+def split_caches() -> Iterator[None]:
     """Within it, all samples and properties that do not specify their cache get such a cache."""
     attention = importlib.import_module("vllm_opset.ops.attention.paged_attention")
     cache = importlib.import_module("vllm_opset.ops.cache.reshape_and_cache")
     with (
         patch.object(attention, "PagedCase", case),
         patch.object(attention, "MIXED", MIXED),
-        patch.object(cache, "_inputs", partial(cache._inputs, layout=APART)),
+        patch.object(cache, "_inputs", partial(cache._inputs, layout=SPLIT_KV)),
     ):
         yield

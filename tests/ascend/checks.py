@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from caches import LONG, caches_apart
+from caches import LONG, split_caches
 from emulation import Limits
 
 from vllm_opset import ops, parity
@@ -28,7 +28,7 @@ def run_checks(op: Op, kernel: Kernel, limits: Limits) -> Iterator[parity.Check]
 
 
 def _all_checks(op: Op, kernel: Kernel) -> Iterator[parity.Check]:
-    with caches_apart():
+    with split_caches():
         yield from parity.check_kernel(op, kernel, "cpu")
     if op is ops.paged_attention:
         for name, case in LONG.items():

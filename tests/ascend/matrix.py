@@ -1,14 +1,14 @@
 """matrix.py: prints the support matrix of docs/ascend.md, from the answers of the kernels' own `supports`.
 
 It runs over the stand-ins for the driver: see README.md. For each product, a kernel's `supports` is called with every
-sample problem of its op, with keys and values apart.
+sample problem of its op, in the split KV layout.
 """
 
 if __name__ == "__main__":
     import conftest  # noqa: F401  loads torch_npu
 
 import emulation
-from caches import caches_apart
+from caches import split_caches
 from checks import DEVICES, KERNELS
 from emulation import Limits
 from probes import CALLERS
@@ -35,7 +35,7 @@ def _row(op: Op, kernel: Kernel) -> list[str]:
 
 def _dtypes(op: Op, kernel: Kernel, device: str) -> str:
     """The dtypes in which the kernel supports a sample on a product."""
-    with emulation.mode(Limits.STRICT, device), caches_apart():
+    with emulation.mode(Limits.STRICT, device), split_caches():
         supported = [dtype for dtype in op.dtypes if any(_supports(op, kernel, s) for s in op.samples("cpu", dtype))]
     return " ".join(SHORT[str(dtype).removeprefix("torch.")] for dtype in supported) or "no"
 

@@ -7,7 +7,7 @@ torch_npu's real Meta kernels compute the results of its operators.
 import emulation
 import pytest
 import torch
-from caches import caches_apart
+from caches import split_caches
 from checks import KERNELS, by_name
 from emulation import Limits
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,7 +56,7 @@ def batch_on_meta(batch: PagedBatch) -> PagedBatch:
 @pytest.mark.parametrize(("op", "kernel"), OTHERS, ids=lambda value: getattr(value, "name", value))
 def test_kernel_stays_on_its_device(op, kernel, meta_kernels_of_atb):
     ran = 0
-    with emulation.mode(Limits.STRICT), caches_apart():
+    with emulation.mode(Limits.STRICT), split_caches():
         for sample in (sample for dtype in op.dtypes for sample in op.samples("cpu", dtype)):
             args, kwargs = sample.make()
             if kernel.supports(op.problem_for(*args, **kwargs)) is None:

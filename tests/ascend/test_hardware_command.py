@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-import apart
 import emulation
 import graphs
 import probes
 import pytest
 import run
+import split_kv
 import timing
 import torch
 from checks import DEVICES
@@ -87,15 +87,15 @@ def test_every_operator_and_every_constant_that_documents_contradict_is_probed()
 
 
 @pytest.mark.parametrize("op", ["reshape_and_cache", "paged_attention"])
-def test_the_suite_with_caches_apart(op):
-    found = apart.verdict(op, "cpu")
+def test_the_suite_with_split_caches(op):
+    found = split_kv.verdict(op, "cpu")
     assert found["why_not"] is None and found["ran"] > 20
 
 
 def test_that_suite_has_the_cases_over_several_blocks(monkeypatch):
-    ran = apart.verdict("paged_attention", "cpu")["ran"]
-    monkeypatch.setattr(apart, "LONG", {})
-    assert apart.verdict("paged_attention", "cpu")["ran"] < ran
+    ran = split_kv.verdict("paged_attention", "cpu")["ran"]
+    monkeypatch.setattr(split_kv, "LONG", {})
+    assert split_kv.verdict("paged_attention", "cpu")["ran"] < ran
 
 
 def test_every_kernel_is_timed(monkeypatch):

@@ -15,7 +15,7 @@ from probes import DTYPE, kernels
 
 from vllm_opset import ops, parity
 from vllm_opset.kernel import kernels_of
-from vllm_opset.ops.attention._paged_inputs import APART, PagedCase
+from vllm_opset.ops.attention._paged_inputs import SPLIT_KV, PagedCase
 from vllm_opset.ops.attention.paged_batch import PagedBatch
 from vllm_opset.platform.refusals import OUTSIDE_GRAPHS
 
@@ -69,7 +69,7 @@ def in_a_graph(run: Callable) -> Callable:
 def new_lengths(kernel_name: str, updates: Callable) -> str | None:
     """Captures a decode step with shorter sequences, and replays the graph for longer ones."""
     run = kernels_of("paged_attention")[kernel_name].run
-    case = PagedCase(((1, 300), (1, 129), (1, 257)), layout=APART, block_size=128)
+    case = PagedCase(((1, 300), (1, 129), (1, 257)), layout=SPLIT_KV, block_size=128)
     (query, kv_cache, batch, out), options = case.make("new lengths", "npu", DTYPE)
     want = torch.empty_like(out)
     run(query, kv_cache, lengths_on_host(batch), want, **options)

@@ -16,10 +16,10 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_opset import ops, parity
+from vllm_opset import ops, parity, targets
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.kernels.ascend import _constraints
-from vllm_opset.ops.attention._paged_inputs import APART, PagedCase
+from vllm_opset.ops.attention._paged_inputs import SPLIT_KV, PagedCase
 
 DTYPE = torch.float16  # every product supports it
 SLOTS = [31, 3, 0, 511, 130]
@@ -65,6 +65,10 @@ class Probe:
 PROBES: dict[str, Probe] = {}
 
 
+def _soc() -> str:
+    return targets.of("npu").architecture
+
+
 def settles(constant: str, *candidates: object, promised: Callable[[object], bool] | None = None):
     """Registers the decorated function as the probe of a constant, which is one candidate or a tuple of some."""
 
@@ -73,7 +77,7 @@ def settles(constant: str, *candidates: object, promised: Callable[[object], boo
         return candidate in value if isinstance(value, tuple) else candidate == value
 
     def register(why_not: Callable[[str, object], str | None]):
-        PROBES[constant] = Probe(lambda: candidates or (_constraints.soc(),), why_not, promised or stands_there)
+        PROBES[constant] = Probe(lambda: candidates or (_soc(),), why_not, promised or stands_there)
         return why_not
 
     return register
@@ -96,19 +100,19 @@ def band_holds_for_one_query(device: str, _) -> str | None:
 @settles("ATTENTION_HEAD_SIZES", 32, 64, 80, 96, 112, 128, 192, 256)
 def attention_head_sizes(device: str, head_size: int) -> str | None:
     return attends(
-        device, "ascend", PagedCase(((1, 300), (20, 150)), layout=APART, head_size=head_size, block_size=128)
+        device, "ascend", PagedCase(((1, 300), (20, 150)), layout=SPLIT_KV, head_size=head_size, block_size=128)
     )
 
 
 @settles("ATTENTION_BLOCK_SIZES", 16, 32, 64, 128, 256, 512)
 def attention_block_sizes(device: str, block_size: int) -> str | None:
-    return attends(device, "ascend", PagedCase(((1, 700), (20, 150)), layout=APART, block_size=block_size))
+    return attends(device, "ascend", PagedCase(((1, 700), (20, 150)), layout=SPLIT_KV, block_size=block_size))
 
 
 @settles("ATB_BLOCK_TABLE_ON_HOST", False, True)
 def atb_block_table_on_host(device: str, on_host: bool) -> str | None:
     with patch.object(_constraints, "ATB_BLOCK_TABLE_ON_HOST", on_host):
-        return attends(device, "ascend_atb", PagedCase(((1, 300), (1, 129)), layout=APART, block_size=128))
+        return attends(device, "ascend_atb", PagedCase(((1, 300), (1, 129)), layout=SPLIT_KV, block_size=128))
 
 
 # The cache
@@ -146,12 +150,12 @@ def interleaved(device: str, name: str) -> str | None:
         return parity.check_sample(ops.rotary_embedding, kernel, sample, DTYPE).failure
 
 
-@settles("OPERATORS", *CALLERS, promised=lambda name: _constraints.soc() in _constraints.OPERATORS[name].socs)
+@settles("OPERATORS", *CALLERS, promised=lambda name: _soc() in _constraints.OPERATORS[name].socs)
 def operators(device: str, name: str) -> str | None:
     """Whether the operator is correct here, whatever products its documents name."""
     op_name, kernel_name = CALLERS[name].split("=")
     op, kernel = ops.BY_NAME[op_name], kernels_of(op_name)[kernel_name]
-    anywhere = dataclasses.replace(_constraints.OPERATORS[name], socs=(_constraints.soc(),))
+    anywhere = dataclasses.replace(_constraints.OPERATORS[name], socs=(_soc(),))
     with patch.dict(_constraints.OPERATORS, {name: anywhere}):
         for sample in (sample for dtype in (DTYPE, torch.float32) for sample in op.samples(device, dtype)):
             args, kwargs = sample.make()

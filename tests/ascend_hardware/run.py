@@ -41,7 +41,7 @@ def steps() -> Iterator[Step]:
         command = (sys.executable, "-m", "vllm_opset", "parity", op, "--device", "npu")
         yield Step(f"vllm-opset parity {op} --device npu", command, 30, prints_json=False)
     for op in ("reshape_and_cache", "paged_attention"):
-        yield Step(f"parity of {op}, caches apart", (sys.executable, str(HERE / "apart.py"), op), 30)
+        yield Step(f"parity of {op}, split caches", (sys.executable, str(HERE / "split_kv.py"), op), 30)
     for case in graphs.cases():
         yield Step(f"ACL graph: {case}", (sys.executable, str(HERE / "graphs.py"), case))
     yield Step("tokens with graphs and without", (sys.executable, str(HERE / "decode.py")), 30)

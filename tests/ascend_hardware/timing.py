@@ -13,12 +13,12 @@ import torch
 from probes import kernels
 
 from vllm_opset import ops
-from vllm_opset.ops.attention._paged_inputs import APART, PagedCase
+from vllm_opset.ops.attention._paged_inputs import SPLIT_KV, PagedCase
 from vllm_opset.ops.contract import Op, Sample
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SECONDS = 0.2  # spent on one case
-BLOCK = {"layout": APART, "block_size": 128, "head_size": 128, "num_heads": 32, "num_kv_heads": 8}
+BLOCK = {"layout": SPLIT_KV, "block_size": 128, "head_size": 128, "num_heads": 32, "num_kv_heads": 8}
 ATTENTION = {
     "decode B1 ctx1024": PagedCase(((1, 1024),), **BLOCK),
     "decode B64 ctx1024": PagedCase(((1, 1024),) * 64, **BLOCK),
@@ -27,11 +27,11 @@ ATTENTION = {
 
 
 def real_sizes(op: Op, device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    """Problem sizes of models. For the cache's op, only the contract's samples have keys and values apart."""
+    """Problem sizes of models. For the cache's op, only the contract's samples have the split KV layout."""
     if op is ops.paged_attention:
         yield from (case.sample(name, device, dtype) for name, case in ATTENTION.items())
     elif op is ops.reshape_and_cache:
-        yield from (sample for sample in op.samples(device, dtype) if APART in sample.name)
+        yield from (sample for sample in op.samples(device, dtype) if SPLIT_KV in sample.name)
     elif hasattr(op, "bench_samples"):
         yield from op.bench_samples(device, dtype)
 

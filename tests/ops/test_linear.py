@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from vllm_opset import ops
 from vllm_opset.kernel import Kernel, kernels_of
-from vllm_opset.kernels.cpu.linear import SMALL
+from vllm_opset.kernels.cpu.linear import CACHED_BYTES
 from vllm_opset.ops import _samples
 from vllm_opset.ops.contract import Problem
 
@@ -22,7 +22,7 @@ def test_agrees_with_torch(dtype, agree, with_bias):
 def test_every_way_of_the_cpu_kernel_is_in_the_samples():
     """Covers fp32 with and without a bias, each with a packed weight and with a small one."""
     calls = [sample.make()[0] for sample in ops.linear.samples("cpu", torch.float32)]
-    assert len({(weight.nbytes > SMALL, bias is None) for _, weight, bias in calls}) == 4
+    assert len({(weight.nbytes > CACHED_BYTES, bias is None) for _, weight, bias in calls}) == 4
 
 
 def kernel_for(dtype: torch.dtype) -> Kernel:

@@ -25,10 +25,10 @@ class Deferred(Protocol):
 class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
     """The attention of a layer. vLLM passes the arguments up to `kv_sharing_target_layer_name` by position.
 
-    kv_apart: whether the platform's caches have separate dimensions for keys and values (`ops.paged_batch`).
+    split_kv_layout: whether the platform's caches have separate dimensions for keys and values (`ops.paged_batch`).
     """
 
-    kv_apart = False
+    split_kv_layout = False
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
             "head_size": self.head_size,
             "block_size": block_size,
         }
-        kv_apart = self.kv_apart and self.attn_type == AttentionType.DECODER
+        split_kv_layout = self.split_kv_layout and self.attn_type == AttentionType.DECODER
         if self.deferred is None:
-            problem = ops.reshape_and_cache.problem(**cache, kv_apart=kv_apart)
+            problem = ops.reshape_and_cache.problem(**cache, split_kv_layout=split_kv_layout)
             write = selection.select(ops.reshape_and_cache, problem).run
             self._write = lambda query, *rest, **scales: write(*rest, **scales)
         else:
@@ -85,7 +85,7 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
             alibi=self.alibi_slopes is not None,
             sinks=self.sinks is not None,
             causal=self.attn_type == AttentionType.DECODER,
-            kv_apart=kv_apart,
+            split_kv_layout=split_kv_layout,
         )
         choice = selection.select(ops.paged_attention, self.problem)
         self.variants = choice.kernel.variants

@@ -81,11 +81,11 @@ def _pieces() -> BatchDescriptor | None:
 def bind(
     model: nn.Module,
     vllm_config: VllmConfig,
-    compiled_ahead: Callable[[], AbstractContextManager[None]] = nullcontext,
+    precompile: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Fuse the parts in each layer of a model that was just loaded, if the model runs them together.
 
-    compiled_ahead: makes a context in which a call of a kernel may compile it instead of launching it.
+    precompile: makes a context in which a call of a kernel may compile it instead of launching it.
     """
     if not _runs_together(vllm_config):
         return
@@ -97,7 +97,7 @@ def bind(
         impl = module.attn.impl
         shape = type(module), impl.num_heads, impl.num_kv_heads, impl.head_size, rope.norms is None
         if shape not in compiled:
-            with compiled_ahead():
+            with precompile():
                 _can_be_deferred(module, rope, vllm_config)
             compiled.add(shape)
         # Every layer is tried, because in some models not all layers have a rotary embedding.

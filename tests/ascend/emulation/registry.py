@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from vllm_opset import targets
 from vllm_opset.kernels.ascend import _constraints as documented
 
 
@@ -39,17 +40,16 @@ _limits = Limits.STRICT
 
 @contextlib.contextmanager
 def mode(limits: Limits, device_name: str = "Ascend910B3") -> Iterator[Counter[str]]:
-    """Sets the enforced limits and the name of the device, and counts the calls of each operator."""
+    """Sets the enforced limits, the name of the device and its target, and counts the calls of each operator."""
     global _limits
     before, _limits = _limits, limits
     _calls.clear()
-    documented.soc.cache_clear()
+    target = targets.Target("huawei", targets.soc(device_name), targets.npu_operators())
     try:
-        with patch("torch.npu.get_device_name", lambda device=None: device_name):
+        with patch("torch.npu.get_device_name", lambda device=None: device_name), targets.instead(target):
             yield _calls
     finally:
         _limits = before
-        documented.soc.cache_clear()
 
 
 def require(condition: bool, limit: str) -> None:
@@ -98,8 +98,8 @@ def has_meta_kernel(name: str) -> bool:
 
 def _check_documented(operator: str, args: tuple) -> None:
     """Checks product and dtype. The documents speak of the dtype of the first floating-point argument."""
-    limits, family = documented.OPERATORS[operator], documented.soc()
-    require(family in limits.socs, f"{operator} is documented for {limits.socs}, not for {family}")
+    limits, soc = documented.OPERATORS[operator], targets.of("npu").architecture
+    require(soc in limits.socs, f"{operator} is documented for {limits.socs}, not for {soc}")
     dtype = next(x.dtype for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.is_floating_point())
     dtypes = limits.dtypes if _limits is Limits.STRICT else (*limits.dtypes, torch.float32)
     require(dtype in dtypes, f"{operator} takes {documented.names(dtypes)}, not {documented.names([dtype])}")

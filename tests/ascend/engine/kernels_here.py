@@ -6,7 +6,7 @@ import torch
 
 from vllm_opset import ops, selection
 
-CACHE = {"num_kv_heads": 2, "head_size": 64, "block_size": 128, "kv_apart": True}
+CACHE = {"num_kv_heads": 2, "head_size": 64, "block_size": 128, "split_kv_layout": True}
 
 
 def problems(dtype: torch.dtype):

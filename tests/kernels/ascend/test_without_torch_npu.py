@@ -10,7 +10,9 @@ import torch
 from vllm_opset import ops
 from vllm_opset.kernels import ascend
 from vllm_opset.kernels.ascend import _cache, _constraints
-from vllm_opset.ops.attention._paged_inputs import APART, LAYOUTS, poisoned_cache
+from vllm_opset.ops.attention._paged_inputs import LAYOUTS, SPLIT_KV, poisoned_cache
+from vllm_opset.ops.contract import Problem
+from vllm_opset.targets import Target
 
 
 def test_without_torch_npu_the_reason_says_so():
@@ -70,7 +72,7 @@ def test_a_packed_cache_is_refused_by_name(layout):
         _cache.caches(cache)
     key = torch.zeros(1, 2, 8)
     problem = ops.reshape_and_cache.problem_for(key, key, cache, torch.zeros(1, dtype=torch.int64))
-    assert "must lie apart" in _cache.supports(problem)
+    assert "must have the split layout" in _cache.supports(problem)
 
 
 @pytest.mark.parametrize(
@@ -85,25 +87,26 @@ def test_a_packed_cache_is_refused_by_name(layout):
     ],
     ids=["contiguous", "padded rows", "layers interleaved", "keys beside values", "heads first", "every other block"],
 )
-def test_a_cache_apart_that_lies_otherwise_is_refused_by_the_call(cache):
+def test_a_split_cache_that_lies_otherwise_is_refused_by_the_call(cache):
     assert cache.shape == (3, 2, 16, 2, 8)
     with pytest.raises(ValueError, match="does not hold keys and values in one piece each"):
         _cache.caches(cache)
-    _cache.caches(poisoned_cache(APART, 3, 2, 16, torch.empty(16)))
+    _cache.caches(poisoned_cache(SPLIT_KV, 3, 2, 16, torch.empty(16)))
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("soc", "operators", "dtype", "reason"),
     [
-        ("Ascend910B3", "A2"),
-        ("Ascend910_9362", "A3"),
-        ("Ascend950PR_9589", "A5"),
-        ("Ascend310P3", "310P"),
-        ("Ascend910A", "Ascend910A"),
+        ("A2", {"npu::npu_swiglu"}, torch.bfloat16, None),
+        ("A2", {"atb::npu_swiglu"}, torch.bfloat16, "torch_npu has no npu_swiglu here"),
+        ("A5", {"npu::npu_swiglu"}, torch.bfloat16, "npu_swiglu is documented for A2, A3, not for A5"),
+        ("A2", {"npu::npu_swiglu"}, torch.float64, "npu_swiglu takes float32, bfloat16, float16, not float64"),
     ],
 )
-def test_families_are_known_by_the_names_of_devices(name, expected):
-    assert _constraints.family(name) == expected
+def test_an_operator_is_refused_by_the_problems_target_alone(soc, operators, dtype, reason):
+    problem = Problem("npu", dtype, target=Target("huawei", soc, frozenset(operators)))
+    found = _constraints.refused("npu_swiglu", problem)
+    assert found == reason or found.startswith(f"{reason}: ")
 
 
 @pytest.mark.parametrize(

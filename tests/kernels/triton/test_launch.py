@@ -7,7 +7,7 @@ import triton
 from vllm_opset import ops, targets
 from vllm_opset.bench.tune import Trial, entries
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.targets import Target
+from vllm_opset.targets import Target, nearest
 
 CPU = torch.device("cpu")
 
@@ -15,16 +15,18 @@ CPU = torch.device("cpu")
 def test_the_table_is_sound():
     for launch, data in _launch.table().items():
         assert data["op"] in ops.BY_NAME
-        for rows in data["families"].values():
+        for rows in data["targets"].values():
             bounds = [row.get("up_to", float("inf")) for row in rows]
             assert bounds == sorted(set(bounds)) and bounds[-1] == float("inf"), launch
             assert all(set(row) - {"up_to"} == set(data["candidates"]) for row in rows), launch
 
 
-def test_each_size_names_an_entry_and_together_they_name_all():
-    for launch in _launch.table():
-        named = [_launch.parameters(launch, CPU, size) for size in _launch.sizes(launch, CPU)]
-        assert named == [values for _, values in _launch.entries(launch, CPU)]
+@pytest.mark.parametrize(("target", "most"), [("nvidia/sm90", 32), ("amd/gfx942", 16), ("amd/gfx950", 16)])
+def test_no_program_has_more_threads_than_a_gpu_allows(target, most):
+    """1,024 threads, which are 32 warps of an NVIDIA GPU and 16 of an AMD GPU."""
+    for launch, data in _launch.table().items():
+        for row in nearest(Target(*target.split("/")), data["targets"]):
+            assert max(row.get("warps", 1), row.get("row_warps", 1)) <= most, launch
 
 
 def test_a_bound_belongs_to_its_entry():
@@ -47,10 +49,12 @@ def test_a_bound_belongs_to_its_entry():
     ],
 )
 def test_a_target_without_entries_is_served_with_the_vendors_nearest_older_ones(target, used, monkeypatch):
-    families = {key: [] for key in ("nvidia/sm80", "nvidia/sm90", "nvidia/sm120", "amd/gfx942")}
-    monkeypatch.setattr(_launch, "table", lambda: {"mine": {"families": families}})
+    names = ("nvidia/sm80", "nvidia/sm90", "nvidia/sm120", "amd/gfx942")
+    monkeypatch.setattr(_launch, "table", lambda: {"mine": {"targets": {name: [{"name": name}] for name in names}}})
+    _launch.entries.cache_clear()
     with targets.instead(Target(*target.split("/"))):
-        assert _launch.family_used("mine", CPU) == used
+        assert _launch.parameters("mine", CPU, 1) == {"name": used}
+    _launch.entries.cache_clear()
 
 
 def test_tuning_keeps_as_few_entries_as_serve_every_size_well():

@@ -45,9 +45,9 @@ def test_kernels_keep_their_contracts_in_the_interpreter(ops):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the samples of the contract are run on the GPU")
-def test_attention_shares_keys_out_in_the_interpreter():
+def test_attention_splits_keys_in_the_interpreter():
     """Runs, in a process of their own, the tests that need Triton to be imported as an interpreter."""
-    path = Path(__file__).with_name("test_paged_attention_shares.py")
+    path = Path(__file__).with_name("test_paged_attention_splits.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
     process = subprocess.run(command, env=environment, capture_output=True, text=True)

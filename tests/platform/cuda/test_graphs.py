@@ -11,10 +11,12 @@ from small_models import LLAMA, QWEN3
 
 from vllm_opset.platform.cuda import graphs
 from vllm_opset.platform.refusals import Refusal
+from vllm_opset.targets import Target
 
 pytestmark = pytest.mark.window
 
 COMPILED_KERNELS = "vllm._C_stable_libtorch"
+HOPPER = Target("nvidia", "sm90")
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
@@ -29,7 +31,7 @@ def on_a_gpu(configure, monkeypatch):
 
     configure(LLAMA)  # reads the model's class: without a GPU, only this machine's platform imports it
     graphs.take_back()  # undoes the settings of that platform
-    monkeypatch.setattr(nvml, "gpu", lambda *_: SimpleNamespace(name="a GPU", total_memory=1 << 37))
+    monkeypatch.setattr(nvml, "gpu", lambda *_: nvml.Gpu("a GPU", 1 << 37, HOPPER))
 
     def on_a_gpu(platform: type) -> None:
         monkeypatch.setattr(platform, "get_device_capability", lambda *_, **__: DeviceCapability(9, 0), raising=False)

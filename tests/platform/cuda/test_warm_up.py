@@ -221,25 +221,25 @@ class Runner(SimpleNamespace):
 
 
 @pytest.mark.parametrize("knows", ["attention alone", "something else"])
-def test_steps_are_compiled_ahead_where_any_values_will_do(knows, monkeypatch):
+def test_steps_are_precompiled_where_any_values_will_do(knows, monkeypatch):
     """In that case all steps are run, including the longest."""
-    called, ahead = [], []
+    called, within = [], []
 
     @contextlib.contextmanager
-    def compiled_ahead():
-        ahead.append(True)
+    def precompile():
+        within.append(True)
         yield
-        ahead.clear()
+        within.clear()
 
-    monkeypatch.setattr(warm_up, "compiled_ahead", compiled_ahead)
-    monkeypatch.setattr(warm_up, "_attention", lambda worker: called.append(("attention", bool(ahead))))
-    monkeypatch.setattr(warm_up, "_step", lambda runner, num_tokens: called.append((num_tokens, bool(ahead))))
-    monkeypatch.setattr(warm_up.linear, "multiply_one_row", lambda model: called.append(("linear", bool(ahead))))
+    monkeypatch.setattr(warm_up, "precompile", precompile)
+    monkeypatch.setattr(warm_up, "_attention", lambda worker: called.append(("attention", bool(within))))
+    monkeypatch.setattr(warm_up, "_step", lambda runner, num_tokens: called.append((num_tokens, bool(within))))
+    monkeypatch.setattr(warm_up.linear, "multiply_one_row", lambda model: called.append(("linear", bool(within))))
     served = worker(Attention.__new__(Attention) if knows == "attention alone" else torch.nn.Module(), 5000, 8, 4096)
     runner = served.model_runner
     runner.get_model, runner.lora_config, runner.maybe_remove_all_loras = (lambda: None), None, lambda config: None
     warm_up.model(served)
     sizes = [1 << n for n in range(13)] + [5000]
-    in_ahead = ["attention", "linear", *(sizes[:12] if knows == "attention alone" else [])]
-    assert [what for what, is_ahead in called if is_ahead] == in_ahead
-    assert [what for what, is_ahead in called if not is_ahead] == ["attention", *sizes]
+    expected = ["attention", "linear", *(sizes[:12] if knows == "attention alone" else [])]
+    assert [what for what, inside in called if inside] == expected
+    assert [what for what, inside in called if not inside] == ["attention", *sizes]

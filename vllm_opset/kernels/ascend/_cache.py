@@ -6,8 +6,8 @@ storage for each layer, [2, num_blocks, block_size, num_kv_heads, head_size], ke
 
     storage.permute(1, 3, 2, 0, 4)    # [num_blocks, num_kv_heads, block_size, 2, head_size]
 
-which is the contract's cache with keys and values apart (`ops.paged_batch`). `supports` refuses a cache with each value
-beside its key. The call refuses a cache with keys and values apart in another layout.
+which is the contract's cache in the split KV layout (`ops.paged_batch`). `supports` refuses a cache with each value
+beside its key. The call refuses a split cache in another layout.
 """
 
 import torch
@@ -20,9 +20,9 @@ LAYOUT = "[2, num_blocks, block_size, num_kv_heads, head_size]"
 
 
 def supports(problem: PagedAttentionProblem | ReshapeAndCacheProblem) -> str | None:
-    """Keys and values apart, in the dtype of the activations."""
-    if not problem.kv_apart:
-        return f"keys and values must lie apart: allocate the cache as {LAYOUT} and pass its view of 5 dimensions"
+    """The split KV layout, in the dtype of the activations."""
+    if not problem.split_kv_layout:
+        return f"the KV cache must have the split layout: allocate it as {LAYOUT} and pass its view of 5 dimensions"
     if problem.kv_cache_dtype != problem.dtype:
         return (
             f"a KV cache in {problem.kv_cache_dtype} with activations in {problem.dtype}: leave --kv-cache-dtype auto"

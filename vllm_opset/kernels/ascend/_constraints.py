@@ -14,7 +14,6 @@ Nothing here was tried on hardware. For each point on which documents disagree, 
 sources beside it. `make test-ascend-hardware` has a probe of the same name that settles the point.
 """
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -23,8 +22,6 @@ import torch
 from vllm_opset.ops.contract import Problem
 
 A2, A3, A5, P310 = "A2", "A3", "A5", "310P"
-# The prefixes of device names (torch.npu.get_device_name). 910B and 910_93 come before the older 910.
-SOC_NAMES = {"Ascend910B": A2, "Ascend910_93": A3, "Ascend950": A5, "Ascend310P": P310}
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
@@ -113,21 +110,10 @@ ATB_ATTENTION_MAX_HEAD_SIZE = 576
 ATB_BLOCK_TABLE_ON_HOST = False
 
 
-@functools.cache
-def soc() -> str:
-    """The family of this machine's NPU."""
-    return family(torch.npu.get_device_name())
-
-
-def family(name: str) -> str:
-    """A2, A3, A5 or 310P, from the name of a device. An unknown name is returned as it is."""
-    return next((known for prefix, known in SOC_NAMES.items() if name.startswith(prefix)), name)
-
-
 def refused(operator: str, problem: Problem, namespace: str = "npu") -> str | None:
-    """The reason why the operator cannot be called on this NPU for this dtype, or None."""
-    limits, here = OPERATORS[operator], soc()
-    if not hasattr(getattr(torch.ops, namespace), operator):
+    """The reason why the operator cannot be called on the problem's NPU for its dtype, or None."""
+    limits, here = OPERATORS[operator], problem.target.architecture
+    if f"{namespace}::{operator}" not in problem.target.features:
         cure = "source the set_env.sh of NNAL (ATB)" if namespace == "atb" else "install a newer torch-npu"
         return f"torch_npu has no {operator} here: {cure}"
     if here not in limits.socs:

@@ -44,11 +44,11 @@ CAUSAL, BAND = 3, 4  # sparse modes
 
 
 def supports(problem: PagedAttentionProblem) -> str | None:
-    """bf16 and fp16 on A2 and A3, head sizes 64 and 128, block size 128; causal, any window; keys and values apart."""
-    absent = {"soft cap": problem.soft_cap, "ALiBi": problem.alibi, "sinks": problem.sinks}
-    asked = [feature for feature, used in absent.items() if used]
-    if asked:
-        return f"npu_fused_infer_attention_score has no {', '.join(asked)}"
+    """bf16 and fp16 on A2 and A3, head sizes 64 and 128, block size 128; causal, any window; split KV layout."""
+    features = {"soft cap": problem.soft_cap, "ALiBi": problem.alibi, "sinks": problem.sinks}
+    unsupported = [feature for feature, used in features.items() if used]
+    if unsupported:
+        return f"npu_fused_infer_attention_score has no {', '.join(unsupported)}"
     if not problem.causal:
         return "without a mask, npu_fused_infer_attention_score has given wrong results (vllm-ascend #13699)"
     if problem.window is not None and not _constraints.BAND_HOLDS_FOR_ONE_QUERY:
@@ -102,7 +102,7 @@ def paged_attention(
 
 
 def supports_atb(problem: PagedAttentionProblem) -> str | None:
-    """bf16 and fp16 on A2 and A3, head sizes 64 and 128, block size 128; causal, no window; keys and values apart.
+    """bf16 and fp16 on A2 and A3, head sizes 64 and 128, block size 128; causal, no window; split KV layout.
 
     Its own operator serves only decode steps. Other steps use the kernel "ascend", so the limits of "ascend" apply too.
     """

@@ -19,7 +19,7 @@ from vllm_opset.ops.cache.reshape_and_cache import ReshapeAndCacheProblem, check
 
 
 def supports(problem: ReshapeAndCacheProblem) -> str | None:
-    """bf16 and fp16 on A2 and A3; keys and values apart, in the same dtype."""
+    """bf16 and fp16 on A2 and A3; split KV layout, in the same dtype."""
     return _cache.supports(problem) or _constraints.refused("_npu_reshape_and_cache", problem, "atb")
 
 
@@ -35,7 +35,7 @@ def reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=
 
 
 def supports_scatter(problem: ReshapeAndCacheProblem) -> str | None:
-    """fp32, bf16 and fp16 on A2, A3 and A5; keys and values apart, in the same dtype."""
+    """fp32, bf16 and fp16 on A2, A3 and A5; split KV layout, in the same dtype."""
     return _cache.supports(problem) or _constraints.refused("npu_scatter_pa_kv_cache", problem)
 
 
@@ -44,9 +44,9 @@ def scatter(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None) -> N
     check_arguments(key, value, kv_cache, slot_mapping)
     caches, num_tokens = _cache.caches(kv_cache), len(slot_mapping)
     if num_tokens:
-        slots, homeless = _distinct(slot_mapping.long(), caches[0].shape[:2].numel())
+        slots, without_slot = _distinct(slot_mapping.long(), caches[0].shape[:2].numel())
         new = (
-            torch.where(homeless[:, None, None], cache.flatten(0, 1).index_select(0, slots), tokens[:num_tokens])
+            torch.where(without_slot[:, None, None], cache.flatten(0, 1).index_select(0, slots), tokens[:num_tokens])
             for cache, tokens in zip(caches, (key, value), strict=True)
         )
         npu.npu_scatter_pa_kv_cache(*new, *caches, slots, cache_mode="Norm")
@@ -57,9 +57,9 @@ def _distinct(slots: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.
 
     Among twice as many slots as tokens, enough are free. The n-th token without a slot gets the n-th free slot.
     """
-    homeless = slots < 0
+    without_slot = slots < 0
     candidates = min(2 * len(slots), num_slots)
     taken = torch.zeros(candidates + 1, dtype=torch.int64, device=slots.device)
-    taken.index_fill_(0, torch.where(homeless, candidates, slots.clamp(max=candidates)), 1)
+    taken.index_fill_(0, torch.where(without_slot, candidates, slots.clamp(max=candidates)), 1)
     free = (1 - taken[:candidates]).cumsum(0)
-    return torch.where(homeless, torch.searchsorted(free, homeless.cumsum(0)), slots), homeless
+    return torch.where(without_slot, torch.searchsorted(free, without_slot.cumsum(0)), slots), without_slot

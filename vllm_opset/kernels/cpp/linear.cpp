@@ -4,7 +4,7 @@
 namespace opset {
 namespace {
 
-constexpr int64_t AHEAD = 64;   // elements of a row that are prefetched before they are needed
+constexpr int64_t PREFETCH_DISTANCE = 64;   // elements of a row that are prefetched before they are needed
 constexpr int64_t CHAIN = 256;  // products in one sequential sum, because rounding errors grow with its length
 
 // Computes y[token][row] for ROWS rows of the weight and GROUPS * LANES tokens. x is [in, GROUPS * LANES].
@@ -18,7 +18,7 @@ inline void multiply(const float* x, const float* weight, const float* bias, flo
         Floats sums[ROWS][GROUPS] = {};
         for (int64_t i = first; i < std::min(first + CHAIN, in); i++) {
             if (i % LANES == 0)
-                for (int row = 0; row < ROWS; row++) __builtin_prefetch(weight + row * in + i + AHEAD);
+                for (int row = 0; row < ROWS; row++) __builtin_prefetch(weight + row * in + i + PREFETCH_DISTANCE);
             for (int group = 0; group < GROUPS; group++) {
                 const Floats inputs = load(x + (i * GROUPS + group) * LANES);
 #pragma GCC unroll 16

@@ -11,9 +11,9 @@ from vllm_opset.ops.gemm.linear import check_arguments
 
 # The numbers of tokens for which this was faster than MKL, with weights that come from memory. Up to 3 tokens, MKL also
 # reads a weight once. For many tokens, MKL packs the weight, which pays.
-FEW = range(4, 33)
+FEW_TOKENS = range(4, 33)
 # The bytes of a weight that stays in the cache of a core. MKL is as fast with such a weight.
-SMALL = 512 << 10
+CACHED_BYTES = 512 << 10
 
 run = function("linear", *[POINTER] * 4, *[INT] * 4)
 
@@ -28,8 +28,8 @@ def supports(problem: Problem) -> str | None:
 @kernel(ops.linear, name="cpp", supports=supports)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     check_arguments(x, weight, bias)
-    few = x.ndim == 2 and x.shape[0] in FEW and x.stride(1) == 1
-    if not few or weight.nbytes <= SMALL or not weight.is_contiguous():
+    few_tokens = x.ndim == 2 and x.shape[0] in FEW_TOKENS and x.stride(1) == 1
+    if not few_tokens or weight.nbytes <= CACHED_BYTES or not weight.is_contiguous():
         return F.linear(x, weight, bias).contiguous()
     bias = None if bias is None else bias.contiguous()
     (num_tokens, in_features), out_features = x.shape, weight.shape[0]

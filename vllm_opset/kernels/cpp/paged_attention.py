@@ -15,7 +15,7 @@ from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, TYPES, function
 from vllm_opset.kernels.cpp.rms_norm import supports_type
 from vllm_opset.kernels.cpu import paged_attention as in_torch
 from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
-from vllm_opset.ops.attention.paged_batch import PagedBatch, only_packed, window_sides
+from vllm_opset.ops.attention.paged_batch import PagedBatch, refuse_split_kv, window_sides
 from vllm_opset.variants import Variant, Variants
 
 # As in _vector.h.
@@ -44,7 +44,7 @@ def supports(problem: PagedAttentionProblem) -> str | None:
         return f"not built for {problem.dtype} with a cache in {problem.kv_cache_dtype}"
     if problem.head_size % LANES:
         return f"the head size is {problem.head_size}, no multiple of {LANES}"
-    return only_packed(problem) or supports_type(problem)
+    return refuse_split_kv(problem) or supports_type(problem)
 
 
 def describe(

@@ -6,7 +6,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpp._build import INT, POINTER, function
 from vllm_opset.kernels.cpu import reshape_and_cache as in_torch
-from vllm_opset.ops.attention.paged_batch import only_packed
+from vllm_opset.ops.attention.paged_batch import refuse_split_kv
 from vllm_opset.ops.cache.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
 
 run = function("reshape_and_cache", *[POINTER] * 4, *[INT] * 12, returns=INT)
@@ -16,7 +16,7 @@ def supports(problem: ReshapeAndCacheProblem) -> str | None:
     """Caches of the keys' own dtype, whichever."""
     if problem.kv_cache_dtype != problem.dtype:
         return f"it copies, and {problem.dtype} to {problem.kv_cache_dtype} must be converted"
-    return only_packed(problem)
+    return refuse_split_kv(problem)
 
 
 @kernel(ops.reshape_and_cache, name="cpp", supports=supports)
@@ -30,10 +30,10 @@ def reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=
     num_blocks, num_kv_heads, block_size, width = kv_cache.shape
     strides = (*key.stride()[:2], *value.stride()[:2])
     cache_block, cache_head, cache_slot = (stride * size for stride in kv_cache.stride()[:3])
-    homeless = run(
+    beyond_cache = run(
         key.data_ptr(), value.data_ptr(), kv_cache.data_ptr(), slots.data_ptr(),
         len(slots), num_kv_heads, width // 2 * size, *(stride * size for stride in strides),
         num_blocks * block_size, block_size, cache_block, cache_head, cache_slot,
     )  # fmt: skip
-    if homeless >= 0:
-        raise IndexError(f"slot {slots[homeless]} of token {homeless} is not one of {num_blocks * block_size}")
+    if beyond_cache >= 0:
+        raise IndexError(f"slot {slots[beyond_cache]} of token {beyond_cache} is not one of {num_blocks * block_size}")

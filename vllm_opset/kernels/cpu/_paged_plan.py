@@ -68,7 +68,7 @@ class Chunk:
     index: the cache rows, flattened from [num_blocks, heads, num_keys].
 
     bias: fp32, zero or −inf; broadcasts to [num_blocks, heads, query heads of a KV head, length, num_keys]. None if
-    every row sees every key. ahead: the number of keys after the last row of a block.
+    every row sees every key. keys_after: the number of keys after the last row of a block.
     """
 
     rows: slice | torch.Tensor
@@ -78,31 +78,31 @@ class Chunk:
     num_keys: int
     index: torch.Tensor
     bias: torch.Tensor | None
-    ahead: int
+    keys_after: int
 
     def distance(self) -> torch.Tensor:
         """Key position − query position, [length, num_keys]."""
-        return _distance(self.length, self.num_keys, self.ahead)
+        return _distance(self.length, self.num_keys, self.keys_after)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The chunks of a batch. blind_rows: the rows of out whose queries see no key."""
+    """The chunks of a batch. rows_without_keys: the rows of out whose queries see no key."""
 
     chunks: list[Chunk]
-    blind_rows: list[torch.Tensor]
+    rows_without_keys: list[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Blocks of `length` rows, each with `ahead` keys after its last row.
+    """Blocks of `length` rows, each with `keys_after` keys after its last row.
 
     The tensors are int [num_blocks]: the request of each block, its first row in the batch, and the keys that its rows
     see, from `start` to before `stop`.
     """
 
     length: int
-    ahead: int
+    keys_after: int
     request: torch.Tensor
     row: torch.Tensor
     start: torch.Tensor
@@ -110,7 +110,7 @@ class Group:
 
     def pick(self, which: torch.Tensor | slice) -> "Group":
         tensors = (self.request, self.row, self.start, self.stop)
-        return Group(self.length, self.ahead, *(tensor[which] for tensor in tensors))
+        return Group(self.length, self.keys_after, *(tensor[which] for tensor in tensors))
 
     def rows(self) -> slice | torch.Tensor:
         """The rows of the batch in these blocks, [num_blocks * length], as a slice if they are contiguous."""
@@ -127,7 +127,7 @@ def make_plan(batch: PagedBatch, left: int | None, right: int | None, cache: Geo
     for group in _groups(batch, left, right):
         num_keys = (group.stop - group.start).tolist()
         if min(num_keys) <= 0:
-            plan.blind_rows.append(group.pick(group.stop <= group.start).rows())
+            plan.rows_without_keys.append(group.pick(group.stop <= group.start).rows())
             group, num_keys = group.pick(group.stop > group.start), [number for number in num_keys if number > 0]
         if num_keys:
             plan.chunks.extend(_chunks(group, num_keys, batch.block_table, left, right, cache, token_bytes))
@@ -149,11 +149,11 @@ def _groups(batch: PagedBatch, left: int | None, right: int | None) -> Iterator[
     length = (query_len - skipped).clamp(max=QUERY_BLOCK)
     position = seq_len - query_len + skipped
     stop = seq_len if right is None else torch.minimum(seq_len, position + length + right)
-    ahead = stop - position - length
+    keys_after = stop - position - length
     blocks = Group(0, 0, request, starts[request] + skipped, _first_seen(position, left), stop)
-    for length_, ahead_ in torch.stack((length, ahead)).unique(dim=1).T.tolist():
-        members = blocks.pick((length == length_) & (ahead == ahead_))
-        yield Group(length_, ahead_, members.request, members.row, members.start, members.stop)
+    for length_, keys_after_ in torch.stack((length, keys_after)).unique(dim=1).T.tolist():
+        members = blocks.pick((length == length_) & (keys_after == keys_after_))
+        yield Group(length_, keys_after_, members.request, members.row, members.start, members.stop)
 
 
 def _first_seen(position: torch.Tensor, left: int | None) -> torch.Tensor:
@@ -189,7 +189,7 @@ def _chunks(
         for heads in _heads(cache.num_kv_heads, most * token_bytes):
             steps = torch.arange(heads.start, heads.stop)[:, None] * cache.head_step
             index = (tokens + steps).flatten()
-            yield Chunk(rows, heads, len(members.row), group.length, most, index, bias, group.ahead)
+            yield Chunk(rows, heads, len(members.row), group.length, most, index, bias, group.keys_after)
 
 
 def _parts(num_keys: list[int], length: int, token_bytes: int) -> Iterator[slice]:
@@ -219,7 +219,7 @@ def _mask(group: Group, num_keys: int, left: int | None, right: int | None) -> t
     if group.length == 1:
         # A block has only keys that some row of it sees, and this block has one row.
         return None
-    distance = _distance(group.length, num_keys, group.ahead)
+    distance = _distance(group.length, num_keys, group.keys_after)
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if left is not None:
         hidden |= distance < -left
@@ -228,8 +228,8 @@ def _mask(group: Group, num_keys: int, left: int | None, right: int | None) -> t
     return torch.where(hidden, -math.inf, _ZERO)[None, None, None] if hidden.any() else None
 
 
-def _distance(length: int, num_keys: int, ahead: int) -> torch.Tensor:
-    return torch.arange(1 - num_keys, 1) + torch.arange(ahead + length - 1, ahead - 1, -1)[:, None]
+def _distance(length: int, num_keys: int, keys_after: int) -> torch.Tensor:
+    return torch.arange(1 - num_keys, 1) + torch.arange(keys_after + length - 1, keys_after - 1, -1)[:, None]
 
 
 def _tokens(block_table: torch.Tensor, request: torch.Tensor, position: torch.Tensor, cache: Geometry) -> torch.Tensor:

@@ -15,7 +15,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpu._paged_plan import Chunk, geometry, make_plan
 from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
-from vllm_opset.ops.attention.paged_batch import PagedBatch, only_packed, window_sides
+from vllm_opset.ops.attention.paged_batch import PagedBatch, refuse_split_kv, window_sides
 
 # The most bytes of scores at a time with a soft cap or sinks. They fit the second-level cache of a core.
 SCORES_BYTES = 1 << 20
@@ -25,7 +25,7 @@ def supports(problem: PagedAttentionProblem) -> str | None:
     """float32, bfloat16 and float16."""
     if problem.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"no fused attention in {problem.dtype}"
-    return only_packed(problem)
+    return refuse_split_kv(problem)
 
 
 @kernel(ops.paged_attention, name="cpu", supports=supports)
@@ -64,8 +64,8 @@ def paged_attention(
         else:
             attended = _attend_fused(queries, key, value, chunk, bias, scale)
         out[chunk.rows, chunk.heads] = attended if v_scale is None else attended * float(v_scale)
-    for blind in plan.blind_rows:
-        out[blind] = 0
+    for some in plan.rows_without_keys:
+        out[some] = 0
 
 
 def _with_alibi(chunk: Chunk, slopes: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,13 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.ops.attention.paged_batch import only_packed
+from vllm_opset.ops.attention.paged_batch import refuse_split_kv
 from vllm_opset.ops.cache.reshape_and_cache import ReshapeAndCacheProblem, check_arguments, to_cache_dtype
 
 
 def supports(problem: ReshapeAndCacheProblem) -> str | None:
-    """Everything in the contract but keys and values apart."""
-    return only_packed(problem)
+    """Everything in the contract but the split KV layout."""
+    return refuse_split_kv(problem)
 
 
 @kernel(ops.reshape_and_cache, name="cpu", supports=supports)

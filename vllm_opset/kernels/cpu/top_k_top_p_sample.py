@@ -1,4 +1,4 @@
-"""top_k_top_p_sample on a CPU: cut by value, pack the survivors, and race them.
+"""top_k_top_p_sample on a CPU: filter by value, pack the survivors, and sample one.
 
 The contract's filters sort token ids along with the logits. This kernel finds the cut-offs from the values alone: the
 k-th largest by selection, the cut-off of top-p by a sort. It computes noise only for the survivors. In a large
@@ -83,7 +83,7 @@ def top_k_top_p_sample(
     for part, find in _parts(rows):
         some = rows.at(part)
         survivors = _filtered(some, find(some))
-        tokens[part] = _race(some, survivors)
+        tokens[part] = _exponential_argmax(some, survivors)
         if x is not None:
             x[part] = _unpacked(survivors, x.shape[1])
     if x is not None:
@@ -200,16 +200,16 @@ def _side_by_side(num_rows: int, row: np.ndarray, x: np.ndarray, ids: np.ndarray
     return survivors
 
 
-def _race(rows: Rows, survivors: Survivors) -> np.ndarray:
-    """The winning token [B] of each row."""
+def _exponential_argmax(rows: Rows, survivors: Survivors) -> np.ndarray:
+    """The token [B] with the largest weight / exponential noise in each row."""
     x, ids = survivors
     words = _all_words(rows.keys, x.shape[1]) if ids is None else _words_at(rows.keys, ids)
     score = np.exp(x - x.max(axis=1, keepdims=True))
     score /= philox.exponential(torch.from_numpy(words), torch.float32).numpy()
     if rows.greedy is not None:
         score = np.where(rows.greedy[:, None], x, score)
-    winner = score.argmax(axis=1)
-    return winner if ids is None else ids[np.arange(len(ids)), winner]
+    best = score.argmax(axis=1)
+    return best if ids is None else ids[np.arange(len(ids)), best]
 
 
 def _unpacked(survivors: Survivors, vocab_size: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._formulas import formula
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import enough_warps, num_rows, row_offset, rows
 from vllm_opset.ops.activation._gated import check_width
 
@@ -44,7 +44,7 @@ def _launch_over(
     elementwise[(_launch.cdiv(total, held) * _launch.cdiv(columns, block),)](
         x, rows(x), out, total, parameters,
         COLUMNS=columns, ROWS=held, BLOCK=block, num_warps=enough_warps(values["warps"], values["tile"]),
-        **constants, **_launch.overlap(x.device),
+        **constants, **_launch.pdl_options(x.device),
     )  # fmt: skip
 
 
@@ -61,9 +61,9 @@ def _tile(total, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr)
 def _unary(
     x, x_rows, out, total, parameters,
     FORMULA: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_wait(PDL)
     row, column, mask = _tile(total, COLUMNS, ROWS, BLOCK)
     value = tl.load(x + row_offset(row, x_rows) + column * x_rows.column_stride, mask).to(tl.float32)
     tl.store(out + row.to(tl.int64) * COLUMNS + column, formula(FORMULA, (value,), parameters), mask)
@@ -74,9 +74,9 @@ def _gated(
     x, x_rows, out, total, parameters,
     FORMULA: tl.constexpr, INTERLEAVED: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_wait(PDL)
     row, column, mask = _tile(total, COLUMNS, ROWS, BLOCK)
     start = x + row_offset(row, x_rows)
     if INTERLEAVED:

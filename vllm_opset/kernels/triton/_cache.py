@@ -14,7 +14,7 @@ def slot_start(cache, strides, slot, head, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def cached(x, scale, FP8: tl.constexpr):
+def to_cache_dtype(x, scale, FP8: tl.constexpr):
     """x as the cache stores it: unchanged, or x / scale within fp8's range. NaN stays NaN. scale: a pointer or None."""
     if scale is not None:
         x = x.to(tl.float32) / tl.load(scale)

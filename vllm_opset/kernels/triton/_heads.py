@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton._launch import cdiv, next_power_of_2
-from vllm_opset.kernels.triton._rows import KEPT, enough_warps
+from vllm_opset.kernels.triton._rows import EVICT_LAST, enough_warps
 
 
 class Heads(NamedTuple):
@@ -72,12 +72,12 @@ def load_heads(start, column, mask, shape: tl.constexpr):
     if shape.neox:
         pair = tl.arange(0, shape.pair_block)[None, :]
         inside = mask & (pair < shape.pairs)
-        first = tl.load(start + pair * column, inside, 0.0, eviction_policy=KEPT)
-        second = tl.load(start + (shape.pairs + pair) * column, inside, 0.0, eviction_policy=KEPT)
+        first = tl.load(start + pair * column, inside, 0.0, eviction_policy=EVICT_LAST)
+        second = tl.load(start + (shape.pairs + pair) * column, inside, 0.0, eviction_policy=EVICT_LAST)
     else:
         element = tl.arange(0, 2 * shape.pair_block)[None, :]
         inside = mask & (element < 2 * shape.pairs)
-        both = tl.load(start + element * column, inside, 0.0, eviction_policy=KEPT)
+        both = tl.load(start + element * column, inside, 0.0, eviction_policy=EVICT_LAST)
         first, second = tl.split(tl.reshape(both, [start.shape[0], shape.pair_block, 2]))
     return first, second, load_rest(start, column, mask, shape)
 
@@ -88,7 +88,7 @@ def load_rest(start, column, mask, shape: tl.constexpr):
     if shape.rest > 0:
         offset = tl.arange(0, shape.rest_block)[None, :]
         inside = mask & (offset < shape.rest)
-        rest = tl.load(start + (2 * shape.pairs + offset) * column, inside, 0.0, eviction_policy=KEPT)
+        rest = tl.load(start + (2 * shape.pairs + offset) * column, inside, 0.0, eviction_policy=EVICT_LAST)
     else:
         rest = tl.where(mask, 0.0, 0.0)
     return rest

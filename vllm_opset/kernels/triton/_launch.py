@@ -5,8 +5,7 @@
     parameters("rms_norm", x.device, num_rows)   ->   {"tile": 1024, "warps": 8}
 
 The size of a call is a number that its work grows with, such as its number of rows. An entry serves sizes up to its
-`up_to`. `sizes("rms_norm", device)` returns one size for each entry, so that a warm-up compiles every variant before
-the first request.
+`up_to`.
 """
 
 import contextlib
@@ -25,10 +24,10 @@ from vllm_opset import targets
 from vllm_opset.kernels.triton import INTERPRETED
 from vllm_opset.targets import Target
 
-Parameters = Mapping[str, int]
+Parameters = Mapping[str, float]
 Entry = tuple[float, Parameters]  # the largest size that it serves, and the parameters
 
-PROVEN = Target("nvidia", "sm90")
+INTERPRETED_TARGET = Target("nvidia", "sm90")
 
 _trials: dict[str, tuple[Parameters, list[int]]] = {}
 
@@ -36,8 +35,8 @@ _trials: dict[str, tuple[Parameters, list[int]]] = {}
 def parameters(launch: str, device: torch.device, size: int) -> Parameters:
     """The launch parameters for a call of this size."""
     if launch in _trials:
-        values, asked = _trials[launch]
-        asked.append(size)
+        values, sizes = _trials[launch]
+        sizes.append(size)
         return values
     return next(values for up_to, values in entries(launch, device) if size <= up_to)
 
@@ -45,41 +44,28 @@ def parameters(launch: str, device: torch.device, size: int) -> Parameters:
 @functools.cache
 def entries(launch: str, device: torch.device) -> tuple[Entry, ...]:
     """The entries for a device, by rising size."""
-    rows = table()[launch]["families"][family_used(launch, device)]
+    rows = targets.nearest(target(device), table()[launch]["targets"])
     return tuple((row.pop("up_to", float("inf")), row) for row in map(dict, rows))
 
 
-def sizes(launch: str, device: torch.device) -> tuple[int, ...]:
-    """One size for each entry. Calls of these sizes compile every variant that serving can need."""
-    bounds = [int(up_to) for up_to, _ in entries(launch, device)[:-1]]
-    return (*bounds, bounds[-1] + 1 if bounds else 1)
-
-
-def family_used(launch: str, device: torch.device) -> str:
-    """The family of targets whose entries serve a device: its own, the vendor's nearest older one, or the first."""
-    mine, known = target(device), [Target(*name.split("/")) for name in table()[launch]["families"]]
-    not_newer = [one for one in known if one.vendor == mine.vendor and one.generation <= mine.generation]
-    return str(max(not_newer, key=lambda one: one.generation) if not_newer else known[0])
-
-
 def target(device: torch.device) -> Target:
-    """The target that kernels on a device are launched for. In the interpreter, that is the one to prove there."""
+    """The target that kernels on a device are launched for. The interpreter, on a CPU, launches them as for a GPU."""
     found = targets.of(device.type)
-    return PROVEN if found.vendor == "cpu" else found
+    return INTERPRETED_TARGET if found.vendor == "cpu" else found
 
 
 @functools.cache
-def overlap(device: torch.device) -> Mapping[str, bool]:
-    """Launch arguments of a kernel that calls `begin(OVERLAP)`: whether it may be launched before its predecessor ends.
+def pdl_options(device: torch.device) -> Mapping[str, bool]:
+    """Launch arguments of a kernel that calls `pdl_wait(PDL)`: whether it may be launched before its predecessor ends.
 
     NVIDIA GPUs support this from Hopper on (programmatic dependent launch). It hides the launch latency. Triton takes
     `launch_pdl` for NVIDIA GPUs alone.
     """
-    mine = target(device)
-    if mine.vendor != "nvidia":
-        return {"OVERLAP": False}
-    can = not INTERPRETED and targets.PDL in mine.features
-    return {"OVERLAP": can, "launch_pdl": can}
+    found = target(device)
+    if found.vendor != "nvidia":
+        return {"PDL": False}
+    enabled = not INTERPRETED and targets.PDL in found.features
+    return {"PDL": enabled, "launch_pdl": enabled}
 
 
 @functools.cache
@@ -89,13 +75,13 @@ def registers(device: torch.device, most: int) -> Mapping[str, int]:
 
 
 @triton.jit
-def begin(OVERLAP: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr):
     """Waits until the previous kernel has ended and its writes are visible, then allows the launch of the next kernel.
 
     This is the first statement of a kernel. Before it, a kernel must not write, and may read only data that is older
     than the previous kernel.
     """
-    if OVERLAP:
+    if PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
 
@@ -122,10 +108,10 @@ def candidates(launch: str) -> list[Parameters]:
 @contextlib.contextmanager
 def trial(launch: str, values: Parameters) -> Iterator[list[int]]:
     """Inside the context, the launch uses these values, for measuring. Yields the list of the sizes of its calls."""
-    asked: list[int] = []
-    _trials[launch] = values, asked
+    sizes: list[int] = []
+    _trials[launch] = values, sizes
     try:
-        yield asked
+        yield sizes
     finally:
         del _trials[launch]
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._cache import cached, slot_start
+from vllm_opset.kernels.triton._cache import slot_start, to_cache_dtype
 from vllm_opset.kernels.triton._heads import (
     Shape,
     grouped,
@@ -23,8 +23,8 @@ from vllm_opset.kernels.triton._heads import (
     store_pairs,
     store_rest,
 )
-from vllm_opset.kernels.triton._launch import begin
-from vllm_opset.kernels.triton._rows import KEPT
+from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton._rows import EVICT_LAST
 
 
 class Norms(NamedTuple):
@@ -51,7 +51,7 @@ def launch(
 ) -> None:
     """Launches the kernel. The arguments are those of `ops.qk_norm_rope_cache`, already checked."""
     tokens, head_size = len(query), query.shape[2]
-    constants = _launch.overlap(query.device) | grouped(
+    constants = _launch.pdl_options(query.device) | grouped(
         query, key, head_size, **_launch.parameters("rope_cache", query.device, tokens)
     )
     _rope_cache[(tokens * constants["GROUPS"],)](
@@ -72,9 +72,9 @@ def _rope_cache(
     SHAPE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_wait(PDL)
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     slot = tl.load(slot_mapping + token * slot_stride, token < num_slots, -1)
@@ -89,7 +89,7 @@ def _rope_cache(
     value += token * value_heads.token + kv_head * value_heads.head + column * value_heads.column
     a, b, q_rest = load_heads(query, query_heads.column, in_query, SHAPE)
     c, d, k_rest = load_heads(key, key_heads.column, in_key, SHAPE)
-    values = tl.load(value, in_key & (column < HEAD_SIZE), eviction_policy=KEPT)
+    values = tl.load(value, in_key & (column < HEAD_SIZE), eviction_policy=EVICT_LAST)
     cos, sin = load_angles(table, table_strides, position, in_query, SHAPE)
     kv_cos, kv_sin = load_angles(table, table_strides, position, in_key, SHAPE)
 
@@ -103,7 +103,9 @@ def _rope_cache(
 
     in_cache = in_key & (slot >= 0)
     start = slot_start(kv_cache, cache_strides, slot, kv_head, BLOCK_SIZE)
-    store_pairs(start, cache_strides[3], in_cache, cached(c, k_scale, FP8), cached(d, k_scale, FP8), SHAPE)
-    store_rest(start, cache_strides[3], in_cache, cached(k_rest, k_scale, FP8), SHAPE)
+    store_pairs(
+        start, cache_strides[3], in_cache, to_cache_dtype(c, k_scale, FP8), to_cache_dtype(d, k_scale, FP8), SHAPE
+    )
+    store_rest(start, cache_strides[3], in_cache, to_cache_dtype(k_rest, k_scale, FP8), SHAPE)
     start += (HEAD_SIZE + column) * cache_strides[3]
-    tl.store(start, cached(values, v_scale, FP8), in_cache & (column < HEAD_SIZE))
+    tl.store(start, to_cache_dtype(values, v_scale, FP8), in_cache & (column < HEAD_SIZE))

@@ -19,7 +19,7 @@ MAX_PER_THREAD = 64  # elements that a thread holds in registers
 MAX_COLUMNS = 65536  # columns of a row that a thread block holds in registers
 # The eviction policy for rows: they stay longest in the last-level cache. This saves 3 to 4 % of the time of large
 # calls.
-KEPT = tl.constexpr("evict_last")
+EVICT_LAST = tl.constexpr("evict_last")
 
 
 class Rows(NamedTuple):

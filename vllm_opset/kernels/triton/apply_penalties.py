@@ -7,7 +7,7 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 
 
 @kernel(ops.apply_penalties, name="triton", supports=_supports.floats)
@@ -29,7 +29,7 @@ def apply_penalties(
         logits, logits.stride(), counts, vocab_size, prompt, *_strides(prompt), prompt.shape[1],
         output, *_strides(output), output.shape[1], (repetition, presence, frequency),
         (repetition.stride(0), presence.stride(0), frequency.stride(0)),
-        TILE=values["tile"], num_warps=values["warps"], **_launch.overlap(logits.device),
+        TILE=values["tile"], num_warps=values["warps"], **_launch.pdl_options(logits.device),
     )  # fmt: skip
 
 
@@ -42,10 +42,10 @@ def _strides(ids: torch.Tensor) -> tuple[int, int]:
 def _apply_penalties(
     logits, logits_strides, counts, vocab_size, prompt, prompt_stride, prompt_step, num_prompt,
     output, output_stride, output_step, num_output, penalties, strides,
-    TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Initialises, increments and reads only the counters of the tokens that occur."""
-    begin(OVERLAP)
+    pdl_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     repetition = tl.load(penalties[0] + row * strides[0])
     presence = tl.load(penalties[1] + row * strides[1])
@@ -83,8 +83,11 @@ def _tokens(ids, stride, first, number, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def _penalise(logits, stride, counts, token, inside, repetition, presence, frequency):
-    """Changes the logits of tokens. A token may occur again, so only the first thread to take its count changes it."""
-    count = tl.atomic_xchg(counts + token, -1, inside, sem="relaxed", scope="cta")
+    """Changes the logits of tokens. A token may occur again, so only the first thread to take its count changes it.
+
+    The minimum takes the count and leaves −1. An exchange would too, but Triton 3.7 cannot compile it for AMD GPUs.
+    """
+    count = tl.atomic_min(counts + token, -1, inside, sem="relaxed", scope="cta")
     mine = inside & (count >= 0)
     place = logits + token * stride
     value = tl.load(place, mine, 0.0).to(tl.float32)

@@ -7,10 +7,10 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.ops.cache.compute_slot_mapping import PADDING, check_arguments
 
-TILE = 1024  # tokens that a program maps at a time
+TILE = 1024  # tokens that a program maps at a time; any number is right
 
 
 @kernel(ops.compute_slot_mapping, name="triton")
@@ -25,16 +25,16 @@ def compute_slot_mapping(
     _compute_slot_mapping[(len(query_start_loc),)](
         query_start_loc, positions, len(positions), block_table, block_table.stride(0), block_table.stride(1),
         slot_mapping, len(slot_mapping), BLOCK_SIZE=block_size, PADDING=PADDING, TILE=TILE,
-        **_launch.overlap(positions.device),
+        **_launch.pdl_options(positions.device),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens", "row_stride", "num_slots"])
 def _compute_slot_mapping(
     query_start_loc, positions, num_tokens, block_table, row_stride, column_stride, slot_mapping, num_slots,
-    BLOCK_SIZE: tl.constexpr, PADDING: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PADDING: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_wait(PDL)
     request = tl.program_id(0)
     if request == tl.num_programs(0) - 1:
         for first in range(num_tokens, num_slots, TILE):

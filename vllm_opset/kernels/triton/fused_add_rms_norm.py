@@ -7,8 +7,8 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._launch import begin
-from vllm_opset.kernels.triton._rows import KEPT, load_parameter, num_rows, row_offset, rows, supports, whole_rows
+from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton._rows import EVICT_LAST, load_parameter, num_rows, row_offset, rows, supports, whole_rows
 from vllm_opset.ops.norm.fused_add_rms_norm import check_arguments
 
 
@@ -22,7 +22,7 @@ def fused_add_rms_norm(
 ) -> None:
     check_arguments(x, residual, weight)
     total, columns = num_rows(x), x.shape[-1]
-    launch = _launch.overlap(x.device) | whole_rows(
+    launch = _launch.pdl_options(x.device) | whole_rows(
         columns, **_launch.parameters("fused_add_rms_norm", x.device, total)
     )
     _fused_add_rms_norm[(_launch.cdiv(total, launch["ROWS"]),)](
@@ -33,16 +33,16 @@ def fused_add_rms_norm(
 @triton.jit(do_not_specialize=["total"])
 def _fused_add_rms_norm(
     x, x_rows, residual, residual_rows, weight, total, epsilon, weight_offset,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_wait(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < total) & (column < COLUMNS)
     x += row_offset(row, x_rows) + column * x_rows.column_stride
     residual += row_offset(row, residual_rows) + column * residual_rows.column_stride
-    value = tl.load(x, mask, 0.0, eviction_policy=KEPT).to(tl.float32)
-    value += tl.load(residual, mask, 0.0, eviction_policy=KEPT).to(tl.float32)
+    value = tl.load(x, mask, 0.0, eviction_policy=EVICT_LAST).to(tl.float32)
+    value += tl.load(residual, mask, 0.0, eviction_policy=EVICT_LAST).to(tl.float32)
     scale = load_parameter(weight, column, COLUMNS)  # this load overlaps the sum of the row
     tl.store(residual, value, mask)
     value *= tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / COLUMNS + epsilon)

@@ -7,7 +7,7 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import load_parameter, num_rows, row_offset, rows, supports, whole_rows
 from vllm_opset.ops.norm.rms_norm import check_parameter
 
@@ -18,7 +18,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
     check_parameter(bias, x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total, columns = num_rows(x), x.shape[-1]
-    launch = _launch.overlap(x.device) | whole_rows(columns, **_launch.parameters("layer_norm", x.device, total))
+    launch = _launch.pdl_options(x.device) | whole_rows(columns, **_launch.parameters("layer_norm", x.device, total))
     _layer_norm[(_launch.cdiv(total, launch["ROWS"]),)](
         x, rows(x), weight, bias, out, total, epsilon, COLUMNS=columns, **launch
     )
@@ -28,9 +28,9 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
 @triton.jit(do_not_specialize=["total"])
 def _layer_norm(
     x, x_rows, weight, bias, out, total, epsilon,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_wait(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < COLUMNS

@@ -12,7 +12,7 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import num_rows
 from vllm_opset.ops.gemm.linear import check_arguments
 from vllm_opset.variants import Variant, Variants
@@ -35,7 +35,7 @@ def linear(
         return F.linear(x, weight, bias).contiguous()
     num_outputs, columns = weight.shape
     out = x.new_empty((*x.shape[:-1], num_outputs))
-    launch = _launch.overlap(x.device) | _parts(columns, **_launch.parameters("linear", x.device, num_outputs))
+    launch = _launch.pdl_options(x.device) | _parts(columns, **_launch.parameters("linear", x.device, num_outputs))
     _linear[(_launch.cdiv(num_outputs, launch["OUTPUTS"]),)](
         x, x.stride(-1), weight, weight.stride(0), bias, out, num_outputs, COLUMNS=columns, **launch
     )
@@ -51,9 +51,9 @@ def _parts(columns: int, tile: int, width: int, warps: int) -> dict[str, int]:
 @triton.jit(do_not_specialize=["num_outputs"])
 def _linear(
     x, x_stride, weight, weight_stride, bias, out, num_outputs,
-    COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_wait(PDL)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, BLOCK)
     is_output = output < num_outputs

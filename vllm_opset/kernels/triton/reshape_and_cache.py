@@ -7,16 +7,16 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
-from vllm_opset.kernels.triton._cache import cached, slot_start
-from vllm_opset.kernels.triton._launch import begin
-from vllm_opset.kernels.triton._rows import KEPT, enough_warps
-from vllm_opset.ops.attention.paged_batch import only_packed
+from vllm_opset.kernels.triton._cache import slot_start, to_cache_dtype
+from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton._rows import EVICT_LAST, enough_warps
+from vllm_opset.ops.attention.paged_batch import refuse_split_kv
 from vllm_opset.ops.cache.reshape_and_cache import ReshapeAndCacheProblem, check_arguments
 
 
 def supports(problem: ReshapeAndCacheProblem) -> str | None:
     """fp32, bf16 and fp16; a KV cache of these or, from compute capability 8.9 on, of fp8 e4m3."""
-    return only_packed(problem) or _supports.kv_cache(problem)
+    return refuse_split_kv(problem) or _supports.kv_cache(problem)
 
 
 @kernel(ops.reshape_and_cache, name="triton", supports=supports)
@@ -38,7 +38,7 @@ def reshape_and_cache(
         k_scale, v_scale, total,
         NUM_KV_HEADS=key.shape[1], HEAD_SIZE=head_size, BLOCK_SIZE=kv_cache.shape[2],
         FP8=kv_cache.dtype == torch.float8_e4m3fn, ROWS=held, BLOCK=block,
-        num_warps=enough_warps(values["warps"], held * block), **_launch.overlap(key.device),
+        num_warps=enough_warps(values["warps"], held * block), **_launch.pdl_options(key.device),
     )  # fmt: skip
 
 
@@ -47,18 +47,18 @@ def _reshape_and_cache(
     key, key_strides, value, value_strides, kv_cache, cache_strides, slot_mapping, slot_stride,
     k_scale, v_scale, total,
     NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_wait(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < total) & (column < HEAD_SIZE)
     token, head = (row // NUM_KV_HEADS).to(tl.int64), row % NUM_KV_HEADS
     key += token * key_strides[0] + head * key_strides[1] + column * key_strides[2]
     value += token * value_strides[0] + head * value_strides[1] + column * value_strides[2]
-    k, v = tl.load(key, mask, eviction_policy=KEPT), tl.load(value, mask, eviction_policy=KEPT)
+    k, v = tl.load(key, mask, eviction_policy=EVICT_LAST), tl.load(value, mask, eviction_policy=EVICT_LAST)
     slot = tl.load(slot_mapping + token * slot_stride, row < total, -1)
     start = slot_start(kv_cache, cache_strides, slot, head, BLOCK_SIZE)
     mask = mask & (slot >= 0)
-    tl.store(start + column * cache_strides[3], cached(k, k_scale, FP8), mask)
-    tl.store(start + (HEAD_SIZE + column) * cache_strides[3], cached(v, v_scale, FP8), mask)
+    tl.store(start + column * cache_strides[3], to_cache_dtype(k, k_scale, FP8), mask)
+    tl.store(start + (HEAD_SIZE + column) * cache_strides[3], to_cache_dtype(v, v_scale, FP8), mask)

@@ -16,7 +16,7 @@ from vllm_opset.kernels.triton._heads import (
     rotated,
     store_pairs,
 )
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.ops.rope.rotary_embedding import check_arguments
 
 
@@ -31,7 +31,7 @@ def rotary_embedding(
 ) -> None:
     rotary_dim = check_arguments(positions, query, key, head_size, cos_sin_cache)
     tokens = len(positions)
-    launch = _launch.overlap(query.device) | grouped(
+    launch = _launch.pdl_options(query.device) | grouped(
         query, key, head_size, **_launch.parameters("rotary_embedding", query.device, tokens)
     )
     _rotary_embedding[(tokens * launch["GROUPS"],)](
@@ -47,9 +47,9 @@ def _rotary_embedding(
     query, query_heads, key, key_heads,
     SHAPE: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, OVERLAP: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
+    pdl_wait(PDL)
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     position = tl.load(positions + token * position_stride)

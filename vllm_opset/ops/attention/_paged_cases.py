@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_opset.ops.attention._paged_inputs import APART, LAYOUTS, PagedCase
+from vllm_opset.ops.attention._paged_inputs import LAYOUTS, SPLIT_KV, PagedCase
 
 MIXED = ((1, 77), (1, 3), (19, 19), (6, 50), (0, 0), (1, 34))
 # Few queries a request, as in speculative decoding. Kernels have a separate path for such batches, and one longer
@@ -10,7 +10,7 @@ MIXED = ((1, 77), (1, 3), (19, 19), (6, 50), (0, 0), (1, 34))
 FEW = ((4, 60), (3, 20), (0, 0), (1, 31))
 
 
-def _apart_cases() -> dict[str, dict]:
+def _split_kv_cases() -> dict[str, dict]:
     """Cases with separate keys and values, most of them with pages of 128 tokens, a size that all such devices take."""
     mixed = {"requests": ((1, 177), (1, 3), (19, 19), (6, 150), (0, 0), (1, 134)), "block_size": 128}
     return {
@@ -87,6 +87,6 @@ CASES: dict[str, PagedCase] = {
     "fp8 cache, window, soft cap": PagedCase(MIXED, cache_dtype=torch.float8_e4m3fn, window=20, soft_cap=1.5),
     **{f"head size {size}": PagedCase(MIXED, head_size=size) for size in (80, 96, 112, 120, 128, 192, 256)},
     **{f"block size {size}": PagedCase(MIXED, block_size=size, window=40) for size in (32, 48, 64, 80, 128)},
-    **{f"{APART}, {name}": PagedCase(layout=APART, **case) for name, case in _apart_cases().items()},
+    **{f"{SPLIT_KV}, {name}": PagedCase(layout=SPLIT_KV, **case) for name, case in _split_kv_cases().items()},
     **{layout: PagedCase(MIXED, layout=layout, padded_rows=2) for layout in LAYOUTS},
 }

@@ -28,9 +28,9 @@ LAYOUTS = {
     "HND, padded rows": lambda n, h, s, w: ((n, h, s, w + 8), lambda storage: storage[..., :w]),
 }
 # The layout with separate keys and values: a cache [num_blocks, num_kv_heads, block_size, 2, width / 2].
-APART = "keys and values apart"
+SPLIT_KV = "split KV layout"
 SHAPES = LAYOUTS | {
-    APART: lambda n, h, s, w: ((2, n, s, h, w // 2), lambda storage: storage.permute(1, 3, 2, 0, 4)),
+    SPLIT_KV: lambda n, h, s, w: ((2, n, s, h, w // 2), lambda storage: storage.permute(1, 3, 2, 0, 4)),
 }
 
 

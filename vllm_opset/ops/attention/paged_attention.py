@@ -38,7 +38,7 @@ class PagedAttentionProblem(Problem):
 
     dtype: dtype of query and out. soft_cap, alibi, sinks: whether the layer uses them.
 
-    kv_apart: whether keys and values have a dimension of their own in the cache: [..., 2, head_size].
+    split_kv_layout: whether keys and values have a dimension of their own in the cache: [..., 2, head_size].
 
     Raises ValueError if num_heads is not a multiple of num_kv_heads, or if the window holds no key.
     """
@@ -53,7 +53,7 @@ class PagedAttentionProblem(Problem):
     alibi: bool = False
     sinks: bool = False
     causal: bool = True
-    kv_apart: bool = False
+    split_kv_layout: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,7 +195,7 @@ def _(
         alibi=alibi_slopes is not None,
         sinks=sinks is not None,
         causal=batch.causal,
-        kv_apart=kv_cache.dim() == 5,
+        split_kv_layout=kv_cache.dim() == 5,
     )
 
 

@@ -7,7 +7,8 @@ those of an encoder, as a paged cache.
 
 Some devices need all keys in one piece of memory and all values in another. No strides of the tensor above can express
 that, because its last dimension holds the value right after the key. On these devices the last dimension is split, so
-the cache is [num_blocks, num_kv_heads, block_size, 2, head_size], and its problem has `kv_apart` set.
+the cache is [num_blocks, num_kv_heads, block_size, 2, head_size]. This is the split KV layout, which a problem names as
+`split_kv_layout`.
 """
 
 from collections.abc import Callable
@@ -110,9 +111,9 @@ def keys_and_values(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return kv_cache.unbind(3) if kv_cache.dim() == 5 else kv_cache.chunk(2, dim=-1)
 
 
-def only_packed(problem: Any) -> str | None:
-    """The answer of `supports` for a kernel that takes each value beside its key: a reason if they lie apart."""
-    return "it takes a cache that has each value beside its key, and here they lie apart" if problem.kv_apart else None
+def refuse_split_kv(problem: Any) -> str | None:
+    """The answer of `supports` for a kernel that takes each value beside its key, not the split KV layout."""
+    return "it takes a KV cache with each value beside its key, not a split one" if problem.split_kv_layout else None
 
 
 def packed_batch(query_start_loc: torch.Tensor, max_query_len: int, causal: bool = False) -> PagedBatch:

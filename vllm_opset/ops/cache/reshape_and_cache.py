@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_opset.ops import _properties, _samples
-from vllm_opset.ops.attention._paged_inputs import APART, LAYOUTS, NAN, poisoned_cache, scales
+from vllm_opset.ops.attention._paged_inputs import LAYOUTS, NAN, SPLIT_KV, poisoned_cache, scales
 from vllm_opset.ops.attention.paged_batch import keys_and_values
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, op
 
@@ -23,13 +23,13 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class ReshapeAndCacheProblem(Problem):
-    """dtype: dtype of key and value. kv_apart: whether the last dimensions of the cache are [2, head_size]."""
+    """dtype: dtype of key and value. split_kv_layout: whether the last dimensions of the cache are [2, head_size]."""
 
     kv_cache_dtype: torch.dtype
     num_kv_heads: int
     head_size: int
     block_size: int
-    kv_apart: bool = False
+    split_kv_layout: bool = False
 
 
 @op(problem=ReshapeAndCacheProblem, mutates=("kv_cache",), tolerances=TOLERANCES)
@@ -88,9 +88,9 @@ def to_cache_dtype(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dty
 @reshape_and_cache.problem_of
 def _(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None) -> ReshapeAndCacheProblem:
     _, num_kv_heads, block_size, *row = kv_cache.shape
-    head_size, apart = math.prod(row) // 2, len(row) == 2
+    head_size, split = math.prod(row) // 2, len(row) == 2
     return ReshapeAndCacheProblem(
-        key.device.type, key.dtype, kv_cache.dtype, num_kv_heads, head_size, block_size, apart
+        key.device.type, key.dtype, kv_cache.dtype, num_kv_heads, head_size, block_size, split
     )
 
 
@@ -131,7 +131,7 @@ def _inputs(
 @reshape_and_cache.sample_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     some = [31, 32, 0, 79, 5, 6, 64]
-    apart = {"layout": APART}
+    split = {"layout": SPLIT_KV}
     for name, slots, options in (
         ("zero tokens", [], {}),
         ("one token", [17], {}),
@@ -148,15 +148,15 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         ("fp8 cache", some, {"cache_dtype": torch.float8_e4m3fn}),
         *((f"head size {size}", some, {"head_size": size}) for size in (80, 120, 128, 256)),
         *((layout, some, {"layout": layout}) for layout in LAYOUTS),
-        (APART, some, apart),
-        (f"{APART}, zero tokens", [], apart),
-        (f"{APART}, a prompt", list(range(16, 56)), apart),
-        (f"{APART}, int32 slots", some, apart | {"slot_dtype": torch.int32}),
-        (f"{APART}, tokens without a slot", [-1, 31, -1, 0, 1, 79, -1], apart),
-        (f"{APART}, no token has a slot", [-1, -1], apart),
-        (f"{APART}, fewer slots than tokens", some, apart | {"padded_rows": 3}),
-        (f"{APART}, odd number of heads", some, apart | {"num_kv_heads": 3}),
-        (f"{APART}, block size 128", [*some, 128, 639], apart | {"block_size": 128, "head_size": 128}),
+        (SPLIT_KV, some, split),
+        (f"{SPLIT_KV}, zero tokens", [], split),
+        (f"{SPLIT_KV}, a prompt", list(range(16, 56)), split),
+        (f"{SPLIT_KV}, int32 slots", some, split | {"slot_dtype": torch.int32}),
+        (f"{SPLIT_KV}, tokens without a slot", [-1, 31, -1, 0, 1, 79, -1], split),
+        (f"{SPLIT_KV}, no token has a slot", [-1, -1], split),
+        (f"{SPLIT_KV}, fewer slots than tokens", some, split | {"padded_rows": 3}),
+        (f"{SPLIT_KV}, odd number of heads", some, split | {"num_kv_heads": 3}),
+        (f"{SPLIT_KV}, block size 128", [*some, 128, 639], split | {"block_size": 128, "head_size": 128}),
     ):
         yield Sample(
             name, lambda name=name, slots=slots, options=options: _inputs(name, device, dtype, slots, **options)

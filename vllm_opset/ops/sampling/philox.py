@@ -47,7 +47,7 @@ def words(keys: torch.Tensor, count: int) -> torch.Tensor:
 def exponential(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Exponential random numbers from random 32-bit words: −log(1 − u) with u = min((word + ½) / 2³², 1 − 2⁻²⁴).
 
-    All are positive and finite. Small numbers are precise, which matters because they win the race of the draw. The
+    All are positive and finite. Small numbers are precise, which matters because the draw favours them. The
     smallest is 1.2e-10.
     """
     uniform = ((words.to(dtype) + 0.5) * 2**-32).clamp_(max=LARGEST_UNIFORM)

@@ -3,7 +3,7 @@
 Semantics: vLLM's V1 sampler after its penalties: `Sampler.apply_temperature`, `MinPLogitsProcessor`,
 `apply_top_k_top_p_pytorch`, `random_sample` and the greedy rows of `Sampler.sample`. This op also fixes three things
 that vLLM leaves open: the choice among equal logits at the cut-off of top-p, the source of the randomness, and the
-winner of a tie.
+choice among equal scores.
 """
 
 from collections.abc import Iterator
@@ -66,8 +66,8 @@ def top_k_top_p_sample(
       the same ones. The sort in vLLM keeps as many, but not always the same ones. A kernel may use a stable sort, or
       search for the cut-off and count the equal logits below each index.
 
-    The draw is an exponential race, as in vLLM: the token with the largest exp(x) / E wins, and the lowest index wins a
-    tie. This is the same as adding Gumbel noise to x. E of token t in a row is −log(1 − u) with
+    The draw is an exponential argmax, as in vLLM: the token with the largest exp(x) / E, and of equal ones the lowest
+    index. This is the same as adding Gumbel noise to x. E of token t in a row is −log(1 − u) with
     u = min((r + ½) / 2³², 1 − 2⁻²⁴). Here r is word t of the Philox4x32-10 stream of the row's key: lane t % 4 of
     Triton's `tl.randint4x(key, t // 4)`. So the token of a row depends only on its logits, settings and key, not on the
     device or the batch. With 32 random bits, tokens of probabilities below 1e-10 are not drawn as often as they should

@@ -5,8 +5,12 @@ sets it. The variable also switches torch.compile off, so it is removed before t
 """
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
+from vllm_opset import targets
 from vllm_opset.model import weights
 from vllm_opset.platform import refusals
 
@@ -16,10 +20,6 @@ if TYPE_CHECKING:
 VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 OURS = "OPSET_SET_BREAKABLE_CUDAGRAPH"  # set with it, so that no process takes the variable for a user's choice
 
-# Steps of up to this number of tokens are captured, unless a user says otherwise; vLLM stops at 512. Launching a step
-# of Qwen3-8B takes Python 22 ms on a fast core. In that time an H200 computes 1,000 tokens of Qwen3-8B, and more tokens
-# of smaller models.
-LONGEST = 2048
 # The distance between sizes beyond vLLM's own. Matrix products use tiles of this many rows: padding to it costs little.
 ROWS = 128
 
@@ -79,11 +79,20 @@ def capture_longer_steps(config: "VllmConfig") -> None:
     own_sizes = _sizes_are_named or getattr(compilation.pass_config, "enable_sp", False)
     if own_sizes or not sizes or not compilation.cudagraph_mode.has_piecewise_cudagraphs():
         return
-    longest = min(LONGEST, _longest_step(config))
+    longest = min(captured_tokens(), _longest_step(config))
     if longest > sizes[-1]:
         beyond = range((sizes[-1] // ROWS + 1) * ROWS, longest, ROWS)
         compilation.cudagraph_capture_sizes = [*sizes, *beyond, longest]
         compilation.max_cudagraph_capture_size = longest
+
+
+def captured_tokens() -> int:
+    """The most tokens of a step that is captured, from limits.yaml, for the first GPU."""
+    from vllm_opset.platform.cuda import nvml
+
+    table = yaml.safe_load(Path(__file__).with_name("limits.yaml").read_text())["captured_tokens"]
+    gpu = nvml.gpu(0)
+    return targets.nearest(gpu.target, table) if gpu else next(iter(table.values()))
 
 
 def _longest_step(config: "VllmConfig") -> int:

@@ -12,14 +12,17 @@ from typing import NamedTuple
 
 from vllm.utils.import_utils import import_pynvml
 
+from vllm_opset.targets import Target
+
 pynvml = import_pynvml()
 
 
 class Gpu(NamedTuple):
-    """The name and memory of a GPU. total_memory: in bytes."""
+    """The name, memory and target of a GPU. total_memory: in bytes."""
 
     name: str
     total_memory: int
+    target: Target
 
 
 @functools.cache
@@ -31,7 +34,8 @@ def gpu(device_id: int) -> Gpu | None:
     names = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
     try:
         with _handle(names[device_id] if names else str(device_id)) as handle:
-            return Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+            target = Target("nvidia", "sm{}{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(handle)))
+            return Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total, target)
     except pynvml.NVMLError:
         return None
 

@@ -17,13 +17,14 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset.attention.impl import OpsetAttentionImpl
-from vllm_opset.kernels.triton._ahead import compiled_ahead
+from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import linear
 from vllm_opset.ops.attention.paged_batch import BatchSizes, PagedBatch
 from vllm_opset.platform.warm_up import sampler, slot_mapping
 from vllm_opset.variants import Limits, powers_up_to
 
-AHEAD_TOKENS = 2048  # in a step: longer ones run long, and beyond it only one activation's launch parameters change
+# In a step: longer ones run long, and beyond it only one activation's launch parameters change.
+PRECOMPILED_TOKENS = 2048
 DRAFTING = (1, 9, 16)  # requests: Triton compiles anew for 1 and for multiples of 16; vLLM has two versions of top-k
 
 
@@ -42,11 +43,11 @@ def model(worker: Worker) -> None:
     """Warm up the model's kernels, all but the sampler's, with either of vLLM's model runners."""
     runner = worker.model_runner
     most_tokens = worker.scheduler_config.max_num_batched_tokens
-    with compiled_ahead():
+    with precompile():
         _attention(worker)
         linear.multiply_one_row(runner.get_model())
         if _takes_any_values(runner):
-            _steps(runner, min(most_tokens, AHEAD_TOKENS))
+            _steps(runner, min(most_tokens, PRECOMPILED_TOKENS))
     _attention(worker)
     _steps(runner, most_tokens)
     runner.maybe_remove_all_loras(runner.lora_config)

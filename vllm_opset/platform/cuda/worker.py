@@ -5,7 +5,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
-from vllm_opset.kernels.triton._ahead import compiled_ahead
+from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import fusion, linear, sampler, slots, weights
 from vllm_opset.platform import compat, compile_cache, refusals
 from vllm_opset.platform.cuda import device, graphs, warm_up, workspace
@@ -24,11 +24,11 @@ class OpsetCudaWorker(OpsetWorker):
     def load_model(self, **kwargs) -> None:
         if graphs.in_pieces(self.vllm_config):
             compat.break_graphs_at_attention()
-        with compiled_ahead():  # while weights load; next vLLM measures memory, for which it samples tokens
+        with precompile():  # while weights load; next vLLM measures memory, for which it samples tokens
             warm_up.sampler(self.model_runner)
             super().load_model(**kwargs)
         model = self.model_runner.get_model()
-        fusion.bind(model, self.vllm_config, compiled_ahead)
+        fusion.bind(model, self.vllm_config, precompile)
         if not weights.offloads(self.vllm_config):  # vLLM itself must handle weights that it moves
             linear.bind(model, compiled=refusals.compiles(self.vllm_config))
         compile_cache.keep_kernels_apart(self.vllm_config)

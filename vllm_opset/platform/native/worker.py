@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
-from vllm_opset.kernels.triton._ahead import compiled_ahead
+from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import fusion, layers, linear
 from vllm_opset.platform import compile_cache, refusals
 from vllm_opset.platform.cuda import device, warm_up, workspace
@@ -34,14 +34,14 @@ class OpsetNativeWorker(Reporting, Worker):
         if "ops" in self.parts:
             with set_current_vllm_config(self.vllm_config):
                 layers.bind(model, self.model_config.dtype)
-            fusion.bind(model, self.vllm_config, compiled_ahead)
+            fusion.bind(model, self.vllm_config, precompile)
         if "linear" in self.parts:
             linear.bind(model, compiled=refusals.compiles(self.vllm_config))
         if self.parts & {"linear", "ops"}:
             compile_cache.keep_kernels_apart(self.vllm_config)
         if "sampler" in self.parts:
             if sampler.install(self.model_runner):
-                with compiled_ahead():
+                with precompile():
                     warm_up.sampler(self.model_runner)
             else:
                 self.parts.remove("sampler")

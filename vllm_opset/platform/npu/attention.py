@@ -11,7 +11,7 @@ from vllm_opset.kernels.ascend._constraints import ATTENTION_BLOCK_SIZES
 
 
 class NpuAttentionImpl(OpsetAttentionImpl):
-    kv_apart = True
+    split_kv_layout = True
 
 
 class NpuAttentionBackend(OpsetAttentionBackend):
@@ -27,13 +27,13 @@ class NpuAttentionBackend(OpsetAttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple:
-        """One piece of memory for each layer, which `apart` divides. vLLM calls this from 0.29 on."""
+        """One piece of memory for each layer, which `split_kv_cache` divides. vLLM calls this from 0.29 on."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return (KVCacheLayout.LBHNC,)
 
 
-def apart(kv_cache: torch.Tensor) -> torch.Tensor:
+def split_kv_cache(kv_cache: torch.Tensor) -> torch.Tensor:
     """View a layer's KV cache with all keys before all values: [num_blocks, num_kv_heads, block_size, 2, head_size].
 
     kv_cache: vLLM's layout, [num_blocks, num_kv_heads, block_size, 2 * head_size], in one piece. It must be unused so
@@ -42,7 +42,7 @@ def apart(kv_cache: torch.Tensor) -> torch.Tensor:
     if not kv_cache.is_contiguous():
         raise ValueError(
             f"a layer's KV cache {list(kv_cache.shape)} with strides {list(kv_cache.stride())} is not in one piece of "
-            "memory, and cannot hold keys and values apart: choose another model"
+            "memory, and cannot have the split KV layout: choose another model"
         )
     num_blocks, num_kv_heads, block_size, width = kv_cache.shape
     return kv_cache.view(2, num_blocks, block_size, num_kv_heads, width // 2).permute(1, 3, 2, 0, 4)

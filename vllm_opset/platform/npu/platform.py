@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.logger import init_logger
 
+from vllm_opset import targets
 from vllm_opset.platform.base import OpsetPlatform
 from vllm_opset.platform.npu import refusals
 from vllm_opset.platform.refusals import captures
@@ -62,9 +63,9 @@ class OpsetNpuPlatform(OpsetPlatform):
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        from vllm_opset.kernels.ascend import _constraints
+        from vllm_opset.kernels.ascend._constraints import BF16_SOCS
 
-        if dtype == torch.bfloat16 and _constraints.soc() not in _constraints.BF16_SOCS:
+        if dtype == torch.bfloat16 and targets.of("npu").architecture not in BF16_SOCS:
             raise ValueError(f"there is no bfloat16 on {torch.npu.get_device_name()}: give --dtype float16")
 
     @classmethod

@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_opset.model import sampler, slots
-from vllm_opset.platform.npu.attention import apart, prepare_blocks
+from vllm_opset.platform.npu.attention import prepare_blocks, split_kv_cache
 
 
 class OpsetNpuRunner(GPUModelRunner):
@@ -23,11 +23,11 @@ class OpsetNpuRunner(GPUModelRunner):
     def initialize_kv_cache_tensors(self, *args, **kwargs) -> dict[str, torch.Tensor]:
         """Split the KV caches into keys and values after vLLM has allocated and shared their memory among layers."""
         kv_caches = super().initialize_kv_cache_tensors(*args, **kwargs)
-        self.kv_caches[:] = map(apart, self.kv_caches)
+        self.kv_caches[:] = map(split_kv_cache, self.kv_caches)
         for name in kv_caches:
             layer = self.compilation_config.static_forward_context[name]
-            layer.kv_cache = apart(layer.kv_cache)
-        return {name: apart(kv_cache) for name, kv_cache in kv_caches.items()}
+            layer.kv_cache = split_kv_cache(layer.kv_cache)
+        return {name: split_kv_cache(kv_cache) for name, kv_cache in kv_caches.items()}
 
     def _init_kv_zero_meta(self) -> None:
         """Do nothing: vLLM collects addresses here for its Triton kernel, which this runner does not use."""

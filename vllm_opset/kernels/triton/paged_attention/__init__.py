@@ -14,7 +14,7 @@ from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton.paged_attention import _call, _warm, decode, prefill, prefill_sm90
 from vllm_opset.kernels.triton.paged_attention._call import Call, tile_rows
 from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
-from vllm_opset.ops.attention.paged_batch import PagedBatch, only_packed, window_sides
+from vllm_opset.ops.attention.paged_batch import PagedBatch, refuse_split_kv, window_sides
 from vllm_opset.variants import Variant, Variants
 
 MAX_HEAD_SIZE = 256
@@ -35,7 +35,7 @@ def supports(problem: PagedAttentionProblem) -> str | None:
         return f"a tile holds up to {MAX_GROUP} query heads of a KV head"
     if problem.kv_cache_dtype not in (problem.dtype, torch.float8_e4m3fn):
         return f"a KV cache in {problem.kv_cache_dtype} with queries in {problem.dtype}: make it the same, or fp8 e4m3"
-    return only_packed(problem) or _supports.kv_cache(problem)
+    return refuse_split_kv(problem) or _supports.kv_cache(problem)
 
 
 def describe(

@@ -53,7 +53,7 @@ def load_values(
     HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Brings the values of each tile that is published, up to a post of no queries."""
+    """Brings the values of each tile that is published, up to one without queries."""
     _, _, empty_tiles = scheduler
     taken, loaded = 0, 0  # counts of tiles and of value blocks
     num_queries = await_tile(scheduler, taken)

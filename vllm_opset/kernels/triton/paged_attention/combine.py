@@ -6,7 +6,8 @@ import triton.language as tl
 from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST
 
 COMBINED_ROWS = tl.constexpr(4)  # rows that are combined at a time: those of a decoded token in most models
-COMBINED_ELEMENTS = tl.constexpr(2048)  # of a row's partial results, loaded at a time
+# Elements of a row's partial results that are loaded at a time: 64 of all rows in the registers of each of 128 threads.
+COMBINED_ELEMENTS = tl.constexpr(2048)
 
 
 @triton.jit

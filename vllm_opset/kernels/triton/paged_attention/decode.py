@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton.paged_attention import _call
 from vllm_opset.kernels.triton.paged_attention._call import (
     MAX_ROWS_FP32,
@@ -26,25 +26,23 @@ from vllm_opset.kernels.triton.paged_attention._tile import attend, load_queries
 from vllm_opset.kernels.triton.paged_attention.combine import COMBINED_ROWS, combine_rows, is_last, store_partial, write
 from vllm_opset.ops.attention.paged_batch import PagedBatch
 
-REQUESTS = tl.constexpr(256)  # planned at a time
-PROGRAMS = tl.constexpr(64)  # whose first requests are searched at a time
-# Combining one more partial result takes as long as attending this many blocks (measured on an H200). To attend b of n
-# blocks and to combine n / b partial results takes least time in all where b = sqrt(n * COMBINE_BLOCKS).
-COMBINE_BLOCKS = tl.constexpr(0.125)
-WARPGROUP_RESULTS = 64 * 128  # that fit a warpgroup's registers on a Hopper GPU, beside all else that decode needs
-FULL_BLOCKS = tl.constexpr(8)  # blocks visible to all queries, from which on a loop without masks pays
+# Requests that are planned at a time, and programs whose first requests are searched at a time. Any numbers are right.
+REQUESTS, PROGRAMS = tl.constexpr(256), tl.constexpr(64)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_programs", "turn"])
+@triton.jit(do_not_specialize=["num_reqs", "num_programs", "switch_cost"])
 def plan(
-    query_start_loc, seq_lens, num_reqs, starts, first_requests, num_programs, turn,
-    LEFT: tl.constexpr, BLOCK_N: tl.constexpr,
+    query_start_loc, seq_lens, num_reqs, starts, first_requests, num_programs, switch_cost,
+    LEFT: tl.constexpr, BLOCK_N: tl.constexpr, COMBINE_COST: tl.constexpr,
 ):  # fmt: skip
     """Runs as one program.
 
     starts: [num_reqs + 2], the first block of each request in the sequence, the end of the sequence, and the blocks per
-    program. first_requests: [num_programs + 1], the request in which each program begins. turn: to go on to another
-    request takes a program as long as attending this many blocks; as many places stay empty after each request.
+    program. first_requests: [num_programs + 1], the request in which each program begins.
+
+    switch_cost: to go on to another request takes a program as long as attending this many blocks. As many places stay
+    empty after each request. COMBINE_COST: to combine one more partial result takes as long as attending this many
+    blocks. To attend b of n blocks and to combine n / b partial results takes least time where b = √(n · COMBINE_COST).
     """
     num_blocks, longest = 0, 0
     tl.store(starts, 0)
@@ -56,12 +54,13 @@ def plan(
         seq_len = tl.load(seq_lens + request, exists, 0)
         low = _low(seq_len - query_len, LEFT)
         blocks = tl.cdiv(seq_len - low // BLOCK_N * BLOCK_N, BLOCK_N)
-        blocks = tl.where(query_len > 0, turn + tl.maximum(blocks, 1), 0)  # a query without keys still gets zeros
+        # A query without keys still gets zeros.
+        blocks = tl.where(query_len > 0, switch_cost + tl.maximum(blocks, 1), 0)
         tl.store(starts + 1 + request, num_blocks + tl.cumsum(blocks), exists)
         num_blocks += tl.sum(blocks)
         longest = max(longest, tl.max(blocks))
     tl.debug_barrier()  # the loop below reads what other threads have stored
-    best = (tl.sqrt(longest.to(tl.float32) * COMBINE_BLOCKS) + 0.5).to(tl.int32)
+    best = (tl.sqrt(longest.to(tl.float32) * COMBINE_COST) + 0.5).to(tl.int32)
     blocks_per_program = max(1, max(tl.cdiv(num_blocks, num_programs), best))
     tl.store(starts + num_reqs + 1, blocks_per_program)
     for first_program in range(0, num_programs + 1, PROGRAMS):
@@ -80,41 +79,47 @@ def _low(first_position, LEFT: tl.constexpr):
     return first_position * 0 if LEFT is None else tl.maximum(0, first_position - LEFT)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_programs", "turn"])
+@triton.jit(do_not_specialize=["num_reqs", "num_programs", "switch_cost"])
 def attend_decode(
     query, query_strides, cache, cache_strides, out, out_strides,
     query_start_loc, seq_lens, block_table, table_strides, num_reqs,
     scale, soft_cap, alibi_slopes, sinks, k_scale, v_scale,
-    partials, stats, tickets, starts, first_requests, num_programs, turn,
+    partials, stats, tickets, starts, first_requests, num_programs, switch_cost,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, UNMASKED_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Launches one program for each KV head and range of blocks; the KV head varies fastest.
 
     All queries of a request are one tile. tickets: counts the partial results of a request that are stored; None if
     combine_verify combines them, which takes all rows at a time where the last program would take a few.
 
-    The loads before `begin` read the plan and its inputs. These are older than the preceding kernel.
+    UNMASKED_BLOCKS: the fewest blocks visible to all queries for which a loop without masks is worth its start.
+
+    The loads before `pdl_wait` read the plan and its inputs. These are older than the preceding kernel.
     """
     program = tl.program_id(0)
     head, program = program % NUM_KV_HEADS, program // NUM_KV_HEADS
     blocks_per_program = tl.load(starts + num_reqs + 1)
     first_request = tl.load(first_requests + program)
     num_requests = tl.load(first_requests + program + 1) - first_request + 1
-    start, end, first_token, query_len, seq_len = _request(starts, turn, query_start_loc, seq_lens, first_request)
+    start, end, first_token, query_len, seq_len = _request(
+        starts, switch_cost, query_start_loc, seq_lens, first_request
+    )
     keys = cache + head.to(tl.int64) * cache_strides[1]
-    if OVERLAP:
+    if PDL:
         key = _low(seq_len - query_len, LEFT) + max(0, program * blocks_per_program - start) * BLOCK_N
         pages = block_table + first_request.to(tl.int64) * table_strides[0]
-        _touch(pages + max(0, min(key, seq_len - 1)) // BLOCK_SIZE * table_strides[1])
-    begin(OVERLAP)
+        _prefetch_l2(pages + max(0, min(key, seq_len - 1)) // BLOCK_SIZE * table_strides[1])
+    pdl_wait(PDL)
     if k_scale is not None:
         scale *= tl.load(k_scale)
     for index in range(num_requests):
         request = first_request + index
         if index > 0:
-            start, end, first_token, query_len, seq_len = _request(starts, turn, query_start_loc, seq_lens, request)
+            start, end, first_token, query_len, seq_len = _request(
+                starts, switch_cost, query_start_loc, seq_lens, request
+            )
         first_block, last_block = max(start, program * blocks_per_program), min(end, (program + 1) * blocks_per_program)
         if first_block < last_block:
             first_position = seq_len - query_len
@@ -123,7 +128,7 @@ def attend_decode(
             first = origin + (first_block - start) * BLOCK_N
             last = min(seq_len, origin + (last_block - start) * BLOCK_N)
             full_first, full_last = seen_by_all(first, last, first_position, seq_len - 1, LEFT, RIGHT, BLOCK_N)
-            if full_last - full_first < min(last - first, FULL_BLOCKS * BLOCK_N):
+            if full_last - full_first < min(last - first, UNMASKED_BLOCKS * BLOCK_N):
                 full_first, full_last = first, first
             num_rows = query_len * GROUP
             q = load_queries(query, query_strides, first_token, head, num_rows, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D)
@@ -156,23 +161,23 @@ def attend_decode(
                             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_programs", "turn"])
+@triton.jit(do_not_specialize=["num_reqs", "num_programs", "switch_cost"])
 def combine_verify(
     out, out_strides, query_start_loc, seq_lens, num_reqs, sinks, v_scale,
-    partials, stats, starts, first_requests, num_programs, turn,
+    partials, stats, starts, first_requests, num_programs, switch_cost,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Combines the partial results of attend_decode.
 
     Launches one program for each KV head and border between two ranges (the KV head varies fastest) and for every
     COMBINED_ROWS rows. It combines the request that spans the border, if this is the request's first border.
     """
-    begin(OVERLAP)
+    pdl_wait(PDL)
     head, border = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS + 1
     blocks_per_program = tl.load(starts + num_reqs + 1)
     request = tl.load(first_requests + border)
-    start, end, first_token, query_len, _ = _request(starts, turn, query_start_loc, seq_lens, request)
+    start, end, first_token, query_len, _ = _request(starts, switch_cost, query_start_loc, seq_lens, request)
     first_partial, num_partials = _partials(start, end, blocks_per_program, request, head, num_reqs, num_programs)
     first_row, num_rows = tl.program_id(1) * COMBINED_ROWS, query_len * GROUP
     if (num_partials > 1) & (start // blocks_per_program == border - 1) & (first_row < num_rows):
@@ -191,16 +196,16 @@ def _partials(start, end, blocks_per_program, request, head, num_reqs, num_progr
 
 
 @triton.jit
-def _request(starts, turn, query_start_loc, seq_lens, request):
+def _request(starts, switch_cost, query_start_loc, seq_lens, request):
     """A request's first block and end in the sequence, its first token, its number of queries, and of keys."""
-    start, end = tl.load(starts + request), tl.load(starts + request + 1) - turn
+    start, end = tl.load(starts + request), tl.load(starts + request + 1) - switch_cost
     first_token = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first_token
     return start, end, first_token, query_len, tl.load(seq_lens + request)
 
 
 @triton.jit
-def _touch(place):
+def _prefetch_l2(place):
     """Prefetches an address into the L2 cache."""
     code: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     tl.inline_asm_elementwise(code, "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1)
@@ -220,43 +225,52 @@ def can_verify(call: Call) -> bool:
 
 def launch_decode(call: Call) -> None:
     """One launch: the last program of a request combines its partial results."""
-    _launch_ranges(call, "paged_attention_decode", combined_apart=False)
+    _launch_ranges(call, "paged_attention_decode", separate_combine=False)
 
 
 def launch_verify(call: Call) -> None:
     """Two launches: combine_verify combines the many rows of a request by several programs."""
-    _launch_ranges(call, "paged_attention_verify", combined_apart=True)
+    _launch_ranges(call, "paged_attention_verify", separate_combine=True)
 
 
-def _launch_ranges(call: Call, launch: str, combined_apart: bool) -> None:
+def _launch_ranges(call: Call, launch: str, separate_combine: bool) -> None:
     device, num_kv_heads, block_d = call.query.device, call.num_kv_heads, call.block_d
     rows = tile_rows(call.most_rows, call.group, call.query.dtype)
     values = _launch.parameters(launch, device, (call.num_reqs * num_kv_heads) ** 2 * call.batch.max_seq_len)
-    warps = values["warps"] * max(1, rows * block_d // WARPGROUP_RESULTS)
+    table = thresholds(device)
+    warps = values["warps"] * max(1, rows * block_d // table["decode_elements"])
     if values["programs"] == 1 and call.kv_cache.dtype != call.query.dtype:
         warps = max(warps, WARPGROUP)  # converting takes registers, and a program that is alone can have more
-    block_n, turn = call.block_n(values), values["turn"]
+    block_n, switch_cost = call.block_n(values), values["switch_cost"]
     num_programs = max(1, values["programs"] * _call.multiprocessors(device) // num_kv_heads)
-    tickets, *plan = call.batch.once(_plan, num_kv_heads, num_programs, turn, call.left, block_n)
+    tickets, *plan = call.batch.once(
+        _plan, num_kv_heads, num_programs, switch_cost, table["combine_cost"], call.left, block_n
+    )
     partials = call.batch.once(_call.workspace, (num_programs + call.num_reqs) * num_kv_heads, rows, block_d)
     shape = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": call.group, "HEAD_SIZE": call.head_size, "BLOCK_M": rows,
-        "BLOCK_D": block_d, **_launch.overlap(device),
+        "BLOCK_D": block_d, **_launch.pdl_options(device),
     }  # fmt: skip
     attend_decode[(num_programs * num_kv_heads,)](
-        *call.attend_arguments(), *partials, None if combined_apart else tickets, *plan, num_programs, turn,
-        BLOCK_SIZE=call.block_size, LEFT=call.left, RIGHT=call.right, BLOCK_N=block_n,
-        num_warps=warps, num_stages=values["stages"], **shape,
+        *call.attend_arguments(), *partials, None if separate_combine else tickets, *plan, num_programs, switch_cost,
+        BLOCK_SIZE=call.block_size, LEFT=call.left, RIGHT=call.right, UNMASKED_BLOCKS=table["unmasked_blocks"],
+        BLOCK_N=block_n, num_warps=warps, num_stages=values["stages"], **shape,
     )  # fmt: skip
-    if combined_apart and num_programs > 1:
+    if separate_combine and num_programs > 1:
         borders = (num_programs - 1) * num_kv_heads
         combine_verify[(borders, _launch.cdiv(call.most_rows, COMBINED_ROWS.value))](
-            *call.combine_arguments(), *partials, *plan, num_programs, turn, num_warps=WARPGROUP, **shape
+            *call.combine_arguments(), *partials, *plan, num_programs, switch_cost, num_warps=WARPGROUP, **shape
         )
 
 
 def _plan(
-    batch: PagedBatch, num_kv_heads: int, num_programs: int, turn: int, left: int | None, block_n: int
+    batch: PagedBatch,
+    num_kv_heads: int,
+    num_programs: int,
+    switch_cost: int,
+    combine_cost: float,
+    left: int | None,
+    block_n: int,
 ) -> tuple[torch.Tensor, ...]:
     """Tickets, and the range of each program, for all layers with this window.
 
@@ -267,7 +281,7 @@ def _plan(
     starts = torch.empty(num_reqs + 2, dtype=torch.int32, device=device)
     first_requests = torch.empty(num_programs + 1, dtype=torch.int32, device=device)
     plan[(1,)](
-        batch.query_start_loc, batch.seq_lens, num_reqs, starts, first_requests, num_programs, turn,
-        LEFT=left, BLOCK_N=block_n,
+        batch.query_start_loc, batch.seq_lens, num_reqs, starts, first_requests, num_programs, switch_cost,
+        LEFT=left, BLOCK_N=block_n, COMBINE_COST=combine_cost,
     )  # fmt: skip
     return _call.tickets(batch, num_reqs * num_kv_heads), starts, first_requests

@@ -4,13 +4,13 @@ import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton.paged_attention import _call
 from vllm_opset.kernels.triton.paged_attention._call import ROW_BYTES, WARPGROUP, Call, tile_rows
 from vllm_opset.kernels.triton.paged_attention._tile import attend, load_queries, seen_by_all
 from vllm_opset.kernels.triton.paged_attention.combine import COMBINED_ROWS, combine_rows, store_partial, write
 
-REQUESTS = tl.constexpr(256)  # searched at a time for the request of a tile
+REQUESTS = tl.constexpr(256)  # searched at a time for the request of a tile; any number is right
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_splits", "min_split_keys"])
@@ -21,13 +21,13 @@ def attend_prefill(
     partials, stats, num_splits, min_split_keys,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Launches one program for each KV head, split and query tile; the KV head varies fastest.
 
     SPLIT: whether a tile's keys may have more than one split. Partial results are stored then, for combine_prefill.
     """
-    begin(OVERLAP)
+    pdl_wait(PDL)
     program = tl.program_id(0)
     head, split = program % NUM_KV_HEADS, program // NUM_KV_HEADS % num_splits
     tile = program // (NUM_KV_HEADS * num_splits)
@@ -73,13 +73,13 @@ def combine_prefill(
     out, out_strides, query_start_loc, seq_lens, num_reqs, sinks, v_scale, partials, stats, num_splits, min_split_keys,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Combines the partial results of attend_prefill.
 
     Launches one program for each KV head and query tile (the KV head varies fastest) and for every COMBINED_ROWS rows.
     """
-    begin(OVERLAP)
+    pdl_wait(PDL)
     head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
     _, first_token, num_queries, first_position, seq_len = _queries(
         tile, query_start_loc, seq_lens, num_reqs, BLOCK_M // GROUP
@@ -171,7 +171,8 @@ def launch_prefill(call: Call) -> None:
         partials = call.batch.once(_call.workspace, num_tiles * num_splits, rows, call.block_d)
     shape = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": call.head_size, "LEFT": call.left,
-        "RIGHT": call.right, "BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_D": call.block_d, **_launch.overlap(device),
+        "RIGHT": call.right, "BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_D": call.block_d,
+        **_launch.pdl_options(device),
     }  # fmt: skip
     attend_prefill[(num_tiles * num_splits,)](
         *call.attend_arguments(), *partials, num_splits, split_keys, BLOCK_SIZE=call.block_size,

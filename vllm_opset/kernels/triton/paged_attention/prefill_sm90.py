@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import INTERPRETED, _launch
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton.paged_attention import _call
 from vllm_opset.kernels.triton.paged_attention._call import MIN_ROWS, WARPGROUP, Call, thresholds
 from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
@@ -39,7 +39,8 @@ from vllm_opset.targets import WGMMA
 COPY_BYTES = 16  # the copy engine takes addresses and strides that are multiples of so many
 ELEMENT_BYTES = 2  # of queries and keys, for its matrix instructions
 HALF = gl.constexpr(ROWS.value // 2)  # the rows of a warpgroup, and of its matrix instructions
-# Registers of a thread. Two warpgroups, and a third for the loading warps, use up those of the multiprocessor.
+# Registers of a thread. Two warpgroups, and a third for the loading warps, use up those of a Hopper multiprocessor,
+# which is the only one that runs this kernel: 64 Ki registers hold 128 threads * (2 * 232 + 40).
 ATTENDING_REGISTERS = gl.constexpr(232)
 LOADING_REGISTERS = gl.constexpr(40)
 
@@ -50,14 +51,14 @@ def attend_prefill_sm90(
     query_start_loc, seq_lens, block_table, table_strides, num_reqs, scale, sinks, num_tiles, ticket,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Launches at most as many programs as run at a time.
 
     query, out: rows of aligned 16-byte units. cache: a TMA descriptor of the KV cache with boxes [1, 1, rows, COLUMNS];
     these rows divide BLOCK_SIZE and BLOCK_N. ticket: zero, and zero again afterwards.
     """
-    begin(OVERLAP)
+    pdl_wait(PDL)
     dtype: gl.constexpr = query.dtype.element_ty
     BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
     NUM_BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX_ROWS) * (BLOCK_D // COLUMNS)
@@ -114,8 +115,8 @@ def _attend(
     BOX_ROWS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Half the rows of each tile that is published, up to a post of no queries."""
-    PLACES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    """Half the rows of each tile that is published, up to one without queries."""
+    ROW_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     _, _, empty_tiles = scheduler
     taken, done, num_cleared = 0, 0, 0  # counts of tiles, of key blocks, and of cleared blocks
     num_queries = await_tile(scheduler, taken)
@@ -127,12 +128,12 @@ def _attend(
             done, num_cleared = _attend_tile(
                 HALF_INDEX, tensors, queries.index(HALF_INDEX), ring, done, num_cleared,
                 num_queries, first_token, first_position, seq_len, head, scale,
-                BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES, PLACES,
+                BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES, ROW_LAYOUT,
             )  # fmt: skip
         else:
             done, num_cleared = _skip_tile(
                 HALF_INDEX, ring, done, num_cleared, num_queries, first_position, seq_len,
-                BOX_ROWS, LEFT, RIGHT, BLOCK_N, STAGES, PLACES,
+                BOX_ROWS, LEFT, RIGHT, BLOCK_N, STAGES, ROW_LAYOUT,
             )  # fmt: skip
         taken += 1
         num_queries = await_tile(scheduler, taken)
@@ -143,53 +144,54 @@ def _attend_tile(
     HALF_INDEX: gl.constexpr, tensors, q, ring, done, num_cleared,
     num_queries, first_token, first_position, seq_len, head, scale,
     BOX_ROWS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The online softmax of half of a tile's rows, and its result. q: shared memory for both.
 
     Returns the counts so far.
     """
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     query, query_strides, out, out_strides, sinks = tensors
     _, values, _, empty_keys, full_values, empty_values, cleared = ring
     low, _, num_blocks, num_right, num_masked = blocks(
         first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N
     )
-    row = HALF_INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(1, PLACES))
-    column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, PLACES))
+    row = HALF_INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(1, ROW_LAYOUT))
+    column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROW_LAYOUT))
     inside = (row < num_queries * GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
     token, query_head = (first_token + row // GROUP).to(gl.int64), head * GROUP + row % GROUP
     place = gl.multiple_of(query + token * query_strides[0] + query_head * query_strides[1], 16)
     q.store(gl.load(place[:, None] + column[None, :], inside, 0.0))
     hopper.fence_async_shared()
 
-    row = HALF_INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORES))
+    row = HALF_INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORE_LAYOUT))
     position = first_position + row // GROUP
     scale_log2 = scale * LOG2E
-    acc = gl.zeros([HALF, BLOCK_D], gl.float32, RESULT)
-    m_i = gl.full([HALF], LOWEST, gl.float32, gl.SliceLayout(1, SCORES))
-    l_i = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, SCORES))
+    acc = gl.zeros([HALF, BLOCK_D], gl.float32, ACC_LAYOUT)
+    m_i = gl.full([HALF], LOWEST, gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
+    l_i = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
 
-    score = hopper.warpgroup_mma_wait(0, deps=(_score(q, ring, done, BLOCK_N, STAGES, SCORES),))
+    score = hopper.warpgroup_mma_wait(0, deps=(_score(q, ring, done, BLOCK_N, STAGES, SCORE_LAYOUT),))
     mbarrier.arrive(empty_keys.index(done % STAGES))
     start = start_of(0, low, num_blocks, num_right, BLOCK_N)
     p, m_i, l_i, _ = _softmax(
-        score, m_i, l_i, scale_log2, start, position, seq_len, True, LEFT, RIGHT, BLOCK_N, SCORES, RESULT, q.dtype
-    )
+        score, m_i, l_i, scale_log2, start, position, seq_len, True, LEFT, RIGHT, BLOCK_N, SCORE_LAYOUT, ACC_LAYOUT,
+        q.dtype,
+    )  # fmt: skip
     mbarrier.wait(full_values.index(done % STAGES), done // STAGES & 1)
     if start + BLOCK_N > seq_len:
-        _clear(HALF_INDEX, values.index(done % STAGES), seq_len - start, cleared, num_cleared, BLOCK_N // 2, PLACES)
+        _clear(HALF_INDEX, values.index(done % STAGES), seq_len - start, cleared, num_cleared, BLOCK_N // 2, ROW_LAYOUT)
         num_cleared += 1
     for step in range(1, num_masked):
         acc, p, m_i, l_i = _step(
             acc, p, m_i, l_i, done + step, q, ring, scale_log2, start_of(step, low, num_blocks, num_right, BLOCK_N),
-            position, seq_len, True, LEFT, RIGHT, BLOCK_N, STAGES, SCORES, RESULT,
+            position, seq_len, True, LEFT, RIGHT, BLOCK_N, STAGES, SCORE_LAYOUT, ACC_LAYOUT,
         )  # fmt: skip
     for step in range(num_masked, num_blocks):
         acc, p, m_i, l_i = _step(
             acc, p, m_i, l_i, done + step, q, ring, scale_log2, start_of(step, low, num_blocks, num_right, BLOCK_N),
-            position, seq_len, False, LEFT, RIGHT, BLOCK_N, STAGES, SCORES, RESULT,
+            position, seq_len, False, LEFT, RIGHT, BLOCK_N, STAGES, SCORE_LAYOUT, ACC_LAYOUT,
         )  # fmt: skip
     done += num_blocks
     acc = _add(acc, p, ring, done - 1, STAGES)
@@ -201,11 +203,11 @@ def _attend_tile(
         m_new = gl.maximum(m_i, sink)
         alpha = gl.exp2(m_i - m_new)
         l_i = l_i * alpha + gl.exp2(sink - m_new)
-        acc *= gl.convert_layout(alpha, gl.SliceLayout(1, RESULT))[:, None]
+        acc *= gl.convert_layout(alpha, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
     rescale = 1 / gl.where(l_i > 0, l_i, 1.0)  # zeros for a query without visible keys
-    q.store((acc * gl.convert_layout(rescale, gl.SliceLayout(1, RESULT))[:, None]).to(q.dtype))
+    q.store((acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC_LAYOUT))[:, None]).to(q.dtype))
     place = gl.multiple_of(out + token * out_strides[0] + query_head * out_strides[1], 16)
-    gl.store(place[:, None] + column[None, :], q.load(PLACES), inside)
+    gl.store(place[:, None] + column[None, :], q.load(ROW_LAYOUT), inside)
     return done, num_cleared
 
 
@@ -213,7 +215,7 @@ def _attend_tile(
 def _skip_tile(
     HALF_INDEX: gl.constexpr, ring, done, num_cleared, num_queries, first_position, seq_len,
     BOX_ROWS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    PLACES: gl.constexpr,
+    ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Releases the blocks of a tile whose rows are all in the other half. Returns the counts so far."""
     _, values, full_keys, empty_keys, full_values, empty_values, cleared = ring
@@ -225,18 +227,18 @@ def _skip_tile(
         mbarrier.wait(full_values.index(place), phase)
         start = start_of(step, low, num_blocks, num_right, BLOCK_N)
         if (step == 0) & (start + BLOCK_N > seq_len):
-            _clear(HALF_INDEX, values.index(place), seq_len - start, cleared, num_cleared, BLOCK_N // 2, PLACES)
+            _clear(HALF_INDEX, values.index(place), seq_len - start, cleared, num_cleared, BLOCK_N // 2, ROW_LAYOUT)
             num_cleared += 1
         mbarrier.arrive(empty_values.index(place))
     return done + num_blocks, num_cleared
 
 
 @gluon.jit
-def _score(q, ring, at, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr):
+def _score(q, ring, at, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORE_LAYOUT: gl.constexpr):
     """Starts the product of the queries and a block of keys."""
     keys, full_keys = ring[0], ring[2]
     mbarrier.wait(full_keys.index(at % STAGES), at // STAGES & 1)
-    zeros = gl.zeros([HALF, BLOCK_N], gl.float32, SCORES)
+    zeros = gl.zeros([HALF, BLOCK_N], gl.float32, SCORE_LAYOUT)
     return hopper.warpgroup_mma(q, keys.index(at % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -252,43 +254,44 @@ def _add(acc, p, ring, at, STAGES: gl.constexpr):
 def _step(
     acc, p, m_i, l_i, at, q, ring, scale_log2, start, position, seq_len,
     MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    SCORES: gl.constexpr, RESULT: gl.constexpr,
+    SCORE_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the previous block's values, and computes the weights of this block's keys meanwhile."""
     empty_keys, empty_values = ring[3], ring[5]
-    score = _score(q, ring, at, BLOCK_N, STAGES, SCORES)
+    score = _score(q, ring, at, BLOCK_N, STAGES, SCORE_LAYOUT)
     acc = _add(acc, p, ring, at - 1, STAGES)
     score = hopper.warpgroup_mma_wait(1, deps=(score,))
     mbarrier.arrive(empty_keys.index(at % STAGES))
     following, m_i, l_i, alpha = _softmax(
-        score, m_i, l_i, scale_log2, start, position, seq_len, MASKED, LEFT, RIGHT, BLOCK_N, SCORES, RESULT, q.dtype
-    )
+        score, m_i, l_i, scale_log2, start, position, seq_len, MASKED, LEFT, RIGHT, BLOCK_N, SCORE_LAYOUT, ACC_LAYOUT,
+        q.dtype,
+    )  # fmt: skip
     acc, _, following = hopper.warpgroup_mma_wait(0, deps=(acc, p, following))
     mbarrier.arrive(empty_values.index((at - 1) % STAGES))
-    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, RESULT))[:, None], following, m_i, l_i
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC_LAYOUT))[:, None], following, m_i, l_i
 
 
 @gluon.jit
 def _softmax(
     score, m_i, l_i, scale_log2, start, position, seq_len,
     MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
-    SCORES: gl.constexpr, RESULT: gl.constexpr, dtype: gl.constexpr,
+    SCORE_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """The weights of a block, the new m_i and l_i, and alpha."""
     if MASKED:
-        key_position = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+        key_position = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORE_LAYOUT))
         seen = is_visible(key_position[None, :] - position[:, None], (key_position < seq_len)[None, :], LEFT, RIGHT)
         score = gl.where(seen, score, float("-inf"))
     m_new = gl.maximum(m_i, gl.max(score, 1) * scale_log2)
     p = gl.exp2(score * scale_log2 - m_new[:, None])
     alpha = gl.exp2(m_i - m_new)
     l_i = l_i * alpha + gl.sum(p, 1)
-    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, RESULT, 2)), m_new, l_i, alpha
+    return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, ACC_LAYOUT, 2)), m_new, l_i, alpha
 
 
 @gluon.jit
 def _clear(
-    HALF_INDEX: gl.constexpr, values, num_rows, cleared, num_cleared, NUM_ROWS: gl.constexpr, PLACES: gl.constexpr
+    HALF_INDEX: gl.constexpr, values, num_rows, cleared, num_cleared, NUM_ROWS: gl.constexpr, ROW_LAYOUT: gl.constexpr
 ):  # fmt: skip
     """Stores zeros into a block of values from row num_rows on.
 
@@ -296,8 +299,8 @@ def _clear(
     rows, and waits for the other one.
     """
     values = values.slice(HALF_INDEX * NUM_ROWS, NUM_ROWS)
-    row = HALF_INDEX * NUM_ROWS + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, PLACES))
-    values.store(gl.where((row < num_rows)[:, None], values.load(PLACES), 0.0))
+    row = HALF_INDEX * NUM_ROWS + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, ROW_LAYOUT))
+    values.store(gl.where((row < num_rows)[:, None], values.load(ROW_LAYOUT), 0.0))
     hopper.fence_async_shared()
     mbarrier.arrive(cleared)
     mbarrier.wait(cleared, num_cleared & 1)
@@ -335,7 +338,7 @@ def launch_prefill_sm90(call: Call) -> None:
         call.scale, call.sinks, num_tiles, batch.once(_call.tickets, 1),
         NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, BLOCK_SIZE=call.block_size,
         LEFT=call.left, RIGHT=call.right, BLOCK_N=block_n, BLOCK_D=call.block_d, STAGES=values["stages"],
-        num_warps=WARPGROUP, **_launch.overlap(device),
+        num_warps=WARPGROUP, **_launch.pdl_options(device),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""top_k_top_p_sample without a sort: estimate the cut-offs from a sample, list candidates near them, cut and race them.
+"""top_k_top_p_sample without a sort: estimate the cut-offs from a sample, list candidates near them, filter and sample.
 
 `read` describes how the kernels work together.
 """
@@ -12,7 +12,6 @@ from vllm_opset.kernels.triton.top_k_top_p_sample import _rows, finish, read, re
 from vllm_opset.ops.sampling.top_k_top_p_sample import TopKTopPSampleProblem, check_processed
 
 MAX_VOCABULARY = 2**22  # the sum of this many weights fits 64-bit fixed point
-ROW_REGISTERS = 128  # per thread; without this limit the compiler uses so few registers that some spill
 FEW_CHUNKS = 128  # one compiled variant serves all rows with at most this many chunks
 
 
@@ -35,15 +34,15 @@ def top_k_top_p_sample(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     check_processed(processed)
     num_rows, vocab_size = logits.shape
-    device, overlap = logits.device, _launch.overlap(logits.device)
+    device, pdl = logits.device, _launch.pdl_options(logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     out = None if processed is None else torch.empty(logits.shape, dtype=torch.float32, device=device)
     if num_rows == 0:
         return tokens, out
     values = _launch.parameters("top_k_top_p_sample", device, num_rows)
-    chunk, capacity = values["chunk"], min(vocab_size, values["listed"])
+    chunk, capacity = values["chunk"], min(vocab_size, values["list_capacity"])
     num_chunks = _launch.cdiv(vocab_size, chunk)
-    asked = int(processed is not None)
+    wants_processed = int(processed is not None)
     filtered = not (top_k is None and top_p is None and min_p is None)
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -52,7 +51,7 @@ def top_k_top_p_sample(
     ints = empty(num_rows, _rows.NUM_INTS.value, dtype=torch.int32)
     floats = empty(num_rows, _rows.NUM_FLOATS.value, dtype=torch.float32)
     parts = empty(num_rows * num_chunks, _rows.NUM_PARTS.value, dtype=torch.float32)
-    part_ids = empty(num_rows * num_chunks, _rows.NUM_WINNERS.value, dtype=torch.int32)
+    part_ids = empty(num_rows * num_chunks, _rows.NUM_SAMPLED.value, dtype=torch.int32)
     # The cut-off of top-k is always in the list, except for ties. The cut-offs of top-p and min-p may be outside.
     rereads = top_p is not None or min_p is not None
     pivot_sums = empty(num_rows * num_chunks * rereads, _rows.NUM_PIVOTS.value, dtype=torch.float32)
@@ -71,31 +70,31 @@ def top_k_top_p_sample(
 
     if filtered:
         read.start[(num_rows,)](
-            logits, logits.stride(), vocab_size, given, settings, strides, asked, ints, floats,
-            num_warps=values["row_warps"], **overlap,
+            logits, logits.stride(), vocab_size, given, settings, strides, wants_processed, ints, floats,
+            LIST_LENGTH=values["list_length"], num_warps=values["row_warps"], **pdl,
         )  # fmt: skip
     read.read[(num_rows * num_chunks,)](
-        logits, logits.stride(), vocab_size, num_chunks, keys, given, settings, strides, asked,
+        logits, logits.stride(), vocab_size, num_chunks, keys, given, settings, strides, wants_processed,
         ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-        CHUNK=chunk, FILTERED=filtered, num_warps=values["warps"], **registers, **overlap,
+        CHUNK=chunk, FILTERED=filtered, num_warps=values["warps"], **registers, **pdl,
     )  # fmt: skip
     chunks = max(FEW_CHUNKS, _launch.next_power_of_2(num_chunks))
     if rereads:
-        programs = min(max(values["rereaders"] // num_rows, 1), num_chunks)
+        programs = min(max(values["reread_programs"] // num_rows, 1), num_chunks)
         reread.reread[(num_rows * programs,)](
-            logits, logits.stride(), vocab_size, num_chunks, programs, keys, given, settings, strides, asked,
+            logits, logits.stride(), vocab_size, num_chunks, programs, keys, given, settings, strides, wants_processed,
             ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-            CHUNK=chunk, CHUNKS=chunks, num_warps=values["warps"], **registers, **overlap,
+            CHUNK=chunk, CHUNKS=chunks, num_warps=values["warps"], **registers, **pdl,
         )  # fmt: skip
     finish.finish[(num_rows,)](
-        logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, asked,
+        logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, wants_processed,
         ints, floats, parts, part_ids, listed, listed_ids, capacity,
         CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered,
-        num_warps=values["row_warps"], **_launch.registers(logits.device, ROW_REGISTERS), **overlap,
+        num_warps=values["row_warps"], **_launch.registers(device, values["row_registers"]), **pdl,
     )  # fmt: skip
     if out is not None:
         read.process[(num_rows * num_chunks,)](
             logits, logits.stride(), vocab_size, num_chunks, given, settings, strides, ints, floats, out,
-            CHUNK=chunk, LOGPROBS=processed == "logprobs", num_warps=values["warps"], **overlap,
+            CHUNK=chunk, LOGPROBS=processed == "logprobs", num_warps=values["warps"], **pdl,
         )  # fmt: skip
     return tokens, out

@@ -1,6 +1,6 @@
-"""Code that the kernels of top_k_top_p_sample share: their data on rows and chunks, settings, candidate lists, races.
+"""Code that the kernels of top_k_top_p_sample share: data on rows and chunks, settings, candidate lists, the argmax.
 
-`read` describes how the kernels work together.
+`read` describes how the kernels work together, and what an exponential argmax is.
 """
 
 import triton
@@ -11,28 +11,29 @@ from vllm_opset.ops.sampling.top_k_top_p_sample import GREEDY_BELOW as _GREEDY_B
 
 GREEDY_BELOW = tl.constexpr(_GREEDY_BELOW)
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(1 << bit) for bit in range(4))  # bits of the settings that are given
-RACERS = tl.constexpr(1024)  # tokens that race together; one block of the generator gives the words of four of them
+# Tokens of one step of an exponential argmax. One block of the generator gives the random words of four of them.
+ARGMAX_BLOCK = tl.constexpr(1024)
 
-# Integers of a row: the numbers of candidates that `read` and `reread` listed, the way to the row's token, the key of
-# the cut-off, and the last index that is kept at the cut-off. The counters are padded to a cache line.
-LISTED, RELISTED, WAY, CUT, LAST = (tl.constexpr(place) for place in range(5))
+# Integers of a row: the numbers of candidates that `read` and `reread` listed, the strategy that samples its token, the
+# key of the cut-off, and the last index that is kept at the cut-off. The counters are padded to a cache line.
+LISTED, RELISTED, STRATEGY, CUT, LAST = (tl.constexpr(place) for place in range(5))
 NUM_INTS = tl.constexpr(32)
-# Ways to a token: cut the list of `read`; race in `read` and reject dropped winners; cut the list of `reread`; or race
-# in `reread` and reject dropped winners.
-CUT_LIST, RACE, CUT_CLOSER_LIST, RACE_LATE = (tl.constexpr(way) for way in range(4))
+# Strategies: search the list of `read` for the cut-off; sample in `read` and reject tokens that top-p drops; search the
+# list of `reread`; or sample in `reread` and reject.
+SEARCH_LIST, REJECTION, SEARCH_CLOSER_LIST, LATE_REJECTION = (tl.constexpr(strategy) for strategy in range(4))
 # Floats of a row: the bounds of `read` and of `reread`, the largest x, the logarithm of the sum of the kept weights,
 # and the standard deviation of the sample. ESTIMATE is the estimated logit of top-p's cut-off, or inf if it is not
 # needed. ABOVE and BELOW are the reach of the pivots above and below this estimate.
-LOW, HIGH, CLOSER_LOW, CLOSER_HIGH, TOP, TOTAL, DEVIATION, ESTIMATE, ABOVE, BELOW, NUM_FLOATS = (
+LOW, HIGH, CLOSER_LOW, CLOSER_HIGH, MAX_X, TOTAL, DEVIATION, ESTIMATE, ABOVE, BELOW, NUM_FLOATS = (
     tl.constexpr(place) for place in range(11)
 )
-# Floats of a chunk: its largest logit, the best score, the best score of the second race, and three sums of weights, as
+# Floats of a chunk: its largest logit, the scores of its first and second sampled token, and three sums of weights, as
 # multiples of the largest logit's weight. The sums are over all tokens, over the tokens from the first bound on, and
-# over the tokens that are certain to be kept or, in a race, ahead of the winner.
-CHUNK_TOP, CHUNK_SCORE, CHUNK_SECOND, CHUNK_TOTAL, CHUNK_LISTED, CHUNK_CERTAIN, NUM_PARTS = (
+# over the tokens that are certain to be kept or, with rejection, come before the row's first sampled token.
+CHUNK_MAX, CHUNK_SCORE, CHUNK_SECOND, CHUNK_TOTAL, CHUNK_LISTED, CHUNK_CERTAIN, NUM_PARTS = (
     tl.constexpr(place) for place in range(7)
 )
-NUM_WINNERS = tl.constexpr(2)  # winners of a chunk: of the first and of the second race
+NUM_SAMPLED = tl.constexpr(2)  # sampled tokens of a chunk: with rejection, a second one in case the first is dropped
 # The relative error of fp32 sums of weights. A list counts as complete only if its sum exceeds the goal by this.
 SUM_ERROR = tl.constexpr(1e-5)
 NUM_PIVOTS = tl.constexpr(16)  # logits of a row above which weights are added up
@@ -59,44 +60,46 @@ def list_candidates(logit, place, among, listed, listed_logits, listed_ids, row,
 
 
 @triton.jit
-def race(
-    best, winner, line, column_stride, first, bound, last, top, scale, seed, vocab_size, BY_X: tl.constexpr,
+def update_argmax(
+    best_score, best_token, line, column_stride, first, bound, last, top, scale, seed, vocab_size, BY_X: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the tokens of a chunk to a race, if they are ahead of the token `last` at `bound`.
+    """Adds the tokens of a chunk to an exponential argmax, if they come before the token `last` at `bound`.
 
-    Returns the RACERS best scores, as multiples of the weight of `top`, and their tokens. BY_X: whether the bound is an
-    x instead of a logit.
+    Returns the ARGMAX_BLOCK best scores, as multiples of the weight of `top`, and their tokens. BY_X: whether the bound
+    is an x instead of a logit.
     """
-    for place in range(first, first + CHUNK, RACERS):
-        words = tl.randint4x(seed, place // 4 + tl.arange(0, RACERS // 4))
-        words = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3])).reshape(RACERS)
-        token = place + tl.arange(0, RACERS)
+    for place in range(first, first + CHUNK, ARGMAX_BLOCK):
+        words = tl.randint4x(seed, place // 4 + tl.arange(0, ARGMAX_BLOCK // 4))
+        words = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3])).reshape(ARGMAX_BLOCK)
+        token = place + tl.arange(0, ARGMAX_BLOCK)
         logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
         value = logit
         if BY_X:
             value = divided(logit, scale)
         score = weight_of(logit, top, scale) / exponential(words)
-        score = tl.where(is_ahead(value, token, bound, last), score, -1.0)
-        better = score > best  # the first of equal scores wins
-        best, winner = tl.where(better, score, best), tl.where(better, token, winner)
-    return best, winner
+        score = tl.where(precedes(value, token, bound, last), score, -1.0)
+        better = score > best_score  # the first of equal scores is kept
+        best_score, best_token = tl.where(better, score, best_score), tl.where(better, token, best_token)
+    return best_score, best_token
 
 
 @triton.jit
-def is_ahead(value, token, bound, last):
+def precedes(value, token, bound, last):
     """Whether tokens come before the token `last`, whose value is `bound`, in the order in which top-p takes them."""
     return (value > bound) | ((value == bound) & (token < last))
 
 
 @triton.jit
-def race_alone(
+def chunk_argmax(
     line, column_stride, first, bound, last, top, scale, seed, vocab_size, BY_X: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """The score and the winner of the race in one chunk; see `race`."""
-    best, racer = nobody(vocab_size, RACERS)
-    best, racer = race(best, racer, line, column_stride, first, bound, last, top, scale, seed, vocab_size, BY_X, CHUNK)
-    return first_of_best(best, racer, vocab_size)
+    """The best score and the sampled token of one chunk; see `update_argmax`."""
+    best_score, best_token = empty_argmax(vocab_size, ARGMAX_BLOCK)
+    best_score, best_token = update_argmax(
+        best_score, best_token, line, column_stride, first, bound, last, top, scale, seed, vocab_size, BY_X, CHUNK
+    )
+    return reduce_argmax(best_score, best_token, vocab_size)
 
 
 @triton.jit
@@ -108,11 +111,13 @@ def pivots_of(bounds):
 
 
 @triton.jit
-def nobody(vocab_size, COUNT: tl.constexpr):
+def empty_argmax(vocab_size, COUNT: tl.constexpr):
+    """Scores below those of all tokens, and vocab_size in place of a token."""
     return tl.full((COUNT,), -1.0, tl.float32), tl.full((COUNT,), 0, tl.int32) + vocab_size
 
 
 @triton.jit
-def first_of_best(scores, tokens, vocab_size):
+def reduce_argmax(scores, tokens, vocab_size):
+    """The best score, and the lowest token that has it."""
     score = tl.max(scores, 0)
     return score, tl.min(tl.where(scores == score, tokens, vocab_size), 0)

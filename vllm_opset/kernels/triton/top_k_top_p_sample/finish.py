@@ -1,4 +1,4 @@
-"""The kernel `finish` of top_k_top_p_sample: cuts and races a row.
+"""The kernel `finish` of top_k_top_p_sample: filters a row and samples its token.
 
 `read` describes how the kernels work together.
 """
@@ -6,39 +6,39 @@
 import triton
 import triton.language as tl
 
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton.top_k_top_p_sample._rows import (
+    ARGMAX_BLOCK,
     CHUNK_CERTAIN,
     CHUNK_LISTED,
+    CHUNK_MAX,
     CHUNK_SCORE,
     CHUNK_SECOND,
-    CHUNK_TOP,
     CHUNK_TOTAL,
     CLOSER_HIGH,
     CLOSER_LOW,
     CUT,
-    CUT_CLOSER_LIST,
-    CUT_LIST,
     LAST,
+    LATE_REJECTION,
     LISTED,
     LOW,
+    MAX_X,
     NUM_FLOATS,
     NUM_INTS,
     NUM_PARTS,
-    NUM_WINNERS,
-    RACE,
-    RACE_LATE,
-    RACERS,
+    NUM_SAMPLED,
+    REJECTION,
     RELISTED,
+    SEARCH_CLOSER_LIST,
+    SEARCH_LIST,
+    STRATEGY,
     SUM_ERROR,
-    TOP,
     TOTAL,
-    WAY,
-    first_of_best,
-    is_ahead,
-    nobody,
-    race,
+    empty_argmax,
+    precedes,
+    reduce_argmax,
     settings_of,
+    update_argmax,
 )
 from vllm_opset.kernels.triton.top_k_top_p_sample._search import (
     INFINITY,
@@ -65,60 +65,61 @@ from vllm_opset.kernels.triton.top_k_top_p_sample._search import (
 def finish(
     logits, logits_strides, vocab_size, num_chunks, keys, tokens, given, settings, strides, processed,
     ints, floats, parts, part_ids, listed_logits, listed_ids, capacity,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FILTERED: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Chooses the token of a row, with one program per row."""
-    begin(OVERLAP)
+    pdl_wait(PDL)
     row = tl.program_id(0)
     scale, greedy, k, p, least = settings_of(row, given, settings, strides, vocab_size)
     seed = tl.load(keys + row * strides[4])
     line, column_stride = logits + row.to(tl.int64) * logits_strides[0], logits_strides[1]
     parts += row * num_chunks * NUM_PARTS
     chunk = tl.arange(0, CHUNKS)
-    tops = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOP, chunk < num_chunks, -INFINITY)
+    tops = tl.load(parts + chunk * NUM_PARTS + CHUNK_MAX, chunk < num_chunks, -INFINITY)
     scores = tl.load(parts + chunk * NUM_PARTS + CHUNK_SCORE, chunk < num_chunks, -INFINITY)
-    part_ids += row * num_chunks * NUM_WINNERS
-    winners = tl.load(part_ids + chunk * NUM_WINNERS, chunk < num_chunks, vocab_size)
+    part_ids += row * num_chunks * NUM_SAMPLED
+    tokens_of_chunks = tl.load(part_ids + chunk * NUM_SAMPLED, chunk < num_chunks, vocab_size)
     top_logit = tl.max(tops, 0)
-    share = weight_of(tops, top_logit, scale)
+    chunk_weight = weight_of(tops, top_logit, scale)
     if not greedy:
-        scores *= share
-    score, winner = first_of_best(scores, winners, vocab_size)
+        scores *= chunk_weight
+    score, sampled = reduce_argmax(scores, tokens_of_chunks, vocab_size)
     total, certain = 0.0, 0.0
     if k == 0 and (processed != 0 or (FILTERED and not greedy)):
         totals = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOTAL, chunk < num_chunks, 0.0)
-        total = tl.sum(totals * share, 0)
+        total = tl.sum(totals * chunk_weight, 0)
     top = divided(top_logit, scale)
 
     cut, last, kept = LOWEST_KEY, vocab_size, total
-    way = CUT_LIST
+    strategy = SEARCH_LIST
     if FILTERED:
-        way = tl.load(ints + row * NUM_INTS + WAY)
-    if (way == RACE) | (way == RACE_LATE):
-        wanted, ahead, second = p * total, INFINITY, winner
-        if way == RACE:
+        strategy = tl.load(ints + row * NUM_INTS + STRATEGY)
+    if (strategy == REJECTION) | (strategy == LATE_REJECTION):
+        wanted, weight_before, second = p * total, INFINITY, sampled
+        if strategy == REJECTION:
             listed = tl.load(parts + chunk * NUM_PARTS + CHUNK_LISTED, chunk < num_chunks, 0.0)
             second = vocab_size
-            if tl.sum(listed * share, 0) >= wanted * (1 + SUM_ERROR):
+            if tl.sum(listed * chunk_weight, 0) >= wanted * (1 + SUM_ERROR):
                 weights = tl.load(parts + chunk * NUM_PARTS + CHUNK_CERTAIN, chunk < num_chunks, 0.0)
                 scores = tl.load(parts + chunk * NUM_PARTS + CHUNK_SECOND, chunk < num_chunks, -INFINITY)
-                seconds = tl.load(part_ids + chunk * NUM_WINNERS + 1, chunk < num_chunks, vocab_size)
-                ahead = tl.sum(weights * share, 0)
-                _, second = first_of_best(scores * share, seconds, vocab_size)
-        winner = _first_kept(
-            winner, ahead, second, wanted, line, column_stride, top_logit, scale, seed, vocab_size, num_chunks, CHUNK
-        )
+                second_tokens = tl.load(part_ids + chunk * NUM_SAMPLED + 1, chunk < num_chunks, vocab_size)
+                weight_before = tl.sum(weights * chunk_weight, 0)
+                _, second = reduce_argmax(scores * chunk_weight, second_tokens, vocab_size)
+        sampled = _sample_until_kept(
+            sampled, weight_before, second, wanted, line, column_stride, top_logit, scale, seed, vocab_size, num_chunks,
+            CHUNK,
+        )  # fmt: skip
     elif FILTERED and ((k > 0 or p < 1 or least > 0) and (processed != 0 or not greedy)):
         low, high = tl.load(floats + row * NUM_FLOATS + LOW), INFINITY
         number, run = tl.load(ints + row * NUM_INTS + LISTED), RUN
-        if way == CUT_CLOSER_LIST:
+        if strategy == SEARCH_CLOSER_LIST:
             low, high = (
                 tl.load(floats + row * NUM_FLOATS + CLOSER_LOW),
                 tl.load(floats + row * NUM_FLOATS + CLOSER_HIGH),
             )
             number = tl.load(ints + row * NUM_INTS + RELISTED)
             certains = tl.load(parts + chunk * NUM_PARTS + CHUNK_CERTAIN, chunk < num_chunks, 0.0)
-            certain = tl.sum(certains * share, 0)
+            certain = tl.sum(certains * chunk_weight, 0)
         row_logits, row_ids = listed_logits + row.to(tl.int64) * capacity, listed_ids + row.to(tl.int64) * capacity
         lowest, highest, goal, listed = _check(
             k, p, least, low, high, top, total, certain,
@@ -127,75 +128,65 @@ def finish(
         if not listed:
             lowest, highest, number, certain = LOWEST_KEY, key_of(top), vocab_size, 0.0
             goal = tl.ceil(p * total * ONE).to(tl.int64)
-        cut, last, kept, score, winner = _cut_and_race(
-            k, p, least, lowest, highest, goal, certain, top, score, winner, seed, greedy, vocab_size,
+        cut, last, kept, score, sampled = _filter_and_sample(
+            k, p, least, lowest, highest, goal, certain, top, score, sampled, seed, greedy, vocab_size,
             line, row_logits, row_ids, column_stride, number, run, listed, scale,
         )  # fmt: skip
     # A row without a finite logit, or with NaN, gets an arbitrary valid token.
-    tl.store(tokens + row, tl.where(winner < vocab_size, winner, 0).to(tl.int64))
+    tl.store(tokens + row, tl.where(sampled < vocab_size, sampled, 0).to(tl.int64))
     tl.store(ints + row * NUM_INTS + CUT, cut)
     tl.store(ints + row * NUM_INTS + LAST, last)
-    tl.store(floats + row * NUM_FLOATS + TOP, top)
+    tl.store(floats + row * NUM_FLOATS + MAX_X, top)
     tl.store(floats + row * NUM_FLOATS + TOTAL, tl.log(kept))
 
 
 @triton.jit
-def _first_kept(
-    winner, ahead, second, wanted, line, column_stride, top, scale, seed, vocab_size, num_chunks, CHUNK: tl.constexpr
-):
-    """Repeats the race among the tokens ahead of the last winner, until top-p keeps the winner.
+def _sample_until_kept(
+    sampled, weight_before, second, wanted, line, column_stride, top, scale, seed, vocab_size, num_chunks,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Samples again among the tokens before the last sampled one, until top-p keeps the sampled token.
 
-    The result is the winner of a race among all kept tokens, without knowing the cut-off: a dropped winner is rejected,
-    and all kept tokens are ahead of it.
+    The result is the exponential argmax of all kept tokens, without knowing the cut-off: a dropped token is rejected,
+    and all kept tokens come before it.
 
-    winner: the winner of the first race. ahead: the sum of the weights ahead of it, or inf if it is not known yet.
+    sampled: the first sampled token. weight_before: the sum of the weights before it, or inf if it is not known yet.
 
-    second: the next winner if the first is dropped; vocab_size for a race among all tokens. wanted: the weight that
+    second: the next token if the first is dropped; vocab_size to sample among all tokens. wanted: the weight that
     top-p keeps.
     """
-    if ahead >= wanted:
-        winner = second
-        ahead = _weight_ahead(winner, line, column_stride, top, scale, vocab_size, num_chunks, CHUNK)
-    while ahead >= wanted and wanted > 0:
-        bound = _x_of_token(winner, line, column_stride, scale, vocab_size)
-        best, racer = nobody(vocab_size, RACERS)
+    if weight_before >= wanted:
+        sampled = second
+        weight_before = _weight_before(sampled, line, column_stride, top, scale, vocab_size, num_chunks, CHUNK)
+    while weight_before >= wanted and wanted > 0:
+        bound = _x_of_token(sampled, line, column_stride, scale, vocab_size)
+        best_score, best_token = empty_argmax(vocab_size, ARGMAX_BLOCK)
         for chunk in range(0, num_chunks):
-            best, racer = race(
-                best,
-                racer,
-                line,
-                column_stride,
-                chunk * CHUNK,
-                bound,
-                winner,
-                top,
-                scale,
-                seed,
-                vocab_size,
-                True,
-                CHUNK,
-            )
-        _, winner = first_of_best(best, racer, vocab_size)
-        ahead = _weight_ahead(winner, line, column_stride, top, scale, vocab_size, num_chunks, CHUNK)
-    return winner
+            best_score, best_token = update_argmax(
+                best_score, best_token, line, column_stride, chunk * CHUNK, bound, sampled, top, scale, seed,
+                vocab_size, True, CHUNK,
+            )  # fmt: skip
+        _, sampled = reduce_argmax(best_score, best_token, vocab_size)
+        weight_before = _weight_before(sampled, line, column_stride, top, scale, vocab_size, num_chunks, CHUNK)
+    return sampled
 
 
 @triton.jit
-def _weight_ahead(winner, line, column_stride, top, scale, vocab_size, num_chunks, CHUNK: tl.constexpr):
-    """The sum of the weights of the tokens ahead of `winner`, as a multiple of the largest weight."""
-    bound = _x_of_token(winner, line, column_stride, scale, vocab_size)
+def _weight_before(sampled, line, column_stride, top, scale, vocab_size, num_chunks, CHUNK: tl.constexpr):
+    """The sum of the weights of the tokens that come before `sampled`, as a multiple of the largest weight."""
+    bound = _x_of_token(sampled, line, column_stride, scale, vocab_size)
     sums = tl.zeros((CHUNK,), tl.float32)
     for chunk in range(0, num_chunks):
         token = chunk * CHUNK + tl.arange(0, CHUNK)
         logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
-        ahead = is_ahead(divided(logit, scale), token, bound, winner)
-        sums += tl.where(ahead, weight_of(logit, top, scale), 0.0)
+        before = precedes(divided(logit, scale), token, bound, sampled)
+        sums += tl.where(before, weight_of(logit, top, scale), 0.0)
     return tl.sum(sums, 0)
 
 
 @triton.jit
 def _x_of_token(token, line, column_stride, scale, vocab_size):
-    """x of a token. For vocab_size it is −inf, so that all tokens are ahead of it."""
+    """x of a token. For vocab_size it is −inf, so that all tokens come before it."""
     logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY)
     return divided(logit.to(tl.float32), scale)
 
@@ -232,11 +223,11 @@ def _check(
 
 
 @triton.jit
-def _cut_and_race(
-    k, p, least, lowest, highest, goal, certain, top, score, winner, seed, greedy, vocab_size,
+def _filter_and_sample(
+    k, p, least, lowest, highest, goal, certain, top, score, sampled, seed, greedy, vocab_size,
     line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
 ):  # fmt: skip
-    """The cut-off, the last index that is kept at it, the sum of the kept weights, the best score, and the winner."""
+    """The cut-off, the last index that is kept at it, the sum of the kept weights, the best score, and its token."""
     floor, last = LOWEST_KEY, vocab_size
     if k > 0:
         floor = search(
@@ -269,7 +260,7 @@ def _cut_and_race(
                 line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
             )  # fmt: skip
 
-    best, best_id = nobody(vocab_size, ITEMS)
+    best_score, best_token = empty_argmax(vocab_size, ITEMS)
     kept = tl.full((), 0, tl.int64)
     for first in range(0, number, ITEMS):
         item = first + tl.arange(0, ITEMS)
@@ -282,10 +273,10 @@ def _cut_and_race(
             lane = token % 4
             word = tl.where(lane < 2, tl.where(lane == 0, words[0], words[1]), tl.where(lane == 2, words[2], words[3]))
             mine = tl.where(weight > 0, weight / exponential(word), -1.0)
-            better = (mine > best) | ((mine == best) & (token < best_id))
-            best, best_id = tl.where(better, mine, best), tl.where(better, token, best_id)
+            better = (mine > best_score) | ((mine == best_score) & (token < best_token))
+            best_score, best_token = tl.where(better, mine, best_score), tl.where(better, token, best_token)
     if not greedy:
-        highest_score, first_best = first_of_best(best, best_id, vocab_size)
-        if certain == 0 or highest_score > score or (highest_score == score and first_best < winner):
-            score, winner = highest_score, first_best
-    return cut, last, certain + kept.to(tl.float32) / ONE, score, winner
+        highest_score, first_best = reduce_argmax(best_score, best_token, vocab_size)
+        if certain == 0 or highest_score > score or (highest_score == score and first_best < sampled):
+            score, sampled = highest_score, first_best
+    return cut, last, certain + kept.to(tl.float32) / ONE, score, sampled

@@ -1,22 +1,25 @@
-"""The device code of top_k_top_p_sample: find a few tokens that must include the cut-offs, then cut and race these.
+"""The device code of top_k_top_p_sample: find a few tokens that must include the cut-offs, filter them, sample one.
+
+A token is sampled by an exponential argmax (the Gumbel-max trick): it has the largest weight / E of all kept tokens,
+where E is exponential noise of each token. So an argmax over chunks, and then over their results, samples a row.
 
 - `start` looks at a sample of each row. It estimates a logit that very likely a few thousand tokens reach, or k tokens.
 
 - `read` processes the rows in chunks, one program per chunk. It lists the tokens between two bounds, `low` and `high`,
-  as candidates, and sums the weights of all tokens. It races the tokens that reach `high`, because they are certain to
-  be kept.
+  as candidates, and sums the weights of all tokens. It samples among the tokens that reach `high`, because they are
+  certain to be kept.
 
 - `reread` does the same with closer bounds for rows whose candidates miss the cut-off, for example because top-p keeps
   many tokens. `start` estimates from the sample which rows these are. For them, `read` sums the weights above some
   pivots, and the closer bounds lie between two pivots.
 
 - `finish` combines the chunks of a row. If sums over the candidates show that they include the cut-offs, it searches
-  the candidates for the cut-offs and races the kept tokens. Otherwise it searches the whole row, which is slow.
+  the candidates for the cut-offs and samples among the kept tokens. Otherwise it searches the whole row, which is slow.
 
 - `process` writes the processed logits, if the call asks for them.
 
-If the call asks only for tokens and the sample shows that top-p keeps many, `start` chooses a race instead of a list.
-`read` then races all tokens that top-p may keep, and `finish` rejects winners that top-p drops.
+If the call asks only for tokens and the sample shows that top-p keeps many, `start` chooses rejection, not a list.
+`read` then samples among all tokens that top-p may keep, and `finish` rejects sampled tokens that top-p drops.
 
 `reread` and `finish` are in files of the same names. `_rows` holds the code that the kernels share, `_search` holds the
 search and the operations on values.
@@ -29,35 +32,35 @@ order of summation is not fixed. So the token of a row depends only on the row.
 import triton
 import triton.language as tl
 
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton.top_k_top_p_sample._rows import (
     ABOVE,
     BELOW,
     CHUNK_LISTED,
+    CHUNK_MAX,
     CHUNK_SCORE,
-    CHUNK_TOP,
     CHUNK_TOTAL,
     CUT,
-    CUT_LIST,
     DEVIATION,
     ESTIMATE,
     HIGH,
     LAST,
     LISTED,
     LOW,
+    MAX_X,
     NUM_FLOATS,
     NUM_INTS,
     NUM_PARTS,
     NUM_PIVOTS,
-    NUM_WINNERS,
-    RACE,
+    NUM_SAMPLED,
+    REJECTION,
     RELISTED,
-    TOP,
+    SEARCH_LIST,
+    STRATEGY,
     TOTAL,
-    WAY,
+    chunk_argmax,
     list_candidates,
     pivots_of,
-    race_alone,
     settings_of,
 )
 from vllm_opset.kernels.triton.top_k_top_p_sample._search import (
@@ -73,38 +76,37 @@ from vllm_opset.kernels.triton.top_k_top_p_sample._search import (
 )
 
 SAMPLE = tl.constexpr(4096)  # the most tokens of a row in its sample
-AMPLE = tl.constexpr(2816)  # tokens to list if there is no top-k
 DEVIATIONS = tl.constexpr(4.0)  # margin of estimates from the sample, in standard deviations
-SMALL = tl.constexpr(8.0)  # further margin in tokens of the sample, because deviations mean little for few tokens
-ROUGH = tl.constexpr(1 << 14)  # the precision of an estimate, in keys: a 512th of a value
+SAMPLE_MARGIN = tl.constexpr(8.0)  # more tokens of the sample, because deviations mean little for few tokens
+ESTIMATE_PRECISION = tl.constexpr(1 << 14)  # the precision of an estimate, in keys: a 512th of a value
 # The sample lacks the largest tokens of a row, so it shows too small a share of the weight above a bound. The cut-off
 # is estimated only if this share is below top-p by more than this.
-UNSEEN = tl.constexpr(0.1)
+UNSEEN_SHARE = tl.constexpr(0.1)
 LOWEST_PIVOT, LEAST_REACH = tl.constexpr(-1.5), tl.constexpr(0.5)  # in standard deviations of the sample
-AT_PIVOTS = tl.constexpr(256)  # tokens that are compared with the pivots together
+PIVOT_BLOCK = tl.constexpr(256)  # tokens that are compared with the pivots together
 
 
 @triton.jit(do_not_specialize=["vocab_size", "given", "processed"])
 def start(
     logits, logits_strides, vocab_size, given, settings, strides, processed, ints, floats,
-    OVERLAP: tl.constexpr,
+    LIST_LENGTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes the first bounds of a row, one program per row."""
-    begin(OVERLAP)
+    """Computes the first bounds of a row, one program per row. LIST_LENGTH: tokens to list if there is no top-k."""
+    pdl_wait(PDL)
     row = tl.program_id(0)
     scale, greedy, k, p, least = settings_of(row, given, settings, strides, vocab_size)
-    way, low, high, estimate = CUT_LIST, INFINITY, -INFINITY, INFINITY
+    strategy, low, high, estimate = SEARCH_LIST, INFINITY, -INFINITY, INFINITY
     if greedy and processed == 0:
         high = INFINITY
     elif k > 0 or p < 1 or least > 0:
         high = INFINITY
-        sampled, run = _sample(vocab_size)
-        wanted = sampled * (AMPLE / vocab_size)
+        sample_size, run = _sample(vocab_size)
+        wanted = sample_size * (LIST_LENGTH / vocab_size)
         if k > 0:
-            mean = k * (sampled / vocab_size)
-            wanted = mean + DEVIATIONS * tl.sqrt(mean) + SMALL
+            mean = k * (sample_size / vocab_size)
+            wanted = mean + DEVIATIONS * tl.sqrt(mean) + SAMPLE_MARGIN
         line = logits + row.to(tl.int64) * logits_strides[0]
-        x = x_of(tl.arange(0, SAMPLE), line, line, logits_strides[1], sampled, run, False, 1.0)
+        x = x_of(tl.arange(0, SAMPLE), line, line, logits_strides[1], sample_size, run, False, 1.0)
         low = _reached_by(x, tl.full(x.shape, 1.0, tl.float32), wanted)
         finite = x > -INFINITY
         number = tl.sum(finite.to(tl.float32), 0)
@@ -114,9 +116,9 @@ def start(
         if k == 0 and (p < 1 and least == 0):
             weight = weight_of(x, tl.max(x, 0), scale)
             total = tl.sum(weight, 0)
-            if tl.sum(tl.where(x >= low, weight, 0.0), 0) < (p - UNSEEN) * total:
+            if tl.sum(tl.where(x >= low, weight, 0.0), 0) < (p - UNSEEN_SHARE) * total:
                 if processed == 0:
-                    way, low, high = RACE, INFINITY, _race_bound(x, weight, total, p)
+                    strategy, low, high = REJECTION, INFINITY, _top_p_bound(x, weight, total, p)
                 else:
                     estimate = _reached_by(x, weight, p * total)
                     below = max(estimate - (mean + LOWEST_PIVOT * deviation), LEAST_REACH * deviation)
@@ -127,20 +129,20 @@ def start(
     tl.store(floats + row * NUM_FLOATS + ESTIMATE, estimate)
     tl.store(ints + row * NUM_INTS + LISTED, 0)
     tl.store(ints + row * NUM_INTS + RELISTED, 0)
-    tl.store(ints + row * NUM_INTS + WAY, way)
+    tl.store(ints + row * NUM_INTS + STRATEGY, strategy)
 
 
 @triton.jit
 def _sample(vocab_size):
     """The number of tokens in the sample of a row, and the distance between the starts of their runs."""
-    sampled, run = vocab_size, RUN
+    sample_size, run = vocab_size, RUN
     if vocab_size > SAMPLE:
-        sampled, run = SAMPLE, vocab_size // (SAMPLE // RUN) // RUN * RUN
-    return sampled, run
+        sample_size, run = SAMPLE, vocab_size // (SAMPLE // RUN) // RUN * RUN
+    return sample_size, run
 
 
 @triton.jit
-def _race_bound(x, weight, total, p):
+def _top_p_bound(x, weight, total, p):
     """A logit that is very likely not above top-p's cut-off, estimated from the weights of a sample."""
     error = max(p, 1 - p) * tl.sqrt(tl.sum(weight * weight, 0)) / total
     share = p + DEVIATIONS * error
@@ -156,7 +158,7 @@ def _reached_by(x, amount, wanted):
     key = key_of(x)
     zero = tl.full((), 0, tl.int64)
     first, last = zero + LOWEST_KEY, zero + tl.max(key, 0)
-    while last - first > ROUGH:
+    while last - first > ESTIMATE_PRECISION:
         step = (last - first + 3) // 4
         one, two, three = first + step, min(first + 2 * step, last), min(first + 3 * step, last)
         at_one, at_two, at_three = tl.reduce(
@@ -193,13 +195,13 @@ def _add_three(a, b, c, x, y, z):
 def read(
     logits, logits_strides, vocab_size, num_chunks, keys, given, settings, strides, processed,
     ints, floats, parts, part_ids, pivot_sums, listed_logits, listed_ids, capacity,
-    CHUNK: tl.constexpr, FILTERED: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNK: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Lists candidates, sums weights, and races the certain tokens, with one program per chunk of each row.
+    """Lists candidates, sums weights, and samples among certain tokens, with one program per chunk of each row.
 
     Programs that run at the same time take different rows if possible, because the counter of a row is a bottleneck.
     """
-    begin(OVERLAP)
+    pdl_wait(PDL)
     num_rows = tl.num_programs(0) // num_chunks
     row, chunk = tl.program_id(0) % num_rows, tl.program_id(0) // num_rows
     line = logits + row.to(tl.int64) * logits_strides[0]
@@ -213,7 +215,7 @@ def read(
     number = row * num_chunks + chunk
     part = parts + number * NUM_PARTS
     top = tl.max(logit, 0)
-    tl.store(part + CHUNK_TOP, top)
+    tl.store(part + CHUNK_MAX, top)
     if FILTERED and low < INFINITY:
         among = (logit >= low) & (logit > -INFINITY)
         list_candidates(logit, place, among, ints + row * NUM_INTS + LISTED, listed_logits, listed_ids, row, capacity)
@@ -228,24 +230,24 @@ def read(
                     floats + row * NUM_FLOATS, line, logits_strides[1], chunk * CHUNK, top, scale, vocab_size, CHUNK
                 )
                 tl.store(pivot_sums + number * NUM_PIVOTS + tl.arange(0, NUM_PIVOTS), sums)
-    score, winner = -INFINITY, vocab_size
+    score, sampled = -INFINITY, vocab_size
     if greedy:
-        score, winner = top, tl.min(tl.where(logit == top, place, vocab_size), 0)
+        score, sampled = top, tl.min(tl.where(logit == top, place, vocab_size), 0)
     elif top >= high:
-        score, winner = race_alone(
+        score, sampled = chunk_argmax(
             line, logits_strides[1], chunk * CHUNK, high, vocab_size, top, scale, seed, vocab_size, False, CHUNK
         )
     tl.store(part + CHUNK_SCORE, score)
-    tl.store(part_ids + number * NUM_WINNERS, winner)
+    tl.store(part_ids + number * NUM_SAMPLED, sampled)
 
 
 @triton.jit
 def _sums_at_pivots(bounds, line, column_stride, first, top, scale, vocab_size, CHUNK: tl.constexpr):
     """The weights of a chunk's tokens at or above each pivot of its row, as multiples of the weight of `top`."""
     pivots = pivots_of(bounds)
-    sums = tl.zeros((AT_PIVOTS, NUM_PIVOTS), tl.float32)
-    for place in range(first, first + CHUNK, AT_PIVOTS):
-        token = place + tl.arange(0, AT_PIVOTS)
+    sums = tl.zeros((PIVOT_BLOCK, NUM_PIVOTS), tl.float32)
+    for place in range(first, first + CHUNK, PIVOT_BLOCK):
+        token = place + tl.arange(0, PIVOT_BLOCK)
         logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
         sums += tl.where(logit[:, None] >= pivots[None, :], weight_of(logit, top, scale)[:, None], 0.0)
     return tl.sum(sums, 0)
@@ -254,14 +256,14 @@ def _sums_at_pivots(bounds, line, column_stride, first, top, scale, vocab_size, 
 @triton.jit(do_not_specialize=["vocab_size", "num_chunks", "given"])
 def process(
     logits, logits_strides, vocab_size, num_chunks, given, settings, strides, ints, floats, out,
-    CHUNK: tl.constexpr, LOGPROBS: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNK: tl.constexpr, LOGPROBS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes x or its log-softmax for kept tokens and −inf for others, with one program per chunk of each row."""
-    begin(OVERLAP)
+    pdl_wait(PDL)
     row, chunk = tl.program_id(0) // num_chunks, tl.program_id(0) % num_chunks
     scale, _, _, _, least = settings_of(row, given, settings, strides, vocab_size)
     cut, last = tl.load(ints + row * NUM_INTS + CUT), tl.load(ints + row * NUM_INTS + LAST)
-    top, total = tl.load(floats + row * NUM_FLOATS + TOP), tl.load(floats + row * NUM_FLOATS + TOTAL)
+    top, total = tl.load(floats + row * NUM_FLOATS + MAX_X), tl.load(floats + row * NUM_FLOATS + TOTAL)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     line = logits + row.to(tl.int64) * logits_strides[0]
     x = tl.load(line + place.to(tl.int64) * logits_strides[1], place < vocab_size, -INFINITY).to(tl.float32)

@@ -2,11 +2,11 @@
 
 `read` describes how the kernels work together. This kernel handles rows that only top-p or only min-p filters:
 
-- In a row that `read` raced, it sums the weights ahead of the winner, which decide whether top-p keeps the winner. It
-  also races the tokens ahead of the winner, because one of them is drawn if top-p drops the winner.
+- In a row of which `read` sampled a token, it sums the weights before this token, which decide whether top-p keeps it.
+  It also samples among the tokens before it, because the second token is the result if top-p drops the first.
 
-- In a row whose list of candidates misses the cut-off, it races all tokens if the call asks only for tokens and the
-  filter is top-p.
+- In a row whose list of candidates misses the cut-off, it samples among all tokens if the call asks only for tokens and
+  the filter is top-p.
 
 - In any other row whose list misses the cut-off, it makes a list between closer bounds, which follow from the sums of
   `read`.
@@ -17,36 +17,36 @@ If the list of a row is sufficient, the row costs only a few loads.
 import triton
 import triton.language as tl
 
-from vllm_opset.kernels.triton._launch import begin
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton.top_k_top_p_sample._rows import (
     CHUNK_CERTAIN,
     CHUNK_LISTED,
+    CHUNK_MAX,
     CHUNK_SCORE,
     CHUNK_SECOND,
-    CHUNK_TOP,
     CHUNK_TOTAL,
     CLOSER_HIGH,
     CLOSER_LOW,
-    CUT_CLOSER_LIST,
     DEVIATION,
     ESTIMATE,
+    LATE_REJECTION,
     LISTED,
     LOW,
     NUM_FLOATS,
     NUM_INTS,
     NUM_PARTS,
     NUM_PIVOTS,
-    NUM_WINNERS,
-    RACE,
-    RACE_LATE,
+    NUM_SAMPLED,
+    REJECTION,
     RELISTED,
+    SEARCH_CLOSER_LIST,
+    STRATEGY,
     SUM_ERROR,
-    WAY,
-    first_of_best,
-    is_ahead,
+    chunk_argmax,
     list_candidates,
     pivots_of,
-    race_alone,
+    precedes,
+    reduce_argmax,
     settings_of,
 )
 from vllm_opset.kernels.triton.top_k_top_p_sample._search import INFINITY, LOG2E, divided, weight_of
@@ -59,118 +59,109 @@ NEXT_BOUND = tl.constexpr(0.6)
 def reread(
     logits, logits_strides, vocab_size, num_chunks, programs, keys, given, settings, strides, processed,
     ints, floats, parts, part_ids, pivot_sums, listed_logits, listed_ids, capacity,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each row has `programs` programs. Each of them takes every `programs`-th chunk of the row."""
-    begin(OVERLAP)
+    pdl_wait(PDL)
     num_rows = tl.num_programs(0) // programs
     row, first = tl.program_id(0) % num_rows, tl.program_id(0) // num_rows
     scale, greedy, k, p, least = settings_of(row, given, settings, strides, vocab_size)
     if (k == 0 and ((p < 1) != (least > 0))) and (processed != 0 or not greedy):
         parts += row * num_chunks * NUM_PARTS
-        part_ids += row * num_chunks * NUM_WINNERS
+        part_ids += row * num_chunks * NUM_SAMPLED
         line = logits + row.to(tl.int64) * logits_strides[0]
         seed = tl.load(keys + row * strides[4])
         chunk = tl.arange(0, CHUNKS)
-        tops = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOP, chunk < num_chunks, -INFINITY)
+        tops = tl.load(parts + chunk * NUM_PARTS + CHUNK_MAX, chunk < num_chunks, -INFINITY)
         top_logit = tl.max(tops, 0)
-        share = weight_of(tops, top_logit, scale)
+        chunk_weight = weight_of(tops, top_logit, scale)
         number = tl.load(ints + row * NUM_INTS + LISTED)
         low = tl.load(floats + row * NUM_FLOATS + LOW)
         wanted, enough = 0.0, low == -INFINITY
         if p < 1:
             totals = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOTAL, chunk < num_chunks, 0.0)
             listed = tl.load(parts + chunk * NUM_PARTS + CHUNK_LISTED, chunk < num_chunks, 0.0)
-            wanted = p * tl.sum(totals * share, 0)
-            enough = enough or tl.sum(listed * share, 0) >= wanted * (1 + SUM_ERROR)
+            wanted = p * tl.sum(totals * chunk_weight, 0)
+            enough = enough or tl.sum(listed * chunk_weight, 0) >= wanted * (1 + SUM_ERROR)
         else:
             enough = enough or tl.exp2((divided(low, scale) - divided(top_logit, scale)) * LOG2E) < least
-        if tl.load(ints + row * NUM_INTS + WAY) == RACE:
+        if tl.load(ints + row * NUM_INTS + STRATEGY) == REJECTION:
             if enough:
                 scores = tl.load(parts + chunk * NUM_PARTS + CHUNK_SCORE, chunk < num_chunks, -INFINITY)
-                winners = tl.load(part_ids + chunk * NUM_WINNERS, chunk < num_chunks, vocab_size)
-                _, winner = first_of_best(scores * share, winners, vocab_size)
-                bound = tl.load(line + winner.to(tl.int64) * logits_strides[1], winner < vocab_size, INFINITY)
-                _race_ahead(
+                tokens_of_chunks = tl.load(part_ids + chunk * NUM_SAMPLED, chunk < num_chunks, vocab_size)
+                _, sampled = reduce_argmax(scores * chunk_weight, tokens_of_chunks, vocab_size)
+                bound = tl.load(line + sampled.to(tl.int64) * logits_strides[1], sampled < vocab_size, INFINITY)
+                _argmax_before(
                     first, programs, line, logits_strides[1], vocab_size, num_chunks,
-                    divided(bound.to(tl.float32), scale), winner, scale, seed, parts, part_ids, CHUNK,
+                    divided(bound.to(tl.float32), scale), sampled, scale, seed, parts, part_ids, CHUNK,
                 )  # fmt: skip
         elif not enough or number > capacity:
             if p < 1 and processed == 0:
-                tl.store(ints + row * NUM_INTS + WAY, RACE_LATE)
-                _race_all(
-                    first,
-                    programs,
-                    line,
-                    logits_strides[1],
-                    vocab_size,
-                    num_chunks,
-                    scale,
-                    seed,
-                    parts,
-                    part_ids,
+                tl.store(ints + row * NUM_INTS + STRATEGY, LATE_REJECTION)
+                _argmax_all(
+                    first, programs, line, logits_strides[1], vocab_size, num_chunks, scale, seed, parts, part_ids,
                     CHUNK,
-                )
+                )  # fmt: skip
             else:
                 low, high = _closer_bounds(
-                    floats + row * NUM_FLOATS, pivot_sums + row * num_chunks * NUM_PIVOTS, share, wanted, enough, low,
-                    least, top_logit, scale, num_chunks, CHUNKS,
+                    floats + row * NUM_FLOATS, pivot_sums + row * num_chunks * NUM_PIVOTS, chunk_weight, wanted,
+                    enough, low, least, top_logit, scale, num_chunks, CHUNKS,
                 )  # fmt: skip
-                tl.store(ints + row * NUM_INTS + WAY, CUT_CLOSER_LIST)
+                tl.store(ints + row * NUM_INTS + STRATEGY, SEARCH_CLOSER_LIST)
                 tl.store(floats + row * NUM_FLOATS + CLOSER_LOW, low)
                 tl.store(floats + row * NUM_FLOATS + CLOSER_HIGH, high)
                 for current in range(first, num_chunks, programs):
                     _read_between(
                         line, logits_strides[1], current, vocab_size, low, high, scale, greedy, seed,
-                        parts + current * NUM_PARTS, part_ids + current * NUM_WINNERS,
+                        parts + current * NUM_PARTS, part_ids + current * NUM_SAMPLED,
                         ints + row * NUM_INTS + RELISTED, listed_logits, listed_ids, row, capacity, CHUNK,
                     )  # fmt: skip
 
 
 @triton.jit
-def _race_ahead(
-    first, programs, line, column_stride, vocab_size, num_chunks, bound, winner, scale, seed, parts, part_ids,
+def _argmax_before(
+    first, programs, line, column_stride, vocab_size, num_chunks, bound, sampled, scale, seed, parts, part_ids,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Sums the weights ahead of the first race's winner, and races these tokens again. bound: the winner's x."""
+    """Sums the weights of the tokens before `sampled`, and samples among these. bound: x of `sampled`."""
     for chunk in range(first, num_chunks, programs):
         token = chunk * CHUNK + tl.arange(0, CHUNK)
         logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
-        ahead = is_ahead(divided(logit, scale), token, bound, winner)
-        top = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOP)
-        weight = tl.sum(tl.where(ahead, weight_of(logit, top, scale), 0.0), 0)
+        before = precedes(divided(logit, scale), token, bound, sampled)
+        top = tl.load(parts + chunk * NUM_PARTS + CHUNK_MAX)
+        weight = tl.sum(tl.where(before, weight_of(logit, top, scale), 0.0), 0)
         tl.store(parts + chunk * NUM_PARTS + CHUNK_CERTAIN, weight)
         score, second = -INFINITY, vocab_size
         if weight > 0:
-            score, second = race_alone(
-                line, column_stride, chunk * CHUNK, bound, winner, top, scale, seed, vocab_size, True, CHUNK
+            score, second = chunk_argmax(
+                line, column_stride, chunk * CHUNK, bound, sampled, top, scale, seed, vocab_size, True, CHUNK
             )
         tl.store(parts + chunk * NUM_PARTS + CHUNK_SECOND, score)
-        tl.store(part_ids + chunk * NUM_WINNERS + 1, second)
+        tl.store(part_ids + chunk * NUM_SAMPLED + 1, second)
 
 
 @triton.jit
-def _race_all(
+def _argmax_all(
     first, programs, line, column_stride, vocab_size, num_chunks, scale, seed, parts, part_ids, CHUNK: tl.constexpr
 ):
     for chunk in range(first, num_chunks, programs):
-        top = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOP)
-        score, winner = -INFINITY, vocab_size
+        top = tl.load(parts + chunk * NUM_PARTS + CHUNK_MAX)
+        score, sampled = -INFINITY, vocab_size
         if top > -INFINITY:
-            score, winner = race_alone(
+            score, sampled = chunk_argmax(
                 line, column_stride, chunk * CHUNK, -INFINITY, vocab_size, top, scale, seed, vocab_size, False, CHUNK
             )
         tl.store(parts + chunk * NUM_PARTS + CHUNK_SCORE, score)
-        tl.store(part_ids + chunk * NUM_WINNERS, winner)
+        tl.store(part_ids + chunk * NUM_SAMPLED, sampled)
 
 
 @triton.jit
 def _closer_bounds(
-    bounds, pivot_sums, share, wanted, enough, low, least, top, scale, num_chunks, CHUNKS: tl.constexpr
+    bounds, pivot_sums, chunk_weight, wanted, enough, low, least, top, scale, num_chunks, CHUNKS: tl.constexpr
 ):  # fmt: skip
     """Two logits around the cut-off: tokens below the first are dropped, tokens at or above the second are kept.
 
-    share: for each chunk, the weight of its largest logit as a multiple of the row's largest weight.
+    chunk_weight: for each chunk, the weight of its largest logit as a multiple of the row's largest weight.
 
     wanted: the weight that top-p keeps. enough: whether the cut-off is at or above `low`. least: min-p, or 0.
     """
@@ -182,7 +173,7 @@ def _closer_bounds(
     elif tl.load(bounds + ESTIMATE) < INFINITY:
         chunk, pivot = tl.arange(0, CHUNKS)[:, None], tl.arange(0, NUM_PIVOTS)[None, :]
         sums = tl.load(pivot_sums + chunk * NUM_PIVOTS + pivot, chunk < num_chunks, 0.0)
-        sums = tl.sum(sums * share[:, None], 0)
+        sums = tl.sum(sums * chunk_weight[:, None], 0)
         value = pivots_of(bounds)
         closer = max(closer, tl.max(tl.where(sums >= wanted, value, -INFINITY), 0))
         high = min(high, tl.min(tl.where(sums >= wanted, INFINITY, value), 0))
@@ -196,20 +187,20 @@ def _read_between(
     line, column_stride, chunk, vocab_size, low, high, scale, greedy, seed,
     part, part_id, relisted, listed_logits, listed_ids, row, capacity, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Lists candidates and races certain tokens of a chunk like `read`, but also sums the weights of certain tokens."""
+    """Lists candidates of a chunk and samples among its certain tokens like `read`, and sums the weights of these."""
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(line + place.to(tl.int64) * column_stride, place < vocab_size, -INFINITY).to(tl.float32)
     among = (logit >= low) & (logit < high) & (logit > -INFINITY)
     list_candidates(logit, place, among, relisted, listed_logits, listed_ids, row, capacity)
-    top = tl.load(part + CHUNK_TOP)
-    certain, score, winner = 0.0, -INFINITY, vocab_size
+    top = tl.load(part + CHUNK_MAX)
+    certain, score, sampled = 0.0, -INFINITY, vocab_size
     if top >= high:
         certain = tl.sum(tl.where(logit >= high, weight_of(logit, top, scale), 0.0), 0)
         if not greedy:
-            score, winner = race_alone(
+            score, sampled = chunk_argmax(
                 line, column_stride, chunk * CHUNK, high, vocab_size, top, scale, seed, vocab_size, False, CHUNK
             )
     tl.store(part + CHUNK_CERTAIN, certain)
     if not greedy:
         tl.store(part + CHUNK_SCORE, score)
-        tl.store(part_id, winner)
+        tl.store(part_id, sampled)

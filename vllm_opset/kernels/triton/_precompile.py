@@ -12,27 +12,27 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 OURS = __name__.partition(".")[0] + "."
-MOST_THREADS = 8  # a fifth of a compilation holds Python's lock
-# `compiled_ahead` replaces JITFunction.run and restores it at the end. If two threads were inside at once, one of the
+MAX_THREADS = 8  # a fifth of a compilation holds Python's lock
+# `precompile` replaces JITFunction.run and restores it at the end. If two threads were inside at once, one of the
 # replacements would stay.
-_one_thread_at_a_time = threading.RLock()
+_lock = threading.RLock()
 
 
 @contextmanager
-def compiled_ahead() -> Iterator[None]:
+def precompile() -> Iterator[None]:
     """Inside the context, calls of kernels compile them in other threads and do not launch them.
 
     All are compiled when the context ends. The kernels write nothing inside it, so no call may depend on their results.
     A kernel that fails to compile raises at its next call. Kernels that are not opset's run as usual, and so do all
     kernels that other threads call. Another thread that enters the context waits.
     """
-    this_thread, threads = threading.get_ident(), min(MOST_THREADS, len(os.sched_getaffinity(0)))
-    with _one_thread_at_a_time, _Pool(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
+    this_thread, threads = threading.get_ident(), min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    with _lock, _Pool(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
         run = JITFunction.run
 
         def compile_only(self, *args, warmup, **kwargs):
-            ahead = threading.get_ident() == this_thread and self.module.startswith(OURS)
-            return run(self, *args, warmup=warmup or ahead, **kwargs)
+            precompiles = threading.get_ident() == this_thread and self.module.startswith(OURS)
+            return run(self, *args, warmup=warmup or precompiles, **kwargs)
 
         JITFunction.run = compile_only
         try:

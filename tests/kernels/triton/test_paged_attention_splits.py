@@ -15,9 +15,7 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import INTERPRETED
-from vllm_opset.kernels.triton.paged_attention import combine as merge
-from vllm_opset.kernels.triton.paged_attention import decode as few
-from vllm_opset.kernels.triton.paged_attention import prefill as many
+from vllm_opset.kernels.triton.paged_attention import combine, decode, prefill
 from vllm_opset.ops.attention._paged_inputs import UNTOUCHED, PagedCase
 from vllm_opset.ops.attention.paged_attention import TOLERANCES
 
@@ -35,14 +33,14 @@ CASES = {
 
 @pytest.fixture
 def in_small_steps(monkeypatch):
-    for module in (few, many):
+    for module in (decode, prefill):
         monkeypatch.setattr(module, "REQUESTS", tl.constexpr(2))
-    monkeypatch.setattr(merge, "COMBINED_ELEMENTS", tl.constexpr(2 * 64))  # two partial results of heads of this size
+    monkeypatch.setattr(combine, "COMBINED_ELEMENTS", tl.constexpr(2 * 64))  # two partial results of heads of this size
 
 
 @pytest.mark.parametrize("num_multiprocessors", [2, 12])
 @pytest.mark.parametrize("name", CASES)
-def test_attention_agrees_however_keys_are_shared_out(name, num_multiprocessors, in_small_steps, monkeypatch):
+def test_attention_agrees_however_keys_are_split(name, num_multiprocessors, in_small_steps, monkeypatch):
     launcher = importlib.import_module("vllm_opset.kernels.triton.paged_attention")
     monkeypatch.setattr(launcher._call, "multiprocessors", lambda device: num_multiprocessors)
     case, dtype = CASES[name], torch.float32
@@ -56,7 +54,7 @@ def test_attention_agrees_however_keys_are_shared_out(name, num_multiprocessors,
         torch.testing.assert_close(out, want, rtol=tolerance.rtol, atol=tolerance.atol * case.output_scale())
 
 
-BLOCK_N = 16
+BLOCK_N, COMBINE_COST = 16, 0.125
 REQUESTS = {
     "few": ((1, 5), (3, 40), (0, 0), (1, 100), (2, 0), (1, 16)),
     "long": ((1, 4000), (1, 7)),
@@ -65,30 +63,30 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("left", [None, 30])
-@pytest.mark.parametrize("turn", [0, 2])
+@pytest.mark.parametrize("switch_cost", [0, 2])
 @pytest.mark.parametrize("num_programs", [1, 5, 150])
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_plan_cuts_the_row_of_all_blocks_into_equal_shares(name, num_programs, turn, left):
+def test_the_plan_cuts_the_row_of_all_blocks_into_equal_ranges(name, num_programs, switch_cost, left):
     requests = tuple((int(query_len), seq_len if query_len else 0) for query_len, seq_len in REQUESTS[name])
     batch = PagedCase(requests).batch(torch.zeros(len(requests), 1, dtype=torch.int32, device="cpu"))
     starts = torch.full((len(requests) + 2,), -1, dtype=torch.int32, device="cpu")
     first_requests = torch.full((num_programs + 1,), -1, dtype=torch.int32, device="cpu")
-    few.plan[(1,)](
-        batch.query_start_loc, batch.seq_lens, len(requests), starts, first_requests, num_programs, turn,
-        LEFT=left, BLOCK_N=BLOCK_N,
+    decode.plan[(1,)](
+        batch.query_start_loc, batch.seq_lens, len(requests), starts, first_requests, num_programs, switch_cost,
+        LEFT=left, BLOCK_N=BLOCK_N, COMBINE_COST=COMBINE_COST,
     )  # fmt: skip
-    blocks = [_blocks(query_len, seq_len, turn, left) for query_len, seq_len in requests]
-    *ends, share = starts.tolist()
+    blocks = [_blocks(query_len, seq_len, switch_cost, left) for query_len, seq_len in requests]
+    *ends, blocks_per_program = starts.tolist()
     assert ends == [sum(blocks[:count]) for count in range(len(blocks) + 1)]
-    quickest = int(math.sqrt(max(blocks) * few.COMBINE_BLOCKS.value) + 0.5)
-    assert share == max(1, math.ceil(sum(blocks) / num_programs), quickest)
-    firsts = [sum(end <= program * share for end in ends[1:]) for program in range(num_programs + 1)]
+    quickest = int(math.sqrt(max(blocks) * COMBINE_COST) + 0.5)
+    assert blocks_per_program == max(1, math.ceil(sum(blocks) / num_programs), quickest)
+    firsts = [sum(end <= program * blocks_per_program for end in ends[1:]) for program in range(num_programs + 1)]
     assert first_requests.tolist() == [min(first, len(requests) - 1) for first in firsts]
 
 
-def _blocks(query_len: int, seq_len: int, turn: int, left: int | None) -> int:
+def _blocks(query_len: int, seq_len: int, switch_cost: int, left: int | None) -> int:
     """The blocks of a request, including the empty places after it."""
     if query_len == 0:
         return 0
     first_seen = 0 if left is None else max(0, seq_len - query_len - left)
-    return turn + max(1, math.ceil(seq_len / BLOCK_N) - first_seen // BLOCK_N)
+    return switch_cost + max(1, math.ceil(seq_len / BLOCK_N) - first_seen // BLOCK_N)

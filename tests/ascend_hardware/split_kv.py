@@ -1,7 +1,7 @@
-"""apart.py OP [DEVICE]: the parity suite of an op on a KV cache, for its Ascend kernels, with the caches they expect.
+"""split_kv.py OP [DEVICE]: the parity suite of an op on a KV cache, for its Ascend kernels, with caches that they take.
 
 Never run on hardware. `vllm-opset parity --device npu` skips these kernels because its cache is packed. Here all
-samples and properties that do not specify their cache have keys and values apart, in blocks of 128. It prints one line
+samples and properties that do not specify their cache have the split KV layout, in blocks of 128. It prints one line
 of JSON.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "ascend"))
 
-from caches import LONG, caches_apart
+from caches import LONG, split_caches
 from probes import kernels
 
 from vllm_opset import ops, parity
@@ -20,7 +20,7 @@ from vllm_opset import ops, parity
 def verdict(op_name: str, device: str) -> dict:
     op, checks = ops.BY_NAME[op_name], []
     for kernel in (kernel for kernel in kernels() if kernel.op == op_name):
-        with caches_apart():
+        with split_caches():
             checks += parity.check_kernel(op, kernel, device)
         if op is ops.paged_attention:
             samples = [(case.sample(name, device, dtype), dtype) for name, case in LONG.items() for dtype in op.dtypes]

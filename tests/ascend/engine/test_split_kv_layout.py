@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_opset.kernels.ascend import _cache
-from vllm_opset.platform.npu.attention import apart, prepare_blocks
+from vllm_opset.platform.npu.attention import prepare_blocks, split_kv_cache
 
 NUM_BLOCKS, HEADS, BLOCK_SIZE, SIZE = 6, 2, 128, 64
 
@@ -17,7 +17,7 @@ def packed(num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
 
 def test_keys_and_values_are_a_piece_of_memory_each():
     cache = packed()
-    keys, values = _cache.caches(apart(cache))
+    keys, values = _cache.caches(split_kv_cache(cache))
     assert keys.shape == values.shape == (NUM_BLOCKS, BLOCK_SIZE, HEADS, SIZE)
     assert keys.data_ptr() == cache.data_ptr()
     assert values.data_ptr() == cache.data_ptr() + cache.nbytes // 2
@@ -26,12 +26,12 @@ def test_keys_and_values_are_a_piece_of_memory_each():
 
 def test_a_cache_in_pieces_is_refused():
     with pytest.raises(ValueError, match="not in one piece"):
-        apart(packed().transpose(0, 1).contiguous().transpose(0, 1))
+        split_kv_cache(packed().transpose(0, 1).contiguous().transpose(0, 1))
 
 
 @pytest.mark.parametrize("ratio", [1, 2], ids=["one", "two of the kernels' blocks to one of vLLM's"])
 def test_blocks_are_zeroed_and_then_copied_in_both_halves(ratio):
-    caches = [apart(packed(ratio * NUM_BLOCKS)) for _ in range(2)]
+    caches = [split_kv_cache(packed(ratio * NUM_BLOCKS)) for _ in range(2)]
     before = caches[0].cpu().unflatten(0, (NUM_BLOCKS, ratio))
     shared_by_two_layers = [*caches, caches[0]]
     prepare_blocks(shared_by_two_layers, NUM_BLOCKS, [1, 4], [(0, 5), (4, 2), (5, 3)])

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.runtime import driver
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
-from vllm_opset.kernels.triton._ahead import compiled_ahead
+from vllm_opset.kernels.triton._precompile import precompile
 
 launched, launchers, compiled, threads = [], [], compile_only._recorded(), set()
 triton.knobs.compilation.listener = lambda **_: threads.add(threading.get_ident())
@@ -38,7 +38,7 @@ def call_all():
         kernel.run(*args, **kwargs)
     return len(launched), len(compiled)
 
-with compiled_ahead():
+with precompile():
     call_all()
 before = len(launched), len(compiled), len(launchers), threading.get_ident() in threads | set(launchers)
 
@@ -52,7 +52,7 @@ def broken(x):
 
 broken.module = "vllm_opset.test"
 x, errors = torch.zeros(1), []
-with compiled_ahead():
+with precompile():
     theirs[(1,)](x)
     broken[(1,)](x)
 their_launches = launched.count("theirs")
@@ -61,7 +61,7 @@ try:
 except triton.CompilationError as error:
     errors.append(str(error))
 of_this_thread, other = len(launched), threading.Thread(target=call_all)
-with compiled_ahead():
+with precompile():
     call_all()
     other.start()
     other.join()
@@ -95,17 +95,17 @@ def test_two_threads_leave_triton_as_it_was():
     pytest.importorskip("triton", reason="compiles Triton's kernels: runs where there is Triton")
     from triton.runtime.jit import JITFunction
 
-    from vllm_opset.kernels.triton._ahead import compiled_ahead
+    from vllm_opset.kernels.triton._precompile import precompile
 
     run, entered, leave = JITFunction.run, threading.Event(), threading.Event()
 
     def compile_in_another_thread() -> None:
-        with compiled_ahead():
+        with precompile():
             entered.set()
             leave.wait()
 
     other = threading.Thread(target=compile_in_another_thread)
-    with compiled_ahead():
+    with precompile():
         other.start()
         entered.wait(0.2)  # long enough for the other thread to enter, unless it is blocked
     leave.set()
