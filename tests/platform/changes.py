@@ -39,10 +39,10 @@ COMPILED = "_C"
 KERNELS = "triton.runtime.jit._triton_jit_function_registry"
 
 
-def found(platform: str) -> dict[str, set[str]]:
-    """What this script prints for a platform."""
-    command = [sys.executable, __file__, platform]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+def found(platform: str, **variables: str) -> dict[str, set[str]]:
+    """What this script prints for a platform. variables: of its environment."""
+    command, environment = [sys.executable, __file__, platform], os.environ | variables
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert process.returncode == 0, process.stderr[-4000:]
     return {when: set(names) for when, names in json.loads(process.stdout.splitlines()[-1]).items()}
 
@@ -132,8 +132,13 @@ def in_a_worker(platform: str) -> Iterator[None]:
 
     compat.forget_shared_layers()
     with contextlib.ExitStack() as until_the_end:
+        if platform == "npu":
+            from vllm_opset.platform.npu import graphs
+
+            compat.name_npu_as_cuda(graphs.DecodeGraph, graphs.capture)
         if platform == "cuda":
             compat.break_graphs_at_attention()
+        if platform in ("cuda", "npu"):
             until_the_end.enter_context(compat.own_warm_up(print))
         if platform == "native":
             from vllm_opset.platform.native.worker import _opset_layers

@@ -213,7 +213,7 @@ DIFFERENCES = (
     ),
     Bridge(
         "blocks that are zeroed",
-        "vLLM zeroes blocks of the cache by Triton. Up to 0.28, it takes a block that it copies for one piece of memory.",
+        "vLLM zeroes blocks of the cache by Triton. Up to 0.28 it copies a block as if it were one piece of memory.",
         "vllm_opset.platform.npu.runner.OpsetNpuRunner._update_states",
         has(f"{RUNNER}._zero_block_ids"),
         ends="vLLM asks its platform to do it",
