@@ -127,7 +127,7 @@ def load_plugin(platform: str) -> None:
 
 @contextlib.contextmanager
 def in_a_worker(platform: str) -> Iterator[None]:
-    """What a worker of this platform does while it loads a model and warms up, as far as vLLM is changed."""
+    """Makes the changes of a worker that loads a model and warms up."""
     from vllm_opset.platform import compat
 
     compat.forget_shared_layers()

@@ -25,30 +25,19 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Bridge:
-    """A patch of vLLM, or code that handles a difference between its releases.
+    """A patch of vLLM, or code that handles a difference between its releases."""
 
-    name: of the patch, or of what differs.
-    reason: why it is needed. For a patch, it is the function's docstring.
-    code: the qualified name of the code in this package.
-    needed: whether the installed vLLM needs it, by the modules and signatures of that vLLM, never by its version.
-    first, last: the first and the last release that needs it; None for the oldest release and for the newest.
-    ends: what has to change in vLLM before it can go; empty if `last` says when.
-    changes: qualified names of the attributes of vLLM, PyTorch and Triton that it changes.
-    hook: whether vLLM offers these attributes to plugins.
-    loading, worker: the platforms on which loading the plugin, or a worker later, makes the changes.
-    """
-
-    name: str
-    reason: str
-    code: str
-    needed: Probe
-    first: Release | None = None
-    last: Release | None = None
-    ends: str = ""
-    changes: tuple[str, ...] = ()
-    hook: bool = False
-    loading: tuple[str, ...] = ()
-    worker: tuple[str, ...] = ()
+    name: str  # of the patch, or of what differs
+    reason: str  # why it is needed: for a patch, its docstring
+    code: str  # the qualified name of the code in this package
+    needed: Probe  # looks at modules and signatures of the installed vLLM, never at its version
+    first: Release | None = None  # the first release that needs it; None: the oldest that is supported
+    last: Release | None = None  # the last release that needs it; None: the newest that is supported
+    ends: str = ""  # what has to change in vLLM before it can go, if `last` does not say it
+    changes: tuple[str, ...] = ()  # qualified names of the attributes that it changes
+    hook: bool = False  # whether vLLM offers these attributes to plugins
+    loading: tuple[str, ...] = ()  # platforms on which loading the plugin makes the changes
+    worker: tuple[str, ...] = ()  # platforms on which a worker makes them later
 
     def is_needed_by(self, release: Release) -> bool:
         """Whether a release needs it, as `first` and `last` say."""

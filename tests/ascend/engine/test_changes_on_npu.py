@@ -1,4 +1,4 @@
-"""What the plugin changes in a process that has the emulated NPU. See tests/platform/test_changes.py."""
+"""In a process that has the emulated NPU, the plugin changes what the registry of bridges declares."""
 
 import emulated_npu
 from changes import declared, found

@@ -1,4 +1,4 @@
-"""What the plugin changes in a process that has a GPU. test_changes.py does the same without one."""
+"""In a process that has a GPU, the plugin changes what the registry of bridges declares."""
 
 import pytest
 import torch
