@@ -198,7 +198,7 @@ DIFFERENCES = (
     ),
     Bridge(
         "threads of several workers",
-        "vLLM sets OMP_NUM_THREADS for several workers, up to 0.27 to 1. A user's value is kept for the workers.",
+        "vLLM sets OMP_NUM_THREADS for several workers, to 1 up to 0.27. The user's value is kept for the workers.",
         "vllm_opset.platform.cpu.threads.remember_users_choice",
         uses("vllm.v1.executor.multiproc_executor.set_multiprocessing_worker_envs", "OMP_NUM_THREADS"),
         ends="vLLM leaves the variable alone",
