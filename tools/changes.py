@@ -40,8 +40,8 @@ def _changes(bridge: Bridge) -> str:
 
 
 def _where(bridge: Bridge) -> str:
-    loading = [f"{_on(bridge.loading)} when the plugin is loaded."] if bridge.loading else []
-    worker = [f"{_on(bridge.worker)} in a worker."] if bridge.worker else []
+    loading = [f"{_on(bridge.loading)}, when the plugin is loaded."] if bridge.loading else []
+    worker = [f"{_on(bridge.worker)}, in a worker."] if bridge.worker else []
     return " ".join(loading + worker)
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 REGISTRY = "vllm.model_executor.models.registry"
+# The names of torch.cuda that vLLM's model runner uses.
+NAMES_OF_CUDA = ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
 
 @patch(
@@ -45,11 +47,11 @@ def _nothing() -> None:
     loading=WITHOUT_KERNELS,
 )
 def inspect_models_in_this_process() -> None:
-    """Let vLLM inspect a model's class in the current process instead of in a process that first imports all of vLLM.
+    """Let vLLM inspect a model's class in the current process.
 
-    vLLM starts that process at the first start with a model, so that the process that forks engines stays free of CUDA.
-    The extra process takes 5 to 20 seconds. The classes of models do not use a device when they are imported. If one
-    did, vLLM (on an NPU, opset's platform) would spawn engines instead.
+    At the first start with a model, vLLM starts another process for this, so that the process that forks engines stays
+    free of CUDA. That process imports all of vLLM first, which takes 5 to 20 seconds. The classes of models do not use
+    a device when they are imported. If one did, vLLM (on an NPU, opset's platform) would spawn engines instead.
     """
     from vllm.model_executor.models import registry
 
@@ -161,9 +163,6 @@ def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
     weak = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return nothing.set_(weak, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-NAMES_OF_CUDA = ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
 
 @patch(

@@ -20,7 +20,7 @@ HOOKS = (
     ),
     Bridge(
         "layers",
-        "opset's layers are registered by `CustomOp.register_oot`, on stock vLLM while a model is loaded.",
+        "opset registers its layers by `CustomOp.register_oot`, and on stock vLLM only while a model is loaded.",
         "vllm_opset.model.layers.register",
         has("vllm.model_executor.custom_op.op_registry_oot"),
         changes=("vllm.model_executor.custom_op.op_registry_oot",),
@@ -30,7 +30,7 @@ HOOKS = (
     ),
     Bridge(
         "second registry of layers",
-        "vLLM has a second registry, for layers that depend on no device.",
+        "The same for vLLM's second registry, of layers that depend on no device.",
         "vllm_opset.model.layers.register",
         has("vllm.model_executor.hw_agnostic.custom_op.op_registry_oot"),
         first=(0, 28),
