@@ -18,7 +18,7 @@ export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants compile-all mutants window window-light parity bench bench-cpu lint env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%) $(TARGETS:%=compile-%)
+.PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants compile-all mutants window window-light parity bench bench-cpu lint changes env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%) $(TARGETS:%=compile-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -105,6 +105,9 @@ env-ascend: tools
 
 tools:
 	@tools/venv.sh .venv-tools tools
+
+changes: env ## write docs/changes-to-vllm.md from the registry of bridges
+	.venv/bin/python tools/changes.py
 
 lock: env ## pin again what requirements/*.in ask for
 	.venv/bin/python tools/lock.py $(RELEASE) $(filter-out $(RELEASE),$(WINDOW))

@@ -1,12 +1,20 @@
-"""Prints, as JSON, the attributes of vLLM and PyTorch that loading the plugin changes. Run in a process of its own."""
+"""changes.py PLATFORM: prints as JSON the attributes of vLLM, PyTorch and Triton that the plugin changes there.
 
+`loading`: those that loading the plugin changes. `worker`: those that its worker changes afterwards. Run in a process
+of its own. On a machine without a GPU, the platforms for GPUs are told that one is there.
+"""
+
+import contextlib
 import importlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
+
+import torch
 
 # Imported before the plugin is loaded, so that its changes to them are visible.
 MODULES = (
@@ -24,7 +32,31 @@ MODULES = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.worker.gpu_worker",
 )
-WATCHED = ("vllm", "torch", "torch.accelerator", "torch.cuda")
+WATCHED = ("vllm", "torch", "torch.accelerator", "torch.cuda", "triton.runtime.jit")
+# Operators of vLLM's compiled kernels. vLLM and this package add operators of their own to other namespaces.
+COMPILED = "_C"
+# Triton's record of all kernels, which grows when a module with kernels is imported.
+KERNELS = "triton.runtime.jit._triton_jit_function_registry"
+
+
+def found(platform: str, **variables: str) -> dict[str, set[str]]:
+    """What this script prints for a platform. variables: of its environment."""
+    command, environment = [sys.executable, __file__, platform], os.environ | variables
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return {when: set(names) for when, names in json.loads(process.stdout.splitlines()[-1]).items()}
+
+
+def declared(platform: str) -> dict[str, set[str]]:
+    """The same by the bridges that the installed vLLM needs."""
+    from vllm_opset.platform.differences import BRIDGES
+
+    needed = [bridge for bridge in BRIDGES if bridge.needed()]
+    return {
+        when: {name for bridge in needed if platform in getattr(bridge, when) for name in bridge.changes}
+        for when in ("loading", "worker")
+    }
+
 
 # Keeps the values alive that were seen, so that an `id` never refers to two objects.
 _seen: list = []
@@ -40,7 +72,8 @@ def snapshot() -> dict[str, tuple]:
                 if belongs_to_vllm(value, name):
                     for inner, inner_value in members(value):
                         values[f"{name}.{attribute}.{inner}"] = identity(inner_value)
-    return values
+    operators = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
+    return values | {f"torch.ops._C.{name}": () for namespace, name in operators if namespace == COMPILED}
 
 
 def members(owner) -> Iterator[tuple[str, object]]:
@@ -66,8 +99,17 @@ def identity(value) -> tuple:
     return (id(value),)
 
 
-def load_plugin() -> None:
-    os.environ["OPSET_PLATFORM"] = "cpu"
+def differ(before: dict[str, tuple], after: dict[str, tuple]) -> list[str]:
+    # If the plugin is the first to import a module, all of it is new. That is not a change.
+    owners = {name.rsplit(".", 1)[0] for name in before} | {f"torch.ops.{COMPILED}"}
+    added = {name for name in after.keys() - before.keys() if name.rsplit(".", 1)[0] in owners}
+    imported = {name for name in added if name in sys.modules}
+    changed = {name for name in before.keys() & after.keys() if before[name] != after[name]}
+    return sorted((changed | added) - imported - {KERNELS})
+
+
+def load_plugin(platform: str) -> None:
+    os.environ["OPSET_PLATFORM"] = platform
     import vllm.platforms
 
     vllm.platforms._current_platform = None
@@ -77,25 +119,67 @@ def load_plugin() -> None:
 
     current_platform.pre_register_and_update()
     vllm_opset.platform.register()
+    current_platform.import_kernels()
     current_platform.import_ir_kernels()
-    importlib.import_module("vllm_opset.platform.cpu.worker")
+    importlib.import_module(f"vllm_opset.platform.{platform}.worker")
     importlib.import_module("vllm_opset.attention.backend")
 
 
-def main() -> None:
+@contextlib.contextmanager
+def in_a_worker(platform: str) -> Iterator[None]:
+    """Makes the changes of a worker that loads a model and warms up."""
+    from vllm_opset.platform import compat
+
+    compat.forget_shared_layers()
+    with contextlib.ExitStack() as until_the_end:
+        if platform == "npu":
+            from vllm_opset.platform.npu import graphs
+
+            compat.name_npu_as_cuda(graphs.DecodeGraph, graphs.capture)
+        if platform == "cuda":
+            compat.break_graphs_at_attention()
+        if platform in ("cuda", "npu"):
+            until_the_end.enter_context(compat.own_warm_up(print))
+        if platform == "native":
+            from vllm_opset.platform.native.worker import _opset_layers
+
+            until_the_end.enter_context(_opset_layers())
+        if platform in ("cuda", "native"):
+            from vllm_opset.kernels.triton._precompile import precompile
+
+            until_the_end.enter_context(precompile())
+        yield
+
+
+def pretend_a_gpu() -> None:
+    """Let the platforms for GPUs be loaded without one, and `native` without vLLM's compiled kernels."""
+    import vllm_opset.platform
+    from vllm_opset.platform import stock
+
+    vllm_opset.platform._why_no_gpu = lambda: None
+    stock.has_kernels_for_cuda = lambda: True
+    sys.modules |= {name: types.ModuleType(name) for name in ("vllm._C", "vllm._C_stable_libtorch")}
+
+
+def main(platform: str) -> None:
     os.environ["OPSET_PLATFORM"] = "off"
     for module in MODULES:
         if importlib.util.find_spec(".".join(module.split(".")[:3])) is not None:
             importlib.import_module(module)
+    from vllm.model_executor.layers import rotary_embedding
+
+    if platform in ("cuda", "native") and not torch.cuda.is_available():
+        pretend_a_gpu()
     before = snapshot()
-    load_plugin()
-    after = snapshot()
-    # If the plugin is the first to import a module, all of it is new. That is not a change.
-    modules = {name.rsplit(".", 1)[0] for name in before}
-    added = {name for name in after.keys() - before.keys() if name.rsplit(".", 1)[0] in modules}
-    changed = {name for name in before.keys() & after.keys() if before[name] != after[name]}
-    print(json.dumps(sorted(changed | added)))
+    load_plugin(platform)
+    loaded = snapshot()
+    rotary_embedding._ROPE_DICT["of another model"] = None
+    os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # as when the configuration captures graphs in pieces
+    another_model = snapshot()
+    with in_a_worker(platform):
+        worker = snapshot()
+    print(json.dumps({"loading": differ(before, loaded), "worker": differ(another_model, worker)}))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -5,7 +5,7 @@ import torch
 
 from vllm_opset import selection
 from vllm_opset.model import layers
-from vllm_opset.platform.worker import forget_shared_layers
+from vllm_opset.platform.compat import forget_shared_layers
 
 pytestmark = pytest.mark.window
 

@@ -117,7 +117,7 @@ def _rope_of(module: nn.Module) -> DeferredRotaryEmbedding | None:
     attention, rotary = children.get("attn"), children.get("rotary_emb")
     if not isinstance(attention, Attention) or not isinstance(attention.impl, OpsetAttentionImpl):
         return None
-    # An encoder's attention writes no cache. With calculate_kv_scales (gone by 0.30), vLLM computes the scales of a
+    # An encoder's attention writes no cache. With calculate_kv_scales (up to 0.27), vLLM computes the scales of a
     # cache before the cache is written.
     if attention.impl.attn_type != AttentionType.DECODER or getattr(attention, "calculate_kv_scales", False):
         return None

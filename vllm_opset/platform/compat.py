@@ -1,49 +1,36 @@
-"""All differences between the vLLM releases that are supported (0.26 to 0.33), and all patches of vLLM in place.
-
-Each patch is one function here. Its docstring says why, for which releases, and when it can go. Differences are
-detected from the modules and signatures of vLLM, never from its version. Most differences need no code of their own,
-because a release does not call a method that it does not know:
-
-- vLLM calls `OpsetAttentionBackend.get_kv_cache_shape` and `get_kv_cache_stride_order` up to 0.28. Later releases
-  decide on the same shape themselves.
-- `get_supported_kernel_block_sizes` takes an argument from 0.31 on.
-- vLLM calls `OpsetCpuRunner._postprocess_triton` up to 0.30.
-- `may_reinitialize_input_batch` lost an argument in 0.32.
-- `layers.REPLACEMENTS` says which layer classes only newer releases have. `layers` finds the rotary embeddings by the
-  forward method that they share.
-- `refusals` and `native/parts` use `getattr` for fields of the configuration that some releases lack.
-- `native/sampler` has a class for 0.26 to 0.29. There, the second model runner's sampler prepares the draw and draws in
-  one method. The parameters of vLLM's methods decide which class fits.
-- `npu/runner` zeroes and copies blocks itself, because vLLM's way of doing it differs between releases.
-- vLLM calls `OpsetAttentionBackend.supported_kv_cache_layouts` from 0.29 on.
-- vLLM calls a platform's `check_runner_kv_caches_multi_layer` from 0.28 on.
-- `cpu/worker` wraps two methods that came with 0.32.
-- `fusion` checks whether an attention layer computes the scales of its cache itself. None does from 0.30 on.
-- `threads` protects OMP_NUM_THREADS from 0.26, which sets it to 1 for several workers and does not log it.
-- `ir` registers opset's ops with vLLM's IR, which vLLM removes after 0.33.
-"""
+"""The patches of vLLM and PyTorch. Each is one registered function, whose docstring says why it is needed."""
 
 import contextlib
 import functools
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, find, has, patch, uses
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+REGISTRY = "vllm.model_executor.models.registry"
+# The names of torch.cuda that vLLM's model runner uses.
+NAMES_OF_CUDA = ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
+
+@patch(
+    uses("vllm.distributed.parallel_state.cleanup_dist_env_and_memory", "empty_cache"),
+    ends="vLLM checks for an accelerator before this clean-up",
+    changes=("torch.accelerator.empty_cache", "torch.accelerator.empty_host_cache"),
+    loading=("cpu",),
+    always=True,  # vLLM makes its platform while it is being imported, and the probe would import more of it
+)
 def without_accelerator() -> None:
     """Let vLLM call PyTorch's accelerator clean-up on a machine without an accelerator.
 
     vLLM's `cleanup_dist_env_and_memory` calls `torch.accelerator.empty_cache` at shutdown. From 0.28 on it also calls
     `empty_host_cache`. vLLM skips both calls only on its own CPU platform. PyTorch raises if there is no accelerator.
-    Releases 0.26 to 0.33 need this patch, in every process. vLLM's model runner for CPUs also replaces `empty_cache`,
-    but with several workers the engine's process has no model runner. The patch can go when vLLM checks for an
-    accelerator before this clean-up.
+    vLLM's model runner for CPUs also replaces `empty_cache`, but with several workers the engine's process has no model
+    runner.
     """
     if torch.accelerator.current_accelerator() is None:
         torch.accelerator.empty_cache = torch.accelerator.empty_host_cache = _nothing
@@ -53,13 +40,18 @@ def _nothing() -> None:
     pass
 
 
+@patch(
+    uses(f"{REGISTRY}._LazyRegisteredModel.inspect_model_cls", "_run_in_subprocess"),
+    ends="vLLM lets its platform decide",
+    changes=(f"{REGISTRY}._run_in_subprocess",),
+    loading=WITHOUT_KERNELS,
+)
 def inspect_models_in_this_process() -> None:
-    """Let vLLM inspect a model's class in the current process instead of in a process that first imports all of vLLM.
+    """Let vLLM inspect a model's class in the current process.
 
-    vLLM starts that process at the first start with a model, so that the process that forks engines stays free of CUDA.
-    The extra process takes 5 to 20 seconds. The classes of models do not use a device when they are imported. If one
-    did, vLLM (on an NPU, opset's platform) would spawn engines instead. Releases 0.26 to 0.33 need this patch, before a
-    model is configured. The patch can go when vLLM lets its platform decide.
+    At the first start with a model, vLLM starts another process for this, so that the process that forks engines stays
+    free of CUDA. That process imports all of vLLM first, which takes 5 to 20 seconds. The classes of models do not use
+    a device when they are imported. If one did, vLLM (on an NPU, opset's platform) would spawn engines instead.
     """
     from vllm.model_executor.models import registry
 
@@ -70,11 +62,17 @@ def _here(inspect: Callable[[], object]) -> object:
     return inspect()
 
 
+@patch(
+    has(f"{REGISTRY}._ModelRegistry.inspect_model_cls"),
+    ends="vLLM asks its platform",
+    changes=(f"{REGISTRY}._ModelRegistry.inspect_model_cls",),
+    loading=WITHOUT_KERNELS,
+)
 def ask_before_models_are_imported(ask: Callable[[list[str]], None]) -> None:
     """Have vLLM call `ask` with the names of a model's architectures before it imports their modules to inspect them.
 
-    If the import itself raised, vLLM would log a traceback and say that the model could not be inspected. Releases 0.26
-    to 0.33 need this patch, before a model is configured. The patch can go when vLLM asks its platform.
+    The platform refuses multimodal models there, because many of their modules need torchvision. If the import itself
+    raised, vLLM would log a traceback and say that the model could not be inspected.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -91,16 +89,22 @@ def ask_before_models_are_imported(ask: Callable[[list[str]], None]) -> None:
     registry.inspect_model_cls = asked
 
 
+@patch(
+    has("vllm.config.VllmConfig._maybe_enable_breakable_cudagraph"),
+    first=(0, 29),
+    ends="vLLM reads its variable after `Platform.apply_config_platform_defaults`",
+    changes=("vllm.config.vllm.VllmConfig._maybe_enable_breakable_cudagraph",),
+    loading=("cuda",),
+)
 def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
     """Have vLLM call `ask` before it reads whether graphs may be captured in pieces without a compiler.
 
-    In 0.29 to 0.33 vLLM reads its variable for this before it asks the platform for its defaults; earlier releases read
-    it afterwards. The patch can go when vLLM reads its variable after `Platform.apply_config_platform_defaults`.
+    vLLM reads its variable for this before it asks the platform for its defaults. Earlier releases read it afterwards.
     """
     from vllm.config import VllmConfig
 
-    reads = getattr(VllmConfig, "_maybe_enable_breakable_cudagraph", None)
-    if reads is None or hasattr(reads, "__wrapped__"):
+    reads = VllmConfig._maybe_enable_breakable_cudagraph
+    if hasattr(reads, "__wrapped__"):
         return
 
     @functools.wraps(reads)
@@ -111,12 +115,17 @@ def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
     VllmConfig._maybe_enable_breakable_cudagraph = asked
 
 
+@patch(
+    uses("vllm.compilation.breakable_cudagraph.eager_break_during_capture", "is_breakable_cudagraph_enabled"),
+    last=(0, 32),
+    changes=("vllm.model_executor.layers.attention.attention.unified_attention_with_output",),
+    worker=("cuda",),
+)
 def break_graphs_at_attention() -> None:
     """Let graphs that are captured in pieces break at attention, if attention is called directly.
 
-    In 0.26 to 0.32 vLLM decides this by a variable when it imports its attention layer. A process that makes the
-    configuration itself imports that layer before anybody could set the variable. This function must run before a model
-    is loaded. The patch can go when 0.33 is the oldest supported release.
+    vLLM decides this by a variable when it imports its attention layer. A process that makes the configuration itself
+    imports that layer before anybody could set the variable. This function must run before a model is loaded.
     """
     from vllm.compilation import breakable_cudagraph
     from vllm.model_executor.layers.attention import attention
@@ -126,19 +135,20 @@ def break_graphs_at_attention() -> None:
         attention.unified_attention_with_output = breakable_cudagraph.eager_break_during_capture(run)
 
 
-def kv_cache_groups(config: "VllmConfig", spec: dict) -> list:
-    """vLLM's groups of layers that share a block table. The function moved to another module in 0.33."""
-    planning = "vllm.v1.core.kv_cache_planning"
-    module = planning if importlib.util.find_spec(planning) else "vllm.v1.core.kv_cache_utils"
-    return importlib.import_module(module).get_kv_cache_groups(config, spec)
-
-
+@patch(
+    uses("vllm.utils.torch_utils.weak_ref_tensor", "weak_ref_tensor"),
+    ends="vLLM has its own version in Python, or asks its platform for one",
+    changes=("torch.ops._C.weak_ref_tensor",),
+    loading=("cuda",),
+    worker=("npu",),
+    always=True,  # vLLM calls for it while it is being imported
+)
 def define_weak_ref_tensor(dispatch_key: str = "CUDA", weak: Callable | None = None) -> None:
-    """Define `_C::weak_ref_tensor` if vLLM's kernels lack it: a tensor that does not keep its memory alive.
+    """Define `_C::weak_ref_tensor` if vLLM's kernels are absent: a tensor that does not keep its memory alive.
 
-    vLLM's CUDA graph wrapper calls it for the outputs of a graph, in 0.26 to 0.33. The patch can go when vLLM has its
-    own version in Python, or asks its platform for one. weak: the implementation for the dispatch key, if not this one
-    in PyTorch.
+    vLLM's CUDA graph wrapper calls it for the outputs of a graph.
+
+    Parameters: weak is the implementation for the dispatch key, if not this one in PyTorch.
     """
     if not hasattr(torch.ops._C, "weak_ref_tensor"):
         _library.define("weak_ref_tensor(Tensor input) -> Tensor")
@@ -155,28 +165,41 @@ def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return nothing.set_(weak, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+@patch(
+    uses("vllm.v1.worker.gpu_model_runner.AsyncGPUModelRunnerOutput.__init__", "cuda"),
+    ends="vLLM uses torch.Stream, torch.Event and torch.accelerator throughout, and its runner takes the platform's "
+    "graph wrapper, as only vLLM's compiler does today",
+    changes=tuple(f"torch.cuda.{name}" for name in (*NAMES_OF_CUDA, "CUDAGraph", "graph")),
+    worker=("npu",),
+)
 def name_npu_as_cuda(graph: type, capture: Callable) -> None:
     """Make the names of torch.cuda that vLLM's model runner uses mean the NPU, in a process whose device is an NPU.
 
-    In 0.26 to 0.33 the runner takes streams, events and graphs from torch.cuda, also while it serves. They raise if
-    PyTorch was built without CUDA. The patch can go when vLLM uses torch.Stream, torch.Event and torch.accelerator
-    throughout, and its runner takes the platform's graph wrapper. Today only vLLM's compiler takes that wrapper. graph
-    and capture replace torch.cuda.CUDAGraph and torch.cuda.graph.
+    The runner takes streams, events and graphs from torch.cuda, also while it serves. They raise if PyTorch was built
+    without CUDA.
+
+    Parameters: graph and capture replace torch.cuda.CUDAGraph and torch.cuda.graph.
     """
     import torch_npu
 
-    for name in ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize"):
+    for name in NAMES_OF_CUDA:
         setattr(torch.cuda, name, getattr(torch.npu, name))
     torch.cuda.CUDAGraph, torch.cuda.graph = graph, capture
     define_weak_ref_tensor("PrivateUse1", torch_npu._C._weak_ref_tensor)
 
 
+@patch(
+    has("vllm.v1.worker.gpu_worker.kernel_warmup"),
+    ends="a worker class can override its kernel warm-up by a method",
+    changes=("vllm.v1.worker.gpu_worker.kernel_warmup",),
+    worker=("cuda", "npu"),
+    always=True,  # without it, no kernel would be warmed up
+)
 @contextlib.contextmanager
 def own_warm_up(warm_up: Callable) -> Iterator[None]:
     """Within this context, vLLM's worker calls `warm_up` instead of its own kernel warm-up before it captures graphs.
 
-    vLLM's own function warms up vLLM's kernels. Its imports name compiled operators and raise if these are absent, in
-    0.26 to 0.33. The patch can go when a worker class can override its kernel warm-up by a method.
+    vLLM's own function warms up vLLM's kernels. Its imports name compiled operators and raise if these are absent.
     """
     from vllm.v1.worker import gpu_worker
 
@@ -185,3 +208,27 @@ def own_warm_up(warm_up: Callable) -> Iterator[None]:
         yield
     finally:
         gpu_worker.kernel_warmup = original
+
+
+@patch(
+    has("vllm.model_executor.layers.rotary_embedding._ROPE_DICT"),
+    ends="vLLM shares rotary embeddings within a model alone",
+    changes=("vllm.model_executor.layers.rotary_embedding._ROPE_DICT",),
+    worker=EVERY,
+)
+def forget_shared_layers() -> None:
+    """Empty vLLM's cache of rotary embeddings before a model is loaded, so that the model is built with new ones.
+
+    vLLM shares them among all layers of all models of a process. Without this, another running engine's layers would
+    get this engine's kernels.
+    """
+    from vllm.model_executor.layers import rotary_embedding
+
+    rotary_embedding._ROPE_DICT.clear()
+
+
+def kv_cache_groups(config: "VllmConfig", spec: dict) -> list:
+    """vLLM's groups of layers that share a block table. The function moved to another module in 0.33."""
+    planning = "vllm.v1.core.kv_cache_planning"
+    module = planning if has(planning)() else "vllm.v1.core.kv_cache_utils"
+    return find(f"{module}.get_kv_cache_groups")(config, spec)

@@ -1,6 +1,6 @@
 """The releases of vLLM that this package supports.
 
-No other module reads vLLM's version. All others look at the modules and signatures that vLLM has (`compat`).
+No other module reads vLLM's version. All others look at the modules and signatures that vLLM has (`bridges`).
 """
 
 import functools
@@ -23,14 +23,14 @@ def installed() -> str:
 
 def why_refused(version: str) -> str | None:
     """Why a release is not supported, with the cure; None if it is, or may be."""
-    if _minor(version) >= OLDEST:
+    if minor(version) >= OLDEST:
         return None
     return f"vLLM {version} is too old for this vllm-opset: pip install '{WINDOW}'"
 
 
 def why_doubtful(version: str) -> str | None:
     """Why a release may not be supported, with the cure; None if it was tested."""
-    if _minor(version) <= NEWEST:
+    if minor(version) <= NEWEST:
         return None
     return (
         f"vLLM {version} is newer than what this vllm-opset was tested with: should anything fail, take a newer "
@@ -49,7 +49,7 @@ def check() -> None:
         logger.warning(doubt)
 
 
-def _minor(version: str) -> tuple[int, int]:
+def minor(version: str) -> tuple[int, int]:
     """(0, 30) for 0.30.1. A build from a checkout without tags has no usable version and counts as the newest."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else NEWEST

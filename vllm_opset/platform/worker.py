@@ -3,21 +3,12 @@
 from contextlib import AbstractContextManager, nullcontext
 
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers import rotary_embedding
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset import selection
 from vllm_opset.model import layers
+from vllm_opset.platform import compat
 from vllm_opset.platform.report import Reporting
-
-
-def forget_shared_layers() -> None:
-    """Empty vLLM's cache of rotary embeddings, so that the next model is built with new ones.
-
-    vLLM shares them among all layers of all models of a process. Without this, another running engine's layers would
-    get this engine's kernels.
-    """
-    rotary_embedding._ROPE_DICT.clear()
 
 
 class OpsetWorker(Reporting, Worker):
@@ -27,7 +18,7 @@ class OpsetWorker(Reporting, Worker):
         self.choices = selection.forget()
 
     def load_model(self, **kwargs) -> None:
-        forget_shared_layers()
+        compat.forget_shared_layers()
         super().load_model(**kwargs)
         with set_current_vllm_config(self.vllm_config):
             layers.bind(self.model_runner.get_model(), self.model_config.dtype)

@@ -20,7 +20,7 @@ TESTS = ASCEND.parent
 if importlib.util.find_spec("torch_npu") is None or "torch_npu" in sys.modules:
     collect_ignore_glob = ["*"]
 else:
-    sys.path[:0] = map(str, (ASCEND, ASCEND / "driver", TESTS, TESTS / "engine"))
+    sys.path[:0] = map(str, (ASCEND, ASCEND / "driver", TESTS, TESTS / "engine", TESTS / "platform"))
     import emulated_npu
 
     emulated_npu.load()

@@ -11,7 +11,7 @@ AUTO = "auto"
 
 
 def remember_users_choice() -> None:
-    """Keep OMP_NUM_THREADS as the user set it, for workers. vLLM overwrites it for several workers (0.26: with 1).
+    """Keep OMP_NUM_THREADS as the user set it, for workers. vLLM sets it for several workers (up to 0.27: to 1).
 
     If it is a list, which OpenMP uses for nested loops, the first number counts. A value that is not a number is
     ignored, as OpenMP ignores it too.

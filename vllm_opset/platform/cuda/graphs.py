@@ -75,7 +75,7 @@ def capture_longer_steps(config: "VllmConfig") -> None:
     """Add sizes to those that vLLM has chosen, if pieces are captured."""
     compilation = config.compilation_config
     sizes = compilation.cudagraph_capture_sizes
-    # Sequence parallelism in vLLM up to 0.30 needs sizes that are multiples of its own number.
+    # Sequence parallelism in vLLM up to 0.31 needs sizes that are multiples of its own number.
     own_sizes = _sizes_are_named or getattr(compilation.pass_config, "enable_sp", False)
     if own_sizes or not sizes or not compilation.cudagraph_mode.has_piecewise_cudagraphs():
         return

@@ -45,7 +45,7 @@ class OpsetCudaPlatform(OpsetPlatform):
             compilation.mode = CompilationMode.NONE
         if compilation.cudagraph_mode is None and compilation.mode == CompilationMode.NONE:
             compilation.cudagraph_mode = graphs.default(vllm_config)
-        graphs.ask_for_pieces(vllm_config)  # for 0.26, which reads the variable later than this
+        graphs.ask_for_pieces(vllm_config)  # up to 0.28, vLLM reads the variable after this
         if compilation.mode == CompilationMode.NONE and not compilation.custom_ops:
             compilation.custom_ops = ["all"]
 

@@ -24,7 +24,7 @@ def held_while_profiling(worker: Worker) -> Iterator[None]:
 
     def profile_run_with_workspace(*args, **kwargs) -> None:
         workspace = torch.empty(most_bytes(worker), dtype=torch.uint8, device=runner.device)
-        profile_run(*args, **kwargs)  # vLLM 0.33 passes an argument
+        profile_run(*args, **kwargs)  # vLLM passes an argument from 0.31 on
         del workspace
 
     runner.profile_run = profile_run_with_workspace

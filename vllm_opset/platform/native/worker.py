@@ -12,11 +12,10 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_opset import selection
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import fusion, layers, linear
-from vllm_opset.platform import compile_cache, refusals
+from vllm_opset.platform import compat, compile_cache, refusals
 from vllm_opset.platform.cuda import device, warm_up, workspace
 from vllm_opset.platform.native import sampler
 from vllm_opset.platform.report import Reporting
-from vllm_opset.platform.worker import forget_shared_layers
 
 
 class OpsetNativeWorker(Reporting, Worker):
@@ -27,7 +26,7 @@ class OpsetNativeWorker(Reporting, Worker):
         self.parts = {name for name, part in current_platform.decide(vllm_config).items() if part.on}
 
     def load_model(self, **kwargs) -> None:
-        forget_shared_layers()
+        compat.forget_shared_layers()
         with _opset_layers() if "ops" in self.parts else nullcontext():
             super().load_model(**kwargs)
         model = self.model_runner.get_model()
