@@ -16,7 +16,7 @@ def refused() -> list[str]:
     """The features that each platform without vLLM's compiled kernels refuses, with the cure."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for platform, module in PLATFORMS.items():
-        for rule in (*module.ASKED, *module.RULES):
+        for rule in (*module.EARLY_RULES, *module.RULES):
             cure = OF_SETTINGS if isinstance(rule, Settings) else rule.cure
             found.setdefault((rule.feature, cure), {})[platform] = "refused"
     rows = ((feature, *(where.get(name, "") for name in PLATFORMS), cure) for (feature, cure), where in found.items())
@@ -29,8 +29,8 @@ def parts() -> list[str]:
     for name, part in PARTS.items():
         for rule in (*part.unmeasured, *part.slower):
             found.setdefault(rule.feature, {})[name] = "off by default"
-        for rule in part.cannot:
-            found.setdefault(rule.feature, {})[name] = "cannot"
+        for rule in part.unsupported:
+            found.setdefault(rule.feature, {})[name] = "unsupported"
     return list(_table(("configuration", *PARTS), ((feature, *map(of.get, PARTS)) for feature, of in found.items())))
 
 

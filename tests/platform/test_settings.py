@@ -30,7 +30,7 @@ def rules_of(monkeypatch):
 
     def rules_of(platform: str):
         module = importlib.import_module(f"vllm_opset.platform.{platform}.refusals")
-        monkeypatch.setattr(OpsetCpuPlatform, "asked", module.ASKED)
+        monkeypatch.setattr(OpsetCpuPlatform, "early_rules", module.EARLY_RULES)
         monkeypatch.setattr(OpsetCpuPlatform, "rules", module.RULES)
         monkeypatch.setattr(OpsetCpuPlatform, "where", WHERE)
         return module
@@ -153,7 +153,7 @@ def set_and_check(platform: str, owner: str, name: str, configure) -> None:
     # Some settings can only be made by hand, in a complete configuration. Rules that would take values resolved by vLLM
     # for a user's choice are not checked.
     module = importlib.import_module(f"vllm_opset.platform.{platform}.refusals")
-    idle = [rule for rule in (*module.ASKED, *module.RULES) if not rule.applies(config)]
+    idle = [rule for rule in (*module.EARLY_RULES, *module.RULES) if not rule.applies(config)]
     part = functools.reduce(getattr, filter(None, table("parts")[owner]["at"].split(".")), config)
     object.__setattr__(part, name, value)
     check(idle, config, WHERE)

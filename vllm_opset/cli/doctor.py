@@ -56,7 +56,7 @@ def examine(
         if active == NATIVE:
             parts = native_parts.decide_without_model(_family())
         elif active:
-            _check_words()
+            _check_settings()
     except ValueError as error:
         faults = [*faults, Fault(*_what_and_cure(str(error)))]
     found = {
@@ -175,10 +175,10 @@ def _what_and_cure(message: str) -> tuple[str, str]:
     return what.rstrip("."), cure.rstrip(".") or "correct that, or leave it out"
 
 
-def _check_words() -> None:
+def _check_settings() -> None:
     from vllm.platforms import current_platform
 
-    current_platform.check_words({})
+    current_platform.check_additional_config({})
 
 
 def _device(active: str | None) -> str:

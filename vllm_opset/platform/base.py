@@ -19,7 +19,7 @@ class OpsetPlatform(Platform):
     """See `vllm.platforms.interface.Platform` for the meaning of each hook.
 
     where: the device in words, for error messages.
-    asked: rules that are checked before vLLM resolves the configuration and overrides what users set.
+    early_rules: rules that are checked before vLLM resolves the configuration and overrides what users set.
     rules: rules that are checked after vLLM has resolved it.
     worker: the default of `worker_cls`.
     attention_backend: the qualified name of the backend's class.
@@ -27,7 +27,7 @@ class OpsetPlatform(Platform):
 
     _enum = PlatformEnum.OOT
     where: ClassVar[str]
-    asked: ClassVar[tuple[refusals.Rule | refusals.Settings, ...]]
+    early_rules: ClassVar[tuple[refusals.Rule | refusals.Settings, ...]]
     rules: ClassVar[tuple[refusals.Rule, ...]]
     worker: ClassVar[str]
     attention_backend: ClassVar[str] = BACKEND
@@ -49,7 +49,7 @@ class OpsetPlatform(Platform):
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         # Skipped for a copy of a complete configuration: vLLM makes such a copy for a model within a model.
         if vllm_config.parallel_config.worker_cls != cls.worker:
-            refusals.check(cls.asked, vllm_config, cls.where)
+            refusals.check(cls.early_rules, vllm_config, cls.where)
         passes = vllm_config.compilation_config.pass_config
         for fusion in refusals.fusions(vllm_config):
             if getattr(passes, fusion) is None:
@@ -71,7 +71,7 @@ class OpsetPlatform(Platform):
         refusals.check(cls.rules, vllm_config, cls.where)
         selection.configure(vllm_config.additional_config)
         selection.require_device(cls.device_type)
-        cls.check_words(vllm_config.additional_config)
+        cls.check_additional_config(vllm_config.additional_config)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker
         vllm_config.parallel_config.disable_custom_all_reduce = True
@@ -80,7 +80,7 @@ class OpsetPlatform(Platform):
             vllm_config.model_config.disable_cascade_attn = True
 
     @classmethod
-    def check_words(cls, additional_config: Mapping) -> None:
+    def check_additional_config(cls, additional_config: Mapping) -> None:
         """Raise ValueError for an opset setting, in variables, files or the configuration, that is not valid."""
         switches.read(additional_config)
 

@@ -94,7 +94,7 @@ DIFFERENCES = (
     Bridge(
         "layout that nobody is asked for",
         "VLLM_KV_CACHE_LAYOUT sets a layout without asking the backend, so a user's value is refused.",
-        "vllm_opset.platform.asked.gives_a_layout_unasked",
+        "vllm_opset.platform.early_rules.gives_a_layout_unasked",
         lacks("vllm.v1.kv_cache_layout"),
         last=(0, 28),
     ),

@@ -38,19 +38,19 @@ class Rule:
 class Settings:
     """Refuse settings of one part of the configuration that a user changed, because no code here uses them.
 
-    feature: the purpose of these settings. part: see `settings.changed`. but: names that some code here uses, or that
-    another rule checks. unless: whether all of the settings are used under a configuration.
+    feature: the purpose of these settings. part: see `settings.changed`. except_for: names that some code here uses, or
+    that another rule checks. unless: whether all of the settings are used under a configuration.
     """
 
     feature: str
     part: str
-    but: frozenset[str] = frozenset()
+    except_for: frozenset[str] = frozenset()
     unless: Callable[["VllmConfig"], bool] = lambda config: False
 
     def applies(self, config: "VllmConfig") -> list[str]:
         """The flags of the settings to refuse."""
         names = [] if self.unless(config) else settings.changed(config, self.part)
-        return [settings.flag(self.part, name) for name in names if name not in self.but]
+        return [settings.flag(self.part, name) for name in names if name not in self.except_for]
 
     def refusal(self, where: str, config: "VllmConfig") -> Refusal:
         flags = " and ".join(self.applies(config))

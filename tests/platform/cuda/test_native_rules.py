@@ -54,7 +54,7 @@ EXAMPLES: dict[str, dict] = {
     "FlashInfer's sampler": {"VLLM_USE_FLASHINFER_SAMPLER": "1"},
     "sampling where FlashInfer is installed": {"installed": "flashinfer"},
 }
-KINDS = ("cannot", "unmeasured", "slower")
+KINDS = ("unsupported", "unmeasured", "slower")
 
 
 class Changed:
@@ -116,7 +116,7 @@ def test_without_any_of_these_every_part_serves(changed):
 
 # The features that each part does not support, and those for which it was not measured. They are listed in full, so
 # that a removed rule is noticed.
-CANNOT = {
+UNSUPPORTED = {
     "attention": (
         "another worker class", "another attention backend", "multi-head latent attention (MLA)",
         "a KV cache in that dtype", "KV connectors", "KV cache offloading", "decode context parallelism",
@@ -147,7 +147,7 @@ def _cases(features: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
     return [(name, feature) for name, of_part in features.items() for feature in of_part]
 
 
-@pytest.mark.parametrize(("name", "feature"), _cases(CANNOT))
+@pytest.mark.parametrize(("name", "feature"), _cases(UNSUPPORTED))
 def test_what_a_part_does_not_do_is_left_to_vllm_and_refused_where_it_is_asked_for(name, feature, changed, monkeypatch):
     made = changed(feature)
     assert not parts.decide(made, HOPPER)[name].on

@@ -9,7 +9,7 @@ import torch
 from small_models import LLAMA
 from vllm.config import CompilationMode
 
-from vllm_opset.platform.cuda.refusals import ASKED, RULES
+from vllm_opset.platform.cuda.refusals import EARLY_RULES, RULES
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import Refusal, check, fusions
 
@@ -55,7 +55,7 @@ def asked(configure, monkeypatch):
     from vllm_opset.platform.cpu.platform import OpsetCpuPlatform
 
     def asked(**arguments):
-        monkeypatch.setattr(OpsetCpuPlatform, "asked", ASKED)
+        monkeypatch.setattr(OpsetCpuPlatform, "early_rules", EARLY_RULES)
         monkeypatch.setattr(OpsetCpuPlatform, "rules", ())
         return configure(LLAMA, **arguments)
 

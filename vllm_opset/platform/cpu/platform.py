@@ -25,7 +25,7 @@ class OpsetCpuPlatform(OpsetPlatform):
     # For vLLM's small compiled helpers: "inductor" would need a C++ compiler, which may be missing.
     simple_compile_backend = "eager"
     where = "on a CPU"
-    asked = refusals.ASKED
+    early_rules = refusals.EARLY_RULES
     rules = refusals.RULES
     worker = "vllm_opset.platform.cpu.worker.OpsetCpuWorker"
 
@@ -51,8 +51,8 @@ class OpsetCpuPlatform(OpsetPlatform):
         cls._schedule_in_step(vllm_config.scheduler_config)
 
     @classmethod
-    def check_words(cls, additional_config: Mapping) -> None:
-        super().check_words(additional_config)
+    def check_additional_config(cls, additional_config: Mapping) -> None:
+        super().check_additional_config(additional_config)
         # Checked here, because an error would be hard to find in the workers, which set threads and memory.
         threads.users_choice()
         kv_memory.users_choice()

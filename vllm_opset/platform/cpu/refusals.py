@@ -1,8 +1,8 @@
 """The features that opset does not support on a CPU."""
 
 from vllm_opset.model.weights import offloads
-from vllm_opset.platform.asked import ASKED as COMMON_ASKED
-from vllm_opset.platform.asked import NVTX, PROFILERS, WITHOUT_COMPILER, unset
+from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
+from vllm_opset.platform.early_rules import NVTX, PROFILERS, WITHOUT_COMPILER, unset
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
     Rule,
@@ -15,10 +15,10 @@ from vllm_opset.platform.refusals import (
 )
 
 # These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
-ASKED: tuple[Rule | Settings, ...] = (
-    *COMMON_ASKED,
+EARLY_RULES: tuple[Rule | Settings, ...] = (
+    *COMMON_EARLY_RULES,
     Rule("CUDA graphs", "leave cudagraph_mode out of --compilation-config", captures),
-    Settings("torch.compile and CUDA graphs", "compilation_config", but=WITHOUT_COMPILER),
+    Settings("torch.compile and CUDA graphs", "compilation_config", except_for=WITHOUT_COMPILER),
     Rule(
         "binding threads to cores",
         "unset VLLM_CPU_OMP_THREADS_BIND, and start under taskset or numactl; OPSET_NUM_THREADS sets their number",

@@ -7,7 +7,7 @@ import torch
 from vllm_opset.platform import compat, refusals
 from vllm_opset.platform.base import OpsetPlatform
 from vllm_opset.platform.cuda import graphs, nvml
-from vllm_opset.platform.cuda.refusals import ASKED, RULES
+from vllm_opset.platform.cuda.refusals import EARLY_RULES, RULES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,7 +22,7 @@ class OpsetCudaPlatform(OpsetPlatform):
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
     dist_backend = "nccl"
     where = "on a GPU, with a vLLM that has no compiled kernels,"
-    asked = ASKED
+    early_rules = EARLY_RULES
     rules = RULES
     worker = "vllm_opset.platform.cuda.worker.OpsetCudaWorker"
 

@@ -1,7 +1,7 @@
 """The features that opset does not support on NVIDIA GPUs with a vLLM that has no compiled kernels."""
 
-from vllm_opset.platform.asked import ASKED as COMMON_ASKED
-from vllm_opset.platform.asked import GRAPHS, WITHOUT_COMPILER, asks_to_compile, unset
+from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
+from vllm_opset.platform.early_rules import GRAPHS, WITHOUT_COMPILER, asks_to_compile, unset
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
     Rule,
@@ -10,12 +10,12 @@ from vllm_opset.platform.refusals import (
 )
 
 # These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
-ASKED: tuple[Rule | Settings, ...] = (
-    *COMMON_ASKED,
+EARLY_RULES: tuple[Rule | Settings, ...] = (
+    *COMMON_EARLY_RULES,
     Settings(
         "settings of torch.compile without a mode of it in --compilation-config",
         "compilation_config",
-        but=WITHOUT_COMPILER | GRAPHS,
+        except_for=WITHOUT_COMPILER | GRAPHS,
         unless=asks_to_compile,
     ),
     *unset("all-reduce over symmetric memory", "VLLM_ALLREDUCE_USE_SYMM_MEM"),

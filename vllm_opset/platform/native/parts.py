@@ -27,8 +27,8 @@ import yaml
 
 from vllm_opset.model.weights import offloads
 from vllm_opset.platform import settings, switches
-from vllm_opset.platform.asked import CACHE_LAYOUT, FLASHINFER_SAMPLER, TENSOR_DESCRIPTORS
 from vllm_opset.platform.cuda import device
+from vllm_opset.platform.early_rules import CACHE_LAYOUT, FLASHINFER_SAMPLER, TENSOR_DESCRIPTORS
 from vllm_opset.platform.refusals import (
     Rule,
     caches_neither_alike_nor_in_fp8,
@@ -72,13 +72,13 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The rules of a part. cannot: configurations that the part does not support.
+    """The rules of a part. unsupported: configurations that the part does not support.
 
     unmeasured: configurations in which it is off by default, but can be asked for. slower: the same, if vLLM's own code
     was measured to be faster in some cases. A rule in `slower` does not depend on the model or the configuration.
     """
 
-    cannot: tuple[Rule, ...]
+    unsupported: tuple[Rule, ...]
     unmeasured: tuple[Rule, ...] = ()
     slower: tuple[Rule, ...] = ()
 
@@ -162,7 +162,7 @@ _NOT_MEASURED = (
 
 PARTS: Mapping[str, Part] = {
     "attention": Part(
-        cannot=(
+        unsupported=(
             _OTHER_WORKER,
             Rule("another attention backend", "leave out --attention-backend and --attention-config", _another_backend),
             Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla")),
@@ -187,7 +187,7 @@ PARTS: Mapping[str, Part] = {
         ),
     ),
     "sampler": Part(
-        cannot=(
+        unsupported=(
             _OTHER_WORKER,
             _POOLING,
             _SPECULATIVE,
@@ -205,7 +205,7 @@ PARTS: Mapping[str, Part] = {
         ),
     ),
     "linear": Part(
-        cannot=(
+        unsupported=(
             _OTHER_WORKER,
             Rule("weight offloading", "leave out --cpu-offload-gb and --offload-*, or switch this part off", offloads),
             Rule("another linear backend", "leave out --linear-backend", _another_linear_backend),
@@ -214,7 +214,7 @@ PARTS: Mapping[str, Part] = {
         unmeasured=(*_NOT_MEASURED, _FP32),
     ),
     "ops": Part(
-        cannot=(
+        unsupported=(
             _OTHER_WORKER,
             _BATCH_INVARIANT,
         ),
@@ -229,8 +229,8 @@ def decide(config: "VllmConfig", family: int) -> dict[str, Decision]:
     family: the GPUs' compute capability, such as 90. Raises Refusal if a user asked for a part that does not support
     the configuration. Raises OverrideError for a setting that is not valid.
     """
-    said = _switches(config)
-    return {name: _decide(name, part, said.get(name), config, family) for name, part in PARTS.items()}
+    chosen = _switches(config)
+    return {name: _decide(name, part, chosen.get(name), config, family) for name, part in PARTS.items()}
 
 
 def is_asked_for(name: str, config: "VllmConfig") -> bool:
@@ -241,9 +241,10 @@ def is_asked_for(name: str, config: "VllmConfig") -> bool:
 
 def decide_without_model(family: int) -> dict[str, Decision]:
     """The result of `decide` by variables and files alone, for a model and configuration that all parts support."""
-    said = switches.read({})
+    chosen = switches.read({})
     return {
-        name: Decision(*said[name]) if name in said else _by_default(name, family, PARTS[name].slower) for name in PARTS
+        name: Decision(*chosen[name]) if name in chosen else _by_default(name, family, PARTS[name].slower)
+        for name in PARTS
     }
 
 
@@ -264,10 +265,10 @@ def _decide(name: str, part: Part, switch: Switch | None, config: "VllmConfig", 
     if switch is not None:
         if divmod(family, 10) < device.OLDEST:
             raise Refusal(f"vllm-opset's {name} needs {device.NEEDED}: switch it off.")
-        if cannot := _first(part.cannot, config):
-            raise cannot.refusal(f"({name}) {WHERE}")
+        if rule := _first(part.unsupported, config):
+            raise rule.refusal(f"({name}) {WHERE}")
         return Decision(True, f"asked for by {switch.source}")
-    return _by_default(name, family, (*part.cannot, *part.unmeasured, *part.slower), config)
+    return _by_default(name, family, (*part.unsupported, *part.unmeasured, *part.slower), config)
 
 
 def _by_default(name: str, family: int, rules: tuple[Rule, ...], config: "VllmConfig | None" = None) -> Decision:

@@ -27,7 +27,7 @@ class OpsetNpuPlatform(OpsetPlatform):
     # For vLLM's small compiled helpers: Inductor would need Triton for NPUs.
     simple_compile_backend = "eager"
     where = "on an NPU"
-    asked = refusals.ASKED
+    early_rules = refusals.EARLY_RULES
     rules = refusals.RULES
     worker = "vllm_opset.platform.npu.worker.OpsetNpuWorker"
     attention_backend = "vllm_opset.platform.npu.attention.NpuAttentionBackend"

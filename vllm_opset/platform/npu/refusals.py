@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 from vllm_opset.kernels.ascend._constraints import ATTENTION_BLOCK_SIZES
 from vllm_opset.model.weights import offloads
-from vllm_opset.platform.asked import ASKED as COMMON_ASKED
-from vllm_opset.platform.asked import GRAPHS, NVTX, PROFILERS, WITHOUT_COMPILER
+from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
+from vllm_opset.platform.early_rules import GRAPHS, NVTX, PROFILERS, WITHOUT_COMPILER
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
     Rule,
@@ -34,10 +34,10 @@ def _captures_more_than_decode(config: "VllmConfig") -> bool:
 
 
 # These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
-ASKED: tuple[Rule | Settings, ...] = (
-    *COMMON_ASKED,
-    Settings("torch.compile", "compilation_config", but=WITHOUT_COMPILER | GRAPHS),
-    Settings("graph capture without a mode of it", "compilation_config", but=WITHOUT_COMPILER, unless=captures),
+EARLY_RULES: tuple[Rule | Settings, ...] = (
+    *COMMON_EARLY_RULES,
+    Settings("torch.compile", "compilation_config", except_for=WITHOUT_COMPILER | GRAPHS),
+    Settings("graph capture without a mode of it", "compilation_config", except_for=WITHOUT_COMPILER, unless=captures),
     Rule(
         "graph capture of anything but steps of decode",
         'give --compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\', or leave cudagraph_mode out',

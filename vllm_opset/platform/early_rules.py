@@ -72,11 +72,11 @@ GRAPHS = frozenset(
     }
 )
 
-ASKED: tuple[Rule | Settings, ...] = (
+EARLY_RULES: tuple[Rule | Settings, ...] = (
     Settings(
         "settings of vLLM's own attention kernels",
         "attention_config",
-        but=frozenset({"backend", "backend_per_kind", "use_non_causal"}),
+        except_for=frozenset({"backend", "backend_per_kind", "use_non_causal"}),
     ),
     Settings("settings of vLLM's own kernels", "kernel_config"),
     Settings("the compiler's passes that fuse into vLLM's compiled kernels", "compilation_config.pass_config"),
