@@ -182,12 +182,12 @@ def test_refused_where_vllm_lets_it_pass(feature, attribute, value, configure):
 
 def test_a_layout_of_the_cache_is_refused_where_no_attention_is_asked(configure, monkeypatch):
     """Covers both cases, whatever this release does, since the supported releases include both."""
-    from vllm_opset.platform import asked
+    from vllm_opset.platform import early_rules
 
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
     for found, refused in ((None, True), (object(), False)):
-        monkeypatch.setattr(asked.importlib.util, "find_spec", lambda name, found=found: found)
-        assert asked.CACHE_LAYOUT.applies(None) == refused
+        monkeypatch.setattr(early_rules.importlib.util, "find_spec", lambda name, found=found: found)
+        assert early_rules.CACHE_LAYOUT.applies(None) == refused
 
 
 def test_every_rule_is_tested():
