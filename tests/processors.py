@@ -17,7 +17,7 @@ TESTS = (
     "tests/kernels/cpp/test_cpp.py",
     "tests/ops/test_linear.py",
     "tests/test_targets.py",
-    "tests/platform/test_linear_layers.py",
+    "tests/model/test_linear_layers.py",
     "tests/platform/cpu/test_machine.py",
     "tests/engine/test_weights.py::test_weights_that_are_gone_are_not_saved",
 )

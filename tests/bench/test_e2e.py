@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from vllm_opset.bench import engines, shapes
 from vllm_opset.bench.compare import Comparison, Plan, Result, Run
 from vllm_opset.bench.compare_report import Report, as_plain, page, record
-from vllm_opset.bench.text import TIMES
+from vllm_opset.bench.format import TIMES
 from vllm_opset.cli import app
 
 KIB, GIB = 2**10, 2**30

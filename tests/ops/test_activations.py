@@ -1,4 +1,4 @@
-"""The gated and unary activations, against torch. tests/platform/test_layers.py compares them with vLLM's layers."""
+"""The gated and unary activations, against torch. tests/model/test_layers.py compares them with vLLM's layers."""
 
 import pytest
 import torch

@@ -4,14 +4,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-
-
-@pytest.fixture(scope="session", autouse=True)
-def registered():
-    """The plugin, registered as in vLLM's processes."""
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
+from plugin import registered  # noqa: F401
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from vllm_opset.bench.compare import Comparison, Plan
+from vllm_opset.bench.format import TIMES, describe_cpu, format_versions, markdown_table, median, median_and_range
 from vllm_opset.bench.report import commit, generated
-from vllm_opset.bench.text import TIMES, describe_cpu, markdown_table, median, median_and_range, versions_text
 
 GIB = 2**30
 BASELINE = "stock"
@@ -128,7 +128,7 @@ class Report:
     def _described(self) -> Iterator[str]:
         for engine in self.run["engines"]:
             settings = " ".join(f"{name}={value}" for name, value in {**engine["env"], **engine["args"]}.items())
-            versions = versions_text(engine["versions"])
+            versions = format_versions(engine["versions"])
             yield f"{engine['name']}: `{engine['platform']}`, {versions}{f'; `{settings}`' if settings else ''}"
 
     def _start(self, name: str) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 
 from vllm_opset.bench import peers
 from vllm_opset.bench.ceilings import Ceilings
-from vllm_opset.bench.draws import DRAWN, check_draws
+from vllm_opset.bench.sampling_check import SAMPLING_OPS, check_sampled_tokens
 from vllm_opset.bench.timing import time_call
 from vllm_opset.kernel import REFERENCE, Kernel, kernels_of
 from vllm_opset.ops.contract import Op, Sample
@@ -141,7 +141,7 @@ def measure(
     )  # fmt: skip
     verdict = None
     try:
-        compare = check_draws if candidate.peer and op.name in DRAWN else check_sample
+        compare = check_sampled_tokens if candidate.peer and op.name in SAMPLING_OPS else check_sample
         check = compare(op, candidate.kernel, sample, dtype)
         if check.skipped:
             return dataclasses.replace(result, skipped=check.skipped)

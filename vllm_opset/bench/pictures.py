@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from vllm_opset.bench.compare_report import BASELINE, Report
+from vllm_opset.bench.format import TIMES
 from vllm_opset.bench.report import Report as OpsReport
-from vllm_opset.bench.text import TIMES
 
 # Inches; a picture is shown 800 pixels wide, at 100 pixels an inch. SHARPNESS: pixels an inch in the file.
 WIDTH, BAR, OP_BAR, SHARPNESS = 8.0, 0.17, 0.24, 200

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from vllm_opset.bench.ceilings import Ceilings
+from vllm_opset.bench.format import describe_cpu, format_versions, markdown_table
 from vllm_opset.bench.measure import Result
-from vllm_opset.bench.text import describe_cpu, markdown_table, versions_text
 from vllm_opset.kernel import REFERENCE
 
 PACKAGES = ("vllm-opset", "torch", "triton", "vllm", "flashinfer-python")
@@ -126,7 +126,7 @@ class Report:
         lines = [
             f"## At {self.commit or 'an unknown commit'}, {self.date}",
             "",
-            f"{self.described()}. {versions_text(self.versions)}.",
+            f"{self.described()}. {format_versions(self.versions)}.",
             *(["", self.conditions] if self.conditions else []),
             "",
             "```",

@@ -10,13 +10,13 @@ from typer.core import TyperGroup
 
 from vllm_opset import ops
 from vllm_opset.bench import ceilings, peers
+from vllm_opset.bench.format import command_line
 from vllm_opset.bench.measure import Candidate, by_variant, candidates, cases, dtype_of, measure
 from vllm_opset.bench.pictures import draw_ops
 from vllm_opset.bench.report import LEGEND, Report, device_name, page
-from vllm_opset.bench.text import asked_for
 from vllm_opset.cli import outputs
+from vllm_opset.cli.arguments import DTYPES, known, require_device
 from vllm_opset.cli.show import print_table
-from vllm_opset.cli.words import DTYPES, known, require_device
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Op, Sample
 from vllm_opset.selection import nearest
@@ -83,7 +83,9 @@ def _measured(
         for op, sample, implementation in track(work, "timing", console=Console(stderr=True), transient=True)
         for candidate in by_variant(op, implementation, sample, others=kernel is None)
     ]
-    return Report(device_name(device), limits, results, missing, f"vllm-opset {asked_for(outputs.OUTPUTS)}", conditions)
+    return Report(
+        device_name(device), limits, results, missing, f"vllm-opset {command_line(outputs.OUTPUTS)}", conditions
+    )
 
 
 def _work(

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
+from vllm_opset.cli.arguments import DTYPES, known
 from vllm_opset.cli.show import print_table
-from vllm_opset.cli.words import DTYPES, known
 from vllm_opset.platform import stock
 
 QUESTIONS = "heldout.jsonl"

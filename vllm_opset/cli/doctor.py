@@ -16,8 +16,8 @@ from vllm_opset import devices, ops, selection
 from vllm_opset.bench.measure import dtype_of
 from vllm_opset.bench.report import versions
 from vllm_opset.cli import autoload
+from vllm_opset.cli.arguments import DTYPES, known
 from vllm_opset.cli.show import AsJson, print_json, print_missing, print_table
-from vllm_opset.cli.words import DTYPES, known
 from vllm_opset.kernel import unavailable
 from vllm_opset.kernels import ascend
 from vllm_opset.platform import PluginError, stock

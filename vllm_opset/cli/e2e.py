@@ -17,8 +17,8 @@ from vllm_opset.bench import shapes
 from vllm_opset.bench.compare import Comparison, Plan
 from vllm_opset.bench.compare_report import LEGEND, Report, as_plain, page, record
 from vllm_opset.bench.engines import Engine, EngineError, not_inherited
+from vllm_opset.bench.format import command_line
 from vllm_opset.bench.pictures import draw_engines
-from vllm_opset.bench.text import asked_for
 from vllm_opset.cli import outputs
 from vllm_opset.cli.show import print_table
 from vllm_opset.platform import stock
@@ -70,7 +70,7 @@ def compare(
         reports = [Report(run) for run in files.read("shape", model or "")]
     else:
         plan = _plan(model, case, against, variant, repetitions, cold, apart)
-        reports = [Report(record(plan, _run(plan, logs), f"vllm-opset {asked_for(outputs.OUTPUTS)}", conditions))]
+        reports = [Report(record(plan, _run(plan, logs), f"vllm-opset {command_line(outputs.OUTPUTS)}", conditions))]
     for report in reports:
         _print(report)
     files.write(reports, [report.run for report in reports], page, draw_engines)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_opset.bench import runs
-from vllm_opset.cli.words import picture, writable
+from vllm_opset.cli.arguments import picture, writable
 
 From = Annotated[
     list[Path] | None,

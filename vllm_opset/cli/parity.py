@@ -11,8 +11,8 @@ import typer
 from rich.progress import track
 
 from vllm_opset import ops, selection
+from vllm_opset.cli.arguments import missing, require_device
 from vllm_opset.cli.show import AsJson, print_json, print_table
-from vllm_opset.cli.words import missing, require_device
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.ops.contract import Op
 from vllm_opset.parity import Check, check_kernel

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vllm_opset.bench import tune
+from vllm_opset.cli.arguments import writable
 from vllm_opset.cli.show import print_table
-from vllm_opset.cli.words import writable
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.selection import nearest
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_opset.bench.text import describe_cpu
+from vllm_opset.bench.format import describe_cpu
 from vllm_opset.platform.cpu import kv_memory, machine
 from vllm_opset.platform.cpu.machine import Memory
 

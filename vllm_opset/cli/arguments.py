@@ -15,11 +15,11 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16,
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def known(word: str, words: Collection[str], hint: str) -> str:
-    """Return the word if it is one of `words`. hint: the option for which it was given."""
-    if word not in words:
-        raise typer.BadParameter(f"unknown: {word!r}; {nearest(word, words)}", param_hint=hint)
-    return word
+def known(name: str, names: Collection[str], hint: str) -> str:
+    """Return the name if it is one of `names`. hint: the option for which it was given."""
+    if name not in names:
+        raise typer.BadParameter(f"unknown: {name!r}; {nearest(name, names)}", param_hint=hint)
+    return name
 
 
 def require_device(device: str, devices: Collection[str]) -> None:

@@ -8,13 +8,13 @@ from vllm_opset.ops.contract import Op, Sample
 from vllm_opset.ops.sampling.top_k_top_p_sample import GREEDY_BELOW
 from vllm_opset.parity import Check
 
-DRAWN = (ops.top_k_top_p_sample.name,)
+SAMPLING_OPS = (ops.top_k_top_p_sample.name,)
 # A share of probability. Summing tens of thousands of fp32 numbers in another order moves top-p's cut by less than
 # this.
 SLACK = 1e-3
 
 
-def check_draws(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> Check:
+def check_sampled_tokens(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> Check:
     """Whether the sample's filters keep each token, or would keep it with a top-p that is larger by SLACK.
 
     Raises NotImplementedError for a sample in which no token is drawn.

@@ -31,11 +31,11 @@ def median_and_range(values: Sequence[float], digits: int) -> str:
     return f"{median(values, digits)} ({low:,.{digits}f} to {high:,.{digits}f})"
 
 
-def versions_text(versions: dict[str, str]) -> str:
+def format_versions(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def asked_for(outputs: Collection[str]) -> str:
+def command_line(outputs: Collection[str]) -> str:
     """The words of this process's command line, without the options `outputs` and their values, which are paths."""
     words = iter(sys.argv[1:])
     return shlex.join(word for word in words if word not in outputs or next(words) is None)
