@@ -1,4 +1,4 @@
-"""What a kernel does differently by the sizes of a call: its variants, such as decode and prefill of attention.
+"""The variants of a kernel: its ways to run a call, such as decode and prefill of attention, by the sizes of the call.
 
 Which kernel serves an op is chosen once, when a layer is built. Which of its variants runs depends on each call. A
 kernel declares its variants in a table, and everybody reads that table: the kernel itself, the warm-up, reports, and

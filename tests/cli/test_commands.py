@@ -89,7 +89,7 @@ def test_ops_lists_the_kernels_for_other_machines_with_what_they_support():
 
 def test_ops_says_of_kernels_without_their_device_that_they_are_not_here(command_here, monkeypatch):
     if kernel.why_unavailable("triton"):
-        pytest.skip("there is no Triton: runs where there is")
+        pytest.skip("Triton is not installed, so it has no kernels to list: runs where it is installed")
     monkeypatch.setattr(devices, "here", lambda: ["cpu"])
     found = json.loads(command_here("ops", "--json").stdout)
     assert {row["here"] for row in found["kernels"] if row["provider"] == "triton"} == {"no"}

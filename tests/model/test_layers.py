@@ -214,7 +214,7 @@ def test_activations(name, arguments, kernel):
     from vllm.model_executor.layers import activation
 
     if not hasattr(activation, name):
-        pytest.skip("came with 0.27: ends with it as the oldest release")
+        pytest.skip(f"{name} came with vLLM 0.27: ends when 0.27 is the oldest supported release")
     layer = getattr(activation, name)(**arguments)
     (op,) = chosen()
     selection.configure({"opset": {"kernels": {op: kernel} if kernel else {}}})
@@ -241,7 +241,7 @@ def test_layer_norm():
     from vllm.model_executor.layers import layernorm
 
     if not hasattr(layernorm.LayerNorm, "register_oot"):
-        pytest.skip("until 0.31 models use torch.nn.LayerNorm: ends with 0.32 as the oldest release")
+        pytest.skip("vLLM up to 0.31 uses torch.nn.LayerNorm: ends when 0.32 is the oldest supported release")
     layer, x = randomise(layernorm.LayerNorm(48)), torch.randn(5, 48)
     torch.testing.assert_close(layer(x), layer.forward_native(x), **TOLERANCE)
     assert chosen() == {"layer_norm"}

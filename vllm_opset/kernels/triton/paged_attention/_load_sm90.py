@@ -147,8 +147,10 @@ def blocks(
     first_position, num_queries, seq_len,
     BOX_ROWS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The keys low … high - 1 that are visible to some query of a tile (`low` is the first row of a box), the number
-    of blocks, how many of the last blocks need a mask (at least one), and how many of all blocks do.
+    """Returns the range of keys that a tile attends, and its blocks.
+
+    Queries of the tile see keys from low, the first row of a box, to high - 1. Then come the number of blocks, how many
+    of the last blocks need a mask (at least one), and how many of all blocks need one.
     """
     last_position = first_position + num_queries - 1
     low, high = 0, seq_len

@@ -36,9 +36,9 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
 from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST, is_visible
 from vllm_opset.targets import WGMMA
 
-COPY_BYTES = 16  # the copy engine takes addresses and strides that are multiples of so many
-ELEMENT_BYTES = 2  # of queries and keys, for its matrix instructions
-HALF = gl.constexpr(ROWS.value // 2)  # the rows of a warpgroup, and of its matrix instructions
+COPY_BYTES = 16  # TMA needs addresses and strides that are multiples of 16 bytes
+ELEMENT_BYTES = 2  # wgmma multiplies queries and keys of 16 bits here
+HALF = gl.constexpr(ROWS.value // 2)  # each warpgroup, and so each of its wgmma instructions, has half of a tile's rows
 # Registers of a thread. Two warpgroups, and a third for the loading warps, use up those of a Hopper multiprocessor,
 # which is the only one that runs this kernel: 64 Ki registers hold 128 threads * (2 * 232 + 40).
 ATTENDING_REGISTERS = gl.constexpr(232)
