@@ -149,7 +149,7 @@ class Server:
         return self.process.wait(timeout=PATIENCE)
 
     def kill(self) -> None:
-        """Ends the server in any case. Fails if the server had ended and left processes behind."""
+        """Ends the server in any case, and the processes that it may have left behind."""
         self.http.close()
         kill_group(self.process)
 

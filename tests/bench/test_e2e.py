@@ -47,6 +47,19 @@ print(*engine_probe._compiled)
 # The report of an engine that is up.
 NOTHING_STARTED = {"versions": {}, "platform": "none", "device": None, "compiled": []}
 
+# An engine that never ends, with a process of its own. That one holds much memory, so its end takes time after SIGKILL.
+STUBBORN = f"""
+import os, time
+reads, writes = os.pipe()
+if not os.fork():
+    memory = b"1" * {GIB}
+    os.write(writes, b"1")
+    time.sleep(1000)
+os.read(reads, 1)
+print({json.dumps(json.dumps(NOTHING_STARTED))}, flush=True)
+time.sleep(1000)
+"""
+
 
 def command(*words: str, **variables: object):
     return run("vllm-opset", "bench", "e2e", *words, COLUMNS=200, OMP_NUM_THREADS=1, **variables)
@@ -220,7 +233,7 @@ def test_without_stock_the_first_engine_is_the_measure():
 
 def test_an_engine_that_does_not_end_by_itself_is_ended(tmp_path, monkeypatch):
     child = tmp_path / "child.py"
-    child.write_text(f"import time; print({json.dumps(json.dumps(NOTHING_STARTED))}, flush=True); time.sleep(1000)")
+    child.write_text(STUBBORN)
     monkeypatch.setattr(engines, "CHILD", child)
     monkeypatch.setattr(engines, "PATIENCE", 0.1)
     with engines.RunningEngine(engines.Engine("stubborn"), {}, tmp_path) as engine:

@@ -152,15 +152,30 @@ class RunningEngine:
             os.killpg(self._process.pid, number)
 
     def _kill(self) -> None:
+        """Ends the process group and waits for all of it: a killed process holds its memory until it has ended."""
         self._signal(signal.SIGKILL)
         self._process.wait()
+        limit = time.monotonic() + PATIENCE
+        while self._group_is_alive() and time.monotonic() < limit:
+            time.sleep(0.01)
         with suppress(BrokenPipeError):  # data that is still buffered
             self._process.stdin.close()
         self._process.stdout.close()
 
+    def _group_is_alive(self) -> bool:
+        return any(_is_alive_in(self._process.pid, process) for process in psutil.process_iter())
+
     def _cpu_seconds(self) -> float:
         family = psutil.Process(self._process.pid)
         return sum(sum(process.cpu_times()[:2]) for process in (family, *family.children(recursive=True)))
+
+
+def _is_alive_in(group: int, process: psutil.Process) -> bool:
+    """A zombie is not alive: in a container nobody may ever wait for it."""
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
 
 
 def environment(engine: Engine, env: Mapping[str, str]) -> dict[str, str]:
