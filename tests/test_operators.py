@@ -39,15 +39,34 @@ def test_an_operator_writes_and_returns_what_its_contract_says(op):
 
 
 @pytest.mark.parametrize("op", WITH_OPERATOR, ids=lambda op: op.name)
+def test_inductor_calls_an_operator(op):
+    sample = next(iter(op.samples("cpu", op.dtypes[0])))
+    operator, args, kwargs = call_of(op, sample)
+    _, *again = call_of(op, sample)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda args, kwargs: operator(*args, **kwargs), fullgraph=True, backend="inductor")
+    assert_same((compiled(args, kwargs), args, kwargs), (operator(*again[0], **again[1]), *again))
+
+
+def assert_same(got, want) -> None:
+    """Compares results and arguments to the bit, NaN as itself."""
+    got, want = (torch.utils._pytree.tree_leaves(tree) for tree in (got, want))
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", WITH_OPERATOR, ids=lambda op: op.name)
 def test_an_operator_runs_the_chosen_kernel(op):
     sample = next(iter(op.samples("cpu", op.dtypes[0])))
     for kernel in ("reference", None):
         selection.configure({"opset": {"kernels": {"linear": "reference"} | ({op.name: kernel} if kernel else {})}})
         operator, args, kwargs = call_of(op, sample)
         choice = selection.select(op, op.problem_for(*args, **kwargs))
-        assert operator.keywords["kernel"].startswith(f"{choice.name} for device=cpu")
+        assert operator.keywords["chosen"].startswith(f"{choice.name} for device=cpu")
         ran = []
-        operators._chosen[op.name, operator.keywords["kernel"]] = lambda *args, ran=ran, run=choice.run, **kwargs: (
+        operators._chosen[op.name, operator.keywords["chosen"]] = lambda *args, ran=ran, run=choice.run, **kwargs: (
             ran.append(run) or run(*args, **kwargs)
         )
         operator(*args, **kwargs)

@@ -5,9 +5,10 @@ neither trace C++ nor fix what a kernel decides by the sizes of a call. Everythi
 from the reference's signature, the mutated arguments from `mutates`, and the shapes of results from the reference,
 which PyTorch runs on fake tensors.
 
-The last argument of an operator, `kernel`, names the kernel and the problem that it was chosen for. The engines of a
+The last argument of an operator, `chosen`, names the kernel and the problem that it was chosen for. The engines of a
 process may have chosen different kernels, so an operator has no kernel of its own. The name is the same for all layers
-with the same problem, so that equal pieces of a graph stay equal, and in every process that loads a cached graph.
+with the same problem, so that equal pieces of a graph stay equal, and in every process that loads a cached graph. The
+argument cannot be called `kernel`: TorchInductor passes an operator's keywords on beside one of its own of that name.
 """
 
 import functools
@@ -36,18 +37,18 @@ def of(choice: Choice) -> Callable:
     """The operator of the choice's op. It takes the arguments of the op and runs the chosen kernel."""
     name = f"{choice.name} for {choice.problem}"
     _chosen[choice.op, name] = choice.run
-    return functools.partial(getattr(getattr(torch.ops, NAMESPACE), choice.op), kernel=name)
+    return functools.partial(getattr(getattr(torch.ops, NAMESPACE), choice.op), chosen=name)
 
 
 def _define(op: Op) -> None:
-    schema = torch.library.infer_schema(_with_kernel_argument(op), mutates_args=op.mutates)
+    schema = torch.library.infer_schema(_with_choice(op), mutates_args=op.mutates)
 
-    def run(*args, kernel: str, **kwargs):
+    def run(*args, chosen: str, **kwargs):
         # vLLM's parameters are subclasses of Tensor: PyTorch would dispatch every call through __torch_function__.
         with DisableTorchFunctionSubclass():
-            return _chosen[op.name, kernel](*args, **kwargs)
+            return _chosen[op.name, chosen](*args, **kwargs)
 
-    def results(*args, kernel: str, **kwargs):
+    def results(*args, chosen: str, **kwargs):
         return None if op.signature.return_annotation is None else op.reference(*args, **kwargs)
 
     _library.define(f"{op.name}{schema}")
@@ -55,10 +56,10 @@ def _define(op: Op) -> None:
     torch.library.register_fake(f"{NAMESPACE}::{op.name}", results, lib=_library)
 
 
-def _with_kernel_argument(op: Op) -> Callable:
+def _with_choice(op: Op) -> Callable:
     def prototype(): ...
 
-    parameters = [*op.signature.parameters.values(), Parameter("kernel", Parameter.KEYWORD_ONLY, annotation=str)]
+    parameters = [*op.signature.parameters.values(), Parameter("chosen", Parameter.KEYWORD_ONLY, annotation=str)]
     prototype.__signature__ = op.signature.replace(parameters=parameters)
     return prototype
 
