@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import os
 
+from vllm_opset.targets import Target
+
 # Triton decides at import whether it interprets or compiles. In the interpreter the kernels run on a CPU, but selection
 # never chooses them there, because only the device "cuda" prefers them.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -16,6 +18,11 @@ DEVICES = ("cpu",) if INTERPRETED else ("cuda",)
 def unavailable() -> str | None:
     """Why Triton cannot be imported here, or None."""
     return None if importlib.util.find_spec("triton") else "Triton is not installed: pip install triton"
+
+
+def launched_for(target: Target) -> Target:
+    """The target that kernels are launched for. On a CPU, the interpreter runs them as a Hopper GPU would."""
+    return Target("nvidia", "sm90") if target.vendor == "cpu" else target
 
 
 if INTERPRETED and unavailable() is None:

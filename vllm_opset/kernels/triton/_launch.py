@@ -21,13 +21,11 @@ import yaml
 from triton.language.extra import cuda
 
 from vllm_opset import targets
-from vllm_opset.kernels.triton import INTERPRETED
+from vllm_opset.kernels.triton import INTERPRETED, launched_for
 from vllm_opset.targets import Target
 
 Parameters = Mapping[str, float]
 Entry = tuple[float, Parameters]  # the largest size that it serves, and the parameters
-
-INTERPRETED_TARGET = Target("nvidia", "sm90")
 
 _trials: dict[str, tuple[Parameters, list[int]]] = {}
 
@@ -49,9 +47,8 @@ def entries(launch: str, device: torch.device) -> tuple[Entry, ...]:
 
 
 def target(device: torch.device) -> Target:
-    """The target that kernels on a device are launched for. The interpreter, on a CPU, launches them as for a GPU."""
-    found = targets.of(device.type)
-    return INTERPRETED_TARGET if found.vendor == "cpu" else found
+    """The target that kernels on a device are launched for."""
+    return launched_for(targets.of(device.type))
 
 
 @functools.cache
