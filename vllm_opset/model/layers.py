@@ -133,6 +133,41 @@ class LayerNormLayer(OpsetLayer):
         return self._norm[x.dtype](x, self._parameters.get("weight"), self._parameters.get("bias"), self.eps)
 
 
+class RMSNormGatedLayer(OpsetLayer):
+    def use_kernels(self) -> Callable:
+        self._norm = self.kernels_for(ops.rms_norm_gated, self._known)
+        return self.forward_oot
+
+    def _known(self) -> dict:
+        size = len(self.weight)
+        return {"hidden_size": size, "group_size": self.group_size or size, "weight_dtype": self.weight.dtype}
+
+    def forward_oot(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        weight, norm = self._parameters["weight"], self._norm[x.dtype]
+        return norm(x, z, weight, self.eps, self.group_size, self.norm_before_gate, self.activation)
+
+
+class ApplyRotaryEmbLayer(OpsetLayer):
+    """Layer for cosines and sines that were gathered before. It computes in fp32, whether or not vLLM's layer would."""
+
+    def use_kernels(self) -> Callable:
+        self._rotate = self.kernels_for(ops.apply_rotary_emb, lambda: {"is_neox_style": self.is_neox_style})
+        return self.forward_oot
+
+    def forward_oot(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return self._rotate[x.dtype](x, cos, sin, self.is_neox_style)
+
+
+class GeluAndMulSparseLayer(OpsetLayer):
+    def use_kernels(self) -> Callable:
+        self._activate = self.kernels_for(ops.gelu_and_mul_sparse)
+        self._std_multiplier = float(self.std_multiplier)  # up to 0.28 it is a tensor
+        return self.forward_oot
+
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        return self._activate[x.dtype](x, self._std_multiplier, self.approximate)
+
+
 class RotaryEmbeddingLayer(OpsetLayer):
     """Layer for all rotary embeddings that differ only in how they compute their table of cosines and sines."""
 
@@ -217,7 +252,10 @@ REPLACEMENTS = (
     Replacement(f"{VLLM}.layernorm", "RMSNorm", RMSNormLayer),
     Replacement(f"{VLLM}.layernorm", "GemmaRMSNorm", GemmaRMSNormLayer),
     Replacement(f"{VLLM}.layernorm", "LayerNorm", LayerNormLayer, since="until 0.31 models use torch.nn.LayerNorm"),
+    Replacement(f"{VLLM}.layernorm", "RMSNormGated", RMSNormGatedLayer),
     Replacement(f"{VLLM}.rotary_embedding", "MRotaryEmbedding", MRotaryEmbeddingLayer),
+    Replacement(f"{VLLM}.rotary_embedding.common", "ApplyRotaryEmb", ApplyRotaryEmbLayer),
+    Replacement(f"{VLLM}.activation", "GeluAndMulSparse", GeluAndMulSparseLayer),
     Replacement(f"{VLLM}.activation", "SiluAndMul", activation(ops.silu_and_mul)),
     Replacement(f"{VLLM}.activation", "MulAndSilu", activation(ops.mul_and_silu)),
     Replacement(f"{VLLM}.activation", "GeluAndMul", activation(ops.gelu_and_mul, approximate="approximate")),
