@@ -77,7 +77,7 @@ $(WINDOW:%=window-light-%): window-light-%: env-%
 next-release: env-$(NEWEST) ## what drifts with the vLLM of SDIST=..., an sdist or a source tree; ARGS=--engines runs engines too
 	@test -e "$(SDIST)" || { echo 'SDIST=... names no sdist or source tree of vLLM' >&2; exit 2; }
 	@tools/venv.sh .venv-next next $(NEWEST)
-	@.venv-next/bin/python tools/next_release.py .venv-$(NEWEST)/bin/python $(SDIST) $(ARGS)
+	@.venv-next/bin/python -u tools/next_release.py .venv-$(NEWEST)/bin/python $(SDIST) $(ARGS)
 
 compile-all: $(TARGETS:%=compile-%) ## compile every Triton kernel for every kind of GPU, and print registers, shared memory and spills
 

@@ -107,13 +107,17 @@ def main(python: str, source: str, *arguments: str) -> int:
     after = surface_of(sys.executable)
     # Else all that a module uses would be listed as gone if it cannot be imported.
     found = list(drifted(surface_of(python, after["import"]), after))
-    engines = "--engines" in arguments
+    show(f"From vLLM {release_of(python)} to {release_of(sys.executable)}", found)
+    failures, engines = [], "--engines" in arguments
     for marks in (LIGHT, ENGINES)[: 1 + engines]:
-        found += run_tests(marks, [argument for argument in arguments if argument != "--engines"])
-    title = f"From vLLM {release_of(python)} to {release_of(sys.executable)}"
-    print_table(title, Drift._fields, (drift._asdict() for drift in found))
-    print(f"{len(found)} drifted; CONTRIBUTING.md says what to do about each." if found else "Nothing drifted.")
-    return 1 if found else 0
+        failures += run_tests(marks, [argument for argument in arguments if argument != "--engines"])
+    show("Tests", failures)
+    print(f"{len(found)} drifted, {len(failures)} tests failed. CONTRIBUTING.md says what to do about each kind.")
+    return 1 if found or failures else 0
+
+
+def show(title: str, found: list[Drift]) -> None:
+    print_table(title if found else f"{title}: nothing", Drift._fields, (drift._asdict() for drift in found))
 
 
 if __name__ == "__main__":
