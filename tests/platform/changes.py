@@ -116,11 +116,13 @@ def load_plugin(platform: str) -> None:
     from vllm.platforms import current_platform
 
     import vllm_opset.platform
+    from vllm_opset.platform.bridges import has
 
     current_platform.pre_register_and_update()
     vllm_opset.platform.register()
     current_platform.import_kernels()
-    current_platform.import_ir_kernels()
+    if has("vllm.ir.ops")():
+        current_platform.import_ir_kernels()
     importlib.import_module(f"vllm_opset.platform.{platform}.worker")
     importlib.import_module("vllm_opset.attention.backend")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_opset.bench import random_cases
 from vllm_opset.bench.ceilings import Ceilings
 from vllm_opset.bench.format import describe_cpu, format_versions, markdown_table
 from vllm_opset.bench.measure import Result
@@ -56,7 +57,8 @@ class Report:
     """The report of one run.
 
     ceilings: None if they are not known. skipped: peers that were not used, and why. command: repeats the run.
-    conditions: what a reader must know of the machine or of the results.
+    conditions: what a reader must know of the machine or of the results. random: the number of random problems and
+    their seed, or None for the cases of the contracts.
     """
 
     device: str
@@ -65,6 +67,7 @@ class Report:
     skipped: dict[str, str]
     command: str = ""
     conditions: str | None = None
+    random: Mapping[str, int] | None = None
     date: str = field(default_factory=today)
     commit: str | None = field(default_factory=commit)
     versions: dict[str, str] = field(default_factory=versions)
@@ -73,6 +76,7 @@ class Report:
     def from_json(cls, run: Mapping) -> "Report":
         """The report that `as_json` was made of."""
         known, limits = dict(run), run["ceilings"]
+        known.pop("comparisons", None)  # made of the results
         ceilings = limits and Ceilings(**limits | {"dtype": getattr(torch, limits["dtype"])})
         results = [Result(**result) for result in run["results"]]
         return cls(**known | {"ceilings": ceilings, "results": results})
@@ -81,7 +85,10 @@ class Report:
         """Plain data; times in seconds."""
         known = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         ceilings = self.ceilings and {**vars(self.ceilings), "dtype": _plain(self.ceilings.dtype)}
-        return known | {"ceilings": ceilings, "results": [vars(result) for result in self.results]}
+        known |= {"ceilings": ceilings, "results": [vars(result) for result in self.results]}
+        if self.random is not None:
+            known["comparisons"] = [one.as_json() for one in random_cases.comparisons(self.results)]
+        return known
 
     def described(self) -> str:
         """One line about the machine and its ceilings."""
@@ -93,7 +100,13 @@ class Report:
         )
 
     def tables(self) -> Iterator[tuple[str, list[str], list[dict]]]:
-        """(op, columns, rows): a row per case, a column per implementation, times in microseconds."""
+        """(op, columns, rows): a row per case, a column per implementation, times in microseconds.
+
+        For random problems: comparisons of the kernel that serves with the others.
+        """
+        if self.random is not None:
+            yield from random_cases.tables(self.results)
+            return
         for op in dict.fromkeys(result.op for result in self.results):
             of_op = [result for result in self.results if result.op == op]
             peers_last = sorted(of_op, key=lambda result: result.peer)

@@ -1,5 +1,7 @@
 """`vllm-opset bench`: times kernels and compares them with their peers and with the ceilings of this machine."""
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Annotated
 
 import torch
@@ -13,11 +15,12 @@ from vllm_opset.bench import ceilings, peers
 from vllm_opset.bench.format import command_line
 from vllm_opset.bench.measure import Candidate, by_variant, candidates, cases, dtype_of, measure
 from vllm_opset.bench.pictures import draw_ops
+from vllm_opset.bench.random_cases import random_cases
 from vllm_opset.bench.report import LEGEND, Report, device_name, page
 from vllm_opset.cli import outputs
 from vllm_opset.cli.arguments import DTYPES, known, require_device
 from vllm_opset.cli.show import print_table
-from vllm_opset.kernel import kernels_of
+from vllm_opset.kernel import REFERENCE, kernels_of
 from vllm_opset.ops.contract import Op, Sample
 from vllm_opset.selection import nearest
 
@@ -41,6 +44,10 @@ def bench(
     ] = None,
     case: Annotated[str, typer.Option(help="Only the cases that match this shell pattern.")] = "*",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    random: Annotated[
+        int | None, typer.Option(min=1, help="Time so many random problems instead, and compare implementations.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the random problems.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; what there is without it.")] = None,
     conditions: outputs.Conditions = None,
     from_files: outputs.From = None,
@@ -51,13 +58,14 @@ def bench(
     """Time kernels and their peers on the device with cold caches, and check them against the reference.
 
     A kernel with variants is timed once with the variant that its table takes, and once with each other that can run
-    the case. `vllm-opset bench e2e` times whole engines.
+    the case. --random compares implementations on problems that ops draw. `vllm-opset bench e2e` times whole engines.
     """
     files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
     if files.sources:
         reports = [Report.from_json(run) for run in files.read("device", " ".join(names or []))]
     else:
-        reports = [_measured(names or [], against or [], alone, kernel, case, dtype, device, conditions)]
+        drawn = None if random is None else {"number": random, "seed": seed}
+        reports = [_measured(names or [], against or [], alone, kernel, case, dtype, device, conditions, drawn)]
     for report in reports:
         _print(report)
     files.write(reports, [report.as_json() for report in reports], page, draw_ops)
@@ -65,34 +73,47 @@ def bench(
 
 def _measured(
     names: list[str], against: list[str], alone: bool, kernel: str | None, case: str, dtype: str, device: str | None,
-    conditions: str | None,
+    conditions: str | None, drawn: Mapping[str, int] | None,
 ) -> Report:  # fmt: skip
     """Measure, as the options of `bench` say."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device, DEVICES)
     if alone and against:
         raise typer.BadParameter("--alone leaves out the peers that --against asks for", param_hint="--alone")
-    chosen = [_op(name) for name in names or [op.name for op in ops.ALL if hasattr(op, "bench_samples")]]
+    inputs = "bench_samples" if drawn is None else "draw"
+    chosen = [_op(name, inputs) for name in names or [op.name for op in ops.ALL if hasattr(op, inputs)]]
     found, missing = _peers([] if alone else against or list(peers.NAMES), device)
-    work = _work(chosen, device, DTYPES[known(dtype, DTYPES, "--dtype")], kernel, found, case)
+    work = _work(chosen, device, DTYPES[known(dtype, DTYPES, "--dtype")], kernel, found, case, drawn)
     if not work:
         raise typer.BadParameter(f"no case matches {case!r}", param_hint="--case")
     limits = ceilings.measure(device, DTYPES[dtype])
     results = [
         measure(op, sample, candidate, device, dtype_of(op, DTYPES[dtype]), limits)
         for op, sample, implementation in track(work, "timing", console=Console(stderr=True), transient=True)
-        for candidate in by_variant(op, implementation, sample, others=kernel is None)
+        for candidate in by_variant(op, implementation, sample, others=kernel is None and drawn is None)
     ]
+    if drawn is not None:
+        again = f" --random {drawn['number']} --seed {drawn['seed']}"
+        results = [dataclasses.replace(result, reproduce=result.reproduce + again) for result in results]
     return Report(
-        device_name(device), limits, results, missing, f"vllm-opset {command_line(outputs.OUTPUTS)}", conditions
+        device_name(device), limits, results, missing, f"vllm-opset {command_line(outputs.OUTPUTS)}", conditions, drawn
     )
 
 
 def _work(
-    chosen: list[Op], device: str, dtype: torch.dtype, kernel: str | None, against: list[str], pattern: str
+    chosen: list[Op],
+    device: str,
+    dtype: torch.dtype,
+    kernel: str | None,
+    against: list[str],
+    pattern: str,
+    drawn: Mapping[str, int] | None,
 ) -> list[tuple[Op, Sample, Candidate]]:
     """All measurements to make. Measurements of one case are next to each other."""
     implementations = {op.name: list(candidates(op, device, kernel, against)) for op in chosen}
+    if drawn is not None and kernel is None:  # many problems are measured: the reference would take most of the time
+        for found in implementations.values():
+            found[:] = [candidate for candidate in found if candidate.kernel.provider != REFERENCE]
     kernels = [one for op in chosen for one in kernels_of(op.name).values() if one.runs_on(device)]
     variants = {f"{one.name}:{variant}" for one in kernels if one.variants for variant in one.variants.by_name}
     ours = {one.name for one in kernels} | variants
@@ -103,9 +124,15 @@ def _work(
     return [
         (op, sample, candidate)
         for op in chosen
-        for sample in cases(op, device, dtype_of(op, dtype), pattern)
+        for sample in _samples(op, device, dtype_of(op, dtype), pattern, drawn)
         for candidate in implementations[op.name]
     ]
+
+
+def _samples(op: Op, device: str, dtype: torch.dtype, pattern: str, drawn: Mapping[str, int] | None) -> list[Sample]:
+    if drawn is None:
+        return cases(op, device, dtype, pattern)
+    return random_cases(op, device, dtype, drawn["number"], drawn["seed"], pattern)
 
 
 def _peers(names: list[str], device: str) -> tuple[list[str], dict[str, str]]:
@@ -114,17 +141,21 @@ def _peers(names: list[str], device: str) -> tuple[list[str], dict[str, str]]:
     return [name for name in names if not reasons[name]], {name: why for name, why in reasons.items() if why}
 
 
-def _op(name: str) -> Op:
+def _op(name: str, inputs: str) -> Op:
+    """The op of that name. inputs: the attribute of the contract that makes the inputs."""
     op = ops.BY_NAME[known(name, ops.BY_NAME, "OP")]
-    if not hasattr(op, "bench_samples"):
-        raise typer.BadParameter(f"{name} has no benchmark cases", param_hint="OP")
+    if not hasattr(op, inputs):
+        able = ", ".join(op.name for op in ops.ALL if hasattr(op, inputs))
+        what = "random problems" if inputs == "draw" else "benchmark cases"
+        raise typer.BadParameter(f"{name} has no {what}; these ops have: {able}", param_hint="OP")
     return op
 
 
 def _print(report: Report) -> None:
     for op, columns, rows in report.tables():
         print_table(op, columns, rows)
-    print(LEGEND)
+    if report.random is None:
+        print(LEGEND)
     print(report.described())
     for note in report.notes():
         print(note)

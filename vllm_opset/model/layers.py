@@ -133,6 +133,41 @@ class LayerNormLayer(OpsetLayer):
         return self._norm[x.dtype](x, self._parameters.get("weight"), self._parameters.get("bias"), self.eps)
 
 
+class RMSNormGatedLayer(OpsetLayer):
+    def use_kernels(self) -> Callable:
+        self._norm = self.kernels_for(ops.rms_norm_gated, self._known)
+        return self.forward_oot
+
+    def _known(self) -> dict:
+        size = len(self.weight)
+        return {"hidden_size": size, "group_size": self.group_size or size, "weight_dtype": self.weight.dtype}
+
+    def forward_oot(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        weight, norm = self._parameters["weight"], self._norm[x.dtype]
+        return norm(x, z, weight, self.eps, self.group_size, self.norm_before_gate, self.activation)
+
+
+class ApplyRotaryEmbLayer(OpsetLayer):
+    """Layer for cosines and sines that were gathered before. It computes in fp32, whether or not vLLM's layer would."""
+
+    def use_kernels(self) -> Callable:
+        self._rotate = self.kernels_for(ops.apply_rotary_emb, lambda: {"is_neox_style": self.is_neox_style})
+        return self.forward_oot
+
+    def forward_oot(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return self._rotate[x.dtype](x, cos, sin, self.is_neox_style)
+
+
+class GeluAndMulSparseLayer(OpsetLayer):
+    def use_kernels(self) -> Callable:
+        self._activate = self.kernels_for(ops.gelu_and_mul_sparse)
+        self._std_multiplier = float(self.std_multiplier)  # up to 0.28 it is a tensor
+        return self.forward_oot
+
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        return self._activate[x.dtype](x, self._std_multiplier, self.approximate)
+
+
 class RotaryEmbeddingLayer(OpsetLayer):
     """Layer for all rotary embeddings that differ only in how they compute their table of cosines and sines."""
 
@@ -217,7 +252,10 @@ REPLACEMENTS = (
     Replacement(f"{VLLM}.layernorm", "RMSNorm", RMSNormLayer),
     Replacement(f"{VLLM}.layernorm", "GemmaRMSNorm", GemmaRMSNormLayer),
     Replacement(f"{VLLM}.layernorm", "LayerNorm", LayerNormLayer, since="until 0.31 models use torch.nn.LayerNorm"),
+    Replacement(f"{VLLM}.layernorm", "RMSNormGated", RMSNormGatedLayer),
     Replacement(f"{VLLM}.rotary_embedding", "MRotaryEmbedding", MRotaryEmbeddingLayer),
+    Replacement(f"{VLLM}.rotary_embedding.common", "ApplyRotaryEmb", ApplyRotaryEmbLayer),
+    Replacement(f"{VLLM}.activation", "GeluAndMulSparse", GeluAndMulSparseLayer),
     Replacement(f"{VLLM}.activation", "SiluAndMul", activation(ops.silu_and_mul)),
     Replacement(f"{VLLM}.activation", "MulAndSilu", activation(ops.mul_and_silu)),
     Replacement(f"{VLLM}.activation", "GeluAndMul", activation(ops.gelu_and_mul, approximate="approximate")),
@@ -250,13 +288,44 @@ REPLACEMENTS = (
 
 def register() -> None:
     """Register every replacement with vLLM, once in a process. Raises LookupError if a required class is missing."""
+    for layer, originals in _by_place():
+        layer = type(f"Opset{originals[0].__name__}", (layer, *_bases(originals)), {"__module__": __name__})
+        originals[0].register_oot(layer)
+        # register_oot has set the name to that of our class. Users switch the op on and off by the original name.
+        layer.name = originals[0].name
+
+
+def _by_place() -> Iterator[tuple[type[OpsetLayer], list[type]]]:
+    """The classes to replace, grouped by their place: a registry has one place for all classes of a name.
+
+    Up to vLLM 0.33 each place has one class. The two families of layers may come to share a registry.
+    """
+    places: dict[tuple[int, str], tuple[type[OpsetLayer], list[type]]] = {}
     for replacement in (*REPLACEMENTS, *_rotary_embeddings()):
         original = _find(replacement)
         if original is not None:
-            layer = type(f"Opset{original.__name__}", (replacement.layer, original), {"__module__": __name__})
-            original.register_oot(layer)
-            # register_oot has set the name to that of our class. Users switch the op on and off by the original name.
-            layer.name = original.name
+            registry = original.register_oot.__globals__["op_registry_oot"]
+            _, originals = places.setdefault((id(registry), original.__name__), (replacement.layer, []))
+            if original not in originals:
+                originals.append(original)
+    yield from places.values()
+
+
+def _bases(originals: list[type]) -> Iterator[type]:
+    """Bases that make objects of all these classes. The first one's constructor makes them."""
+    first, *others = originals
+    yield first
+    for other in others:
+        yield from (_without_constructor(other), other)
+
+
+def _without_constructor(cls: type) -> type:
+    """A base that skips the constructor of the base after it."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super(cls, self).__init__(*args, **kwargs)
+
+    return type(f"Without{cls.__name__}", (), {"__init__": __init__})
 
 
 def unregister() -> None:
@@ -283,11 +352,25 @@ def _find(replacement: Replacement) -> type | None:
         found = getattr(importlib.import_module(replacement.module), replacement.cls, None)
     except ModuleNotFoundError:
         found = None
+    if _is_of_the_other_family(found, replacement):
+        found = _registered(replacement)
     if hasattr(found, "register_oot"):
         return found
     if replacement.since is None:
         raise LookupError(f"{replacement.module}.{replacement.cls} is no layer of this vLLM that could be replaced")
     return None
+
+
+def _is_of_the_other_family(found: type | None, replacement: Replacement) -> bool:
+    """Whether vLLM has bound the layer's name to the class in HW_AGNOSTIC, which it may do while plugins are loaded."""
+    return getattr(found, "__module__", "").startswith(HW_AGNOSTIC) and not replacement.module.startswith(HW_AGNOSTIC)
+
+
+def _registered(replacement: Replacement) -> type | None:
+    """The class as vLLM registered it, when its module was imported."""
+    registered = importlib.import_module(REGISTRY).op_registry.values()
+    found = (cls for cls in registered if cls.__module__.startswith(replacement.module))
+    return next((cls for cls in found if cls.__name__ == replacement.cls), None)
 
 
 def _rotary_embeddings() -> Iterator[Replacement]:

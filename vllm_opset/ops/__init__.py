@@ -6,6 +6,7 @@ See `contract`.
 from vllm_opset.ops.activation.fatrelu_and_mul import fatrelu_and_mul
 from vllm_opset.ops.activation.gelu import gelu
 from vllm_opset.ops.activation.gelu_and_mul import gelu_and_mul
+from vllm_opset.ops.activation.gelu_and_mul_sparse import gelu_and_mul_sparse
 from vllm_opset.ops.activation.gelu_fast import gelu_fast
 from vllm_opset.ops.activation.gelu_new import gelu_new
 from vllm_opset.ops.activation.gelu_tanh import gelu_tanh
@@ -25,6 +26,8 @@ from vllm_opset.ops.gemm.linear import linear
 from vllm_opset.ops.norm.fused_add_rms_norm import fused_add_rms_norm
 from vllm_opset.ops.norm.layer_norm import layer_norm
 from vllm_opset.ops.norm.rms_norm import rms_norm
+from vllm_opset.ops.norm.rms_norm_gated import rms_norm_gated
+from vllm_opset.ops.rope.apply_rotary_emb import apply_rotary_emb
 from vllm_opset.ops.rope.qk_norm_rope_cache import qk_norm_rope_cache
 from vllm_opset.ops.rope.rope_cache import rope_cache
 from vllm_opset.ops.rope.rotary_embedding import rotary_embedding

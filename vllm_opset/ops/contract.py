@@ -12,10 +12,12 @@ kernels with it. The op's own decorators add everything else:
     @my_op.illegal_inputs      # inputs that the reference and every kernel must refuse with a ValueError
     @my_op.property_           # a property that every kernel must have, beyond agreeing with the reference
     @my_op.bench_inputs        # inputs for benchmarks: the sizes that real models use
+    @my_op.random_input        # draws one problem of the sizes that models have, for benchmarks of many
     @my_op.cost                # the bytes and the FLOP that no implementation can avoid
 """
 
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
@@ -152,6 +154,11 @@ class Op:
         """Registers `(device, dtype) -> Sample …` for benchmarks."""
         self.bench_samples = make
         return make
+
+    def random_input(self, draw: Callable[[str, torch.dtype, random.Random], Sample]) -> Callable:
+        """Registers `(device, dtype, choices) -> Sample`, a random problem. `choices` makes all decisions on sizes."""
+        self.draw = draw
+        return draw
 
     def cost(self, estimate: Callable[..., Cost]) -> Callable[..., Cost]:
         """Registers the function that computes the `Cost` of one call from its arguments."""

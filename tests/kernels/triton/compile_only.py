@@ -2,9 +2,9 @@
 
     python tests/kernels/triton/compile_only.py [--target nvidia/sm90] [--table] [OP ...]
 
-Prints JSON: for each op the compiled variants, with their registers, their shared memory, and the number of uses of
-spilled registers. For NVIDIA GPUs it adds local memory, and the global loads and stores in the PTX. With --table, it
-prints the largest values of each kernel. Needs only the stock Triton wheel.
+Prints JSON: for each op the compiled variants, with their registers, their shared memory, the number of uses of
+spilled registers, and whether products and sums are fused. For NVIDIA GPUs it adds local memory, and the global loads
+and stores in the PTX. With --table, it prints the largest values of each kernel. Needs only the stock Triton wheel.
 """
 
 import collections
@@ -140,6 +140,7 @@ def _resources(kernel: CompiledKernel) -> dict:
     return {
         "kernel": kernel.name,
         "warps": kernel.metadata.num_warps,
+        "fused": kernel.metadata.enable_fp_fusion,
         **numbers,
         "shared": kernel.metadata.shared,
         "spills": spills,
@@ -152,6 +153,7 @@ def _amd_resources(kernel: CompiledKernel) -> dict:
     return {
         "kernel": kernel.name,
         "warps": kernel.metadata.num_warps,
+        "fused": kernel.metadata.enable_fp_fusion,
         "reg": int(notes["vgpr_count"]),
         "shared": kernel.metadata.shared,
         "spills": int(notes["vgpr_spill_count"]) + int(notes["sgpr_spill_count"]),

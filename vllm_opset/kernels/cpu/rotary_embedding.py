@@ -23,12 +23,12 @@ def rotary_embedding(
     rows = cos_sin_cache.index_select(0, positions).float()
     cos, sin = rows.view(-1, 1, 1, rotary_dim).chunk(2, -1)
     signed_sin = sin * SIGNS
-    _rotate(pairs(query, head_size, rotary_dim, is_neox_style), cos, signed_sin)
+    rotate(pairs(query, head_size, rotary_dim, is_neox_style), cos, signed_sin)
     if key is not None:
-        _rotate(pairs(key, head_size, rotary_dim, is_neox_style), cos, signed_sin)
+        rotate(pairs(key, head_size, rotary_dim, is_neox_style), cos, signed_sin)
 
 
-def _rotate(pairs: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
+def rotate(pairs: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
     wide = pairs.float()
     swapped = wide.flip(2)
     pairs.copy_(wide.mul_(cos).addcmul_(swapped, signed_sin))

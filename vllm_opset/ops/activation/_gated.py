@@ -20,10 +20,13 @@ def check_width(x: torch.Tensor) -> None:
         raise ValueError(f"the last dimension holds gate and up, so it must be even, not {x.shape[-1]}")
 
 
-def complete(op: Op, *, flops_per_element: int, variants: Sequence[Mapping[str, float | str]] = ({},)) -> None:
+def complete(
+    op: Op, *, flops_per_element: int, variants: Sequence[Mapping[str, float | str]] = ({},), degree: int = 1
+) -> None:
     """Gives a gated activation everything except its reference.
 
     flops_per_element: FLOP for each output element. variants: sets of keyword arguments; each sample is made with each.
+    degree: the power of the inputs' magnitude with which errors grow.
     """
 
     @op.problem_of
@@ -41,7 +44,7 @@ def complete(op: Op, *, flops_per_element: int, variants: Sequence[Mapping[str, 
             rng = _samples.generator(name, on)
             return (layout(_samples.normal(shape, dtype, device, rng, std)),), dict(arguments)
 
-        return Sample(name, make, scale=std)
+        return Sample(name, make, scale=std**degree)
 
     @op.sample_inputs
     def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:

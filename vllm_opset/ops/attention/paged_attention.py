@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_opset.ops import _properties, _samples
+from vllm_opset.ops.attention import _paged_draws
 from vllm_opset.ops.attention._paged_cases import CASES
 from vllm_opset.ops.attention._paged_inputs import UNTOUCHED, PagedCase, bench_samples, packed_sample
 from vllm_opset.ops.attention.paged_batch import PagedBatch, keys_and_values, window_sides
@@ -258,6 +259,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 @paged_attention.bench_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield from bench_samples(device, dtype)
+
+
+paged_attention.random_input(_paged_draws.draw)
 
 
 def _run(run, query, kv_cache, batch: PagedBatch, **options) -> torch.Tensor:

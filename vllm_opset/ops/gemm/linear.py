@@ -3,6 +3,7 @@
 Semantics: `torch.nn.functional.linear`. vLLM's layers with unquantised weights call it, language model heads included.
 """
 
+import random
 from collections.abc import Iterator
 
 import torch
@@ -119,6 +120,20 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     for num_tokens in tokens:
         for shape in shapes:
             yield sample(num_tokens, *shape)
+
+
+@linear.random_input
+def _(device: str, dtype: torch.dtype, choices: random.Random) -> Sample:
+    """A layer of a model of 0.5 to 8 billion parameters, with few rows, as in decode steps."""
+    num_tokens = choices.choice((1, 1, 2, 4, 8, 16, 64))
+    in_features, out_features = (64 * choices.randint(8, 64 if device == "cpu" else 192) for _ in range(2))
+
+    def make() -> tuple[tuple, dict]:
+        rng = _samples.generator(f"{num_tokens} {in_features} {out_features}", device)
+        x = _samples.normal((num_tokens, in_features), dtype, device, rng)
+        return (x, _samples.normal((out_features, in_features), dtype, device, rng)), {}
+
+    return Sample(f"T{num_tokens} {in_features} to {out_features}", make)
 
 
 _properties.rows_are_independent(linear, lambda run, x: run(x, torch.eye(64, dtype=x.dtype, device=x.device)))

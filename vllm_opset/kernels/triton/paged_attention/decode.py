@@ -282,6 +282,6 @@ def _plan(
     first_requests = torch.empty(num_programs + 1, dtype=torch.int32, device=device)
     plan[(1,)](
         batch.query_start_loc, batch.seq_lens, num_reqs, starts, first_requests, num_programs, switch_cost,
-        LEFT=left, BLOCK_N=block_n, COMBINE_COST=combine_cost,
+        LEFT=left, BLOCK_N=block_n, COMBINE_COST=combine_cost, **_launch.FUSION,
     )  # fmt: skip
     return _call.tickets(batch, num_reqs * num_kv_heads), starts, first_requests

@@ -1,0 +1,128 @@
+"""Random problems of an op, and how the kernel that serves compares with all others on them."""
+
+import random
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+import torch
+
+from vllm_opset.bench.format import TIMES
+from vllm_opset.bench.measure import Result
+from vllm_opset.kernel import REFERENCE
+from vllm_opset.ops.contract import Op, Sample
+from vllm_opset.selection import PREFERENCE
+
+QUANTILES = (0.1, 0.5, 0.9)
+WORST = 10
+FLOOR = "floor"
+MICROSECOND = 1e-6
+
+
+def random_cases(op: Op, device: str, dtype: torch.dtype, number: int, seed: int, pattern: str) -> list[Sample]:
+    """Problems 0 to number - 1 that the op draws, if their names match. Problem i depends on i and the seed alone."""
+    drawn = (op.draw(device, dtype, random.Random(f"{seed} {i}")) for i in range(number))
+    named = [Sample(f"#{i} {sample.name}", sample.make, sample.scale) for i, sample in enumerate(drawn)]
+    return [sample for sample in named if fnmatch(sample.name, pattern)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A kernel beside another implementation, or beside the floor, on the cases that both did.
+
+    ratios: by case, the other's time divided by the kernel's, so that more than 1 is faster. seconds: the kernel's.
+    wrong: the number of the kernel's results that are further from the reference than allowed, of `checked`.
+    """
+
+    op: str
+    kernel: str
+    other: str
+    ratios: dict[str, float]
+    seconds: dict[str, float]
+    wrong: int
+    checked: int
+
+    @property
+    def geometric_mean(self) -> float:
+        return statistics.geometric_mean(self.ratios.values())
+
+    def quantile(self, share: float) -> float:
+        """The ratio that this share of the cases does not exceed."""
+        ordered = sorted(self.ratios.values())
+        return ordered[round(share * (len(ordered) - 1))]
+
+    def worst(self) -> list[str]:
+        """The cases with the least ratios."""
+        return sorted(self.ratios, key=self.ratios.get)[:WORST]
+
+    def as_json(self) -> dict:
+        names = {"op": self.op, "kernel": self.kernel, "other": self.other}
+        counts = {"cases": len(self.ratios), "wrong": self.wrong, "checked": self.checked}
+        quantiles = {str(share): self.quantile(share) for share in (0, *QUANTILES, 1)}
+        worst = {case: self.ratios[case] for case in self.worst()}
+        return names | counts | {"geometric_mean": self.geometric_mean, "quantiles": quantiles, "worst": worst}
+
+
+def comparisons(results: Iterable[Result]) -> Iterator[Comparison]:
+    """The first of opset's kernels, in the order of selection, beside each other implementation and the floor."""
+    by_op: dict[str, dict[str, list[Result]]] = {}
+    for result in results:
+        by_op.setdefault(result.op, {}).setdefault(result.implementation, []).append(result)
+    for op, found in by_op.items():
+        kernel = _serving([name for name, own in found.items() if not own[0].peer])
+        if kernel is None:
+            continue
+        ours = {result.case: result for result in found[kernel] if result.seconds is not None}
+        checked = [result for result in found[kernel] if not result.skipped]
+        wrong = sum(result.check is not None for result in checked)
+        times = {FLOOR: {case: result.floor for case, result in ours.items()}}
+        times |= {name: _seconds(own) for name, own in found.items() if name != kernel}
+        for other, seconds in times.items():
+            ratios = {case: seconds[case] / result.seconds for case, result in ours.items() if case in seconds}
+            if ratios:
+                of_both = {case: ours[case].seconds for case in ratios}
+                yield Comparison(op, kernel, other, ratios, of_both, wrong, len(checked))
+
+
+def tables(results: Iterable[Result]) -> Iterator[tuple[str, list[str], list[dict]]]:
+    """(title, columns, rows): a table of all comparisons of an op, and one of the worst cases of each."""
+    by_op: dict[str, list[Comparison]] = {}
+    for comparison in comparisons(results):
+        by_op.setdefault(comparison.op, []).append(comparison)
+    for op, found in by_op.items():
+        rows = [_row(comparison) for comparison in found]
+        yield f"{op}, {found[0].kernel} beside others", list(rows[0]), rows
+        for comparison in found:
+            worst = [
+                {
+                    "case": case,
+                    "µs": f"{comparison.seconds[case] / MICROSECOND:.1f}",
+                    "speed-up": f"{comparison.ratios[case]:.2f}{TIMES}",
+                }
+                for case in comparison.worst()
+            ]
+            yield f"{op}, the worst of {comparison.kernel} beside {comparison.other}", list(worst[0]), worst
+
+
+def _row(comparison: Comparison) -> dict[str, str]:
+    quantiles = {f"{share:.0%}": f"{comparison.quantile(share):.2f}{TIMES}" for share in QUANTILES}
+    return {
+        "beside": comparison.other,
+        "cases": str(len(comparison.ratios)),
+        "wrong": f"{comparison.wrong} of {comparison.checked}",
+        "geometric mean": f"{comparison.geometric_mean:.2f}{TIMES}",
+        "least": f"{comparison.quantile(0):.2f}{TIMES}",
+        **quantiles,
+        "most": f"{comparison.quantile(1):.2f}{TIMES}",
+    }
+
+
+def _serving(names: list[str]) -> str | None:
+    """The kernel among these that selection prefers; another kernel than the reference if there is one."""
+    order = [*(provider for providers in PREFERENCE.values() for provider in providers), *names]
+    return min((name for name in names if name != REFERENCE), key=order.index, default=None)
+
+
+def _seconds(results: list[Result]) -> dict[str, float]:
+    return {result.case: result.seconds for result in results if result.seconds is not None}
