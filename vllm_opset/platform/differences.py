@@ -150,7 +150,7 @@ DIFFERENCES = (
     Bridge(
         "methods that read all weights",
         "Two more methods of vLLM's worker read all weights of a model. They are refused where weights are packed.",
-        "vllm_opset.platform.cpu.worker.OpsetCpuWorker.reset_weights",
+        "vllm_opset.platform.packing.PackingWorker.reset_weights",
         has("vllm.v1.worker.gpu_worker.Worker.reset_weights"),
         first=(0, 32),
     ),
