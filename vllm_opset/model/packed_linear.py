@@ -8,7 +8,7 @@ loading weights again needs `refresh`.
 from collections.abc import Callable
 
 import torch
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
@@ -102,7 +102,7 @@ def refresh(model: torch.nn.Module) -> None:
 def need_weights(model: torch.nn.Module) -> None:
     """Raise Refusal if a layer's weight is gone, because the caller is about to read all weights."""
     for layer in model.modules():
-        if isinstance(getattr(layer, "quant_method", None), PackedLinearMethod) and not layer.weight.numel():
+        if isinstance(getattr(layer, "quant_method", None), LinearMethodBase) and not layer.weight.numel():
             raise Refusal(
                 "vllm-opset has packed this model's weights and cannot save, hash or reset them: start the engine with "
                 """--additional-config '{"opset": {"kernels": {"linear": "reference"}}}'."""

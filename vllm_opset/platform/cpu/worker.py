@@ -9,7 +9,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.model import packed_linear
 from vllm_opset.platform import warm_up
-from vllm_opset.platform.cpu import kv_memory, threads
+from vllm_opset.platform.cpu import kv_memory, quantisation, threads
 from vllm_opset.platform.cpu.runner import OpsetCpuRunner
 from vllm_opset.platform.worker import OpsetWorker
 
@@ -32,6 +32,8 @@ class OpsetCpuWorker(OpsetWorker):
             report_usage_stats(self.vllm_config)
 
     def load_model(self, **kwargs) -> None:
+        if self.model_config.quantization is not None:
+            quantisation.register()
         super().load_model(**kwargs)
         packed_linear.bind(self.model_runner.get_model())
 
