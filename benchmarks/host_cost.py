@@ -30,8 +30,7 @@ from transformers import Qwen3Config
 from vllm_opset import failures, selection
 from vllm_opset.kernel import Kernel
 from vllm_opset.kernels import triton as kernels
-from vllm_opset.model import fusion, linear
-from vllm_opset.platform.cpu import linear as packed
+from vllm_opset.model import fusion, linear, packed_linear
 
 LAYERS, WARM_UP = 36, 5
 VOCAB_SIZE = 500
@@ -45,7 +44,7 @@ def launch_into_the_void() -> None:
     kernels.DEVICES = ("cpu",)
     selection.PREFERENCE = {"cpu": ("triton",)}
     fusion._can_be_deferred = lambda *_: True
-    packed.bind = lambda model: linear.bind(model, compiled=False)
+    packed_linear.bind = lambda model: linear.bind(model, compiled=False)
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty((*x.shape[:-1], len(weight)))
     failures.explained = timed(failures.explained)
 

@@ -113,7 +113,7 @@ def test_a_provider_that_cannot_be_had_says_why_and_lists_nothing(new_provider):
 
 
 def test_only_what_callers_prepare_can_be_prepared():
-    with pytest.raises(ValueError, match=r"callers of linear do not prepare \['wieght'\]; known: weight"):
+    with pytest.raises(ValueError, match=r"callers of linear do not prepare \['wieght'\]; known: weight, weight_scale"):
         kernel(ops.linear, name="packed", prepare={"wieght": str})
     with pytest.raises(ValueError, match="callers of rms_norm do not prepare"):
         kernel(ops.rms_norm, name="packed", prepare={"weight": str})

@@ -272,15 +272,16 @@ def test_a_kernel_is_not_called_in_a_dtype_that_it_does_not_support(op):
 
     def in_fp32_alone(*args, **kwargs):
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        assert tensors[0].dtype is torch.float32, "was called with what it does not support"
+        unsupported = (torch.bfloat16, torch.float16)
+        assert tensors[0].dtype not in unsupported and kwargs.get("out_dtype") not in unsupported
 
     def run(*args, **kwargs):
         in_fp32_alone(*args, **kwargs)
         return op(*args, **kwargs)
 
-    def prepare(weight):
-        in_fp32_alone(weight)
-        return weight
+    def prepare(argument, **others):
+        in_fp32_alone(argument, **others)
+        return argument
 
     prepared = dict.fromkeys(op.prepared, prepare)
     checks = list(parity.check_kernel(op, Kernel(op.name, "mine", "tests", (), supports, run, prepared), DEVICE))

@@ -10,6 +10,7 @@ import torch
 from vllm_opset import ops, targets
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Problem
+from vllm_opset.ops.gemm.linear import LinearProblem
 from vllm_opset.targets import FP8, ONEDNN, PDL, WGMMA, Target
 
 
@@ -84,7 +85,7 @@ def test_linear_on_a_processor_is_refused_by_the_problems_target_alone(dtype):
 
     def reason(*dtypes):
         target = Target("cpu", "x86_64", frozenset(ONEDNN[each] for each in dtypes))
-        return supports(Problem("cpu", dtype, target=target))
+        return supports(LinearProblem("cpu", dtype, 64, 64, target=target))
 
     assert reason() == "this PyTorch has no oneDNN"
     assert reason(*ONEDNN) is None

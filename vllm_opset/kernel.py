@@ -10,7 +10,8 @@ ops` shows its docstring. It reads only the problem: no environment, no data. `s
 
 A kernel may need an argument in its own format, for example a weight that is packed for its processor. It then names a
 function for the conversion: `@kernel(…, prepare={"weight": pack})`. The conversion runs once, when a model is loaded,
-and `run` gets only the result. The op declares which of its parameters are prepared.
+and `run` gets only the result, which keeps the argument's shape. The op declares which of its parameters are prepared.
+The function gets the others of these by name, if they are given: to pack a quantised weight takes its scale.
 """
 
 import importlib
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -50,9 +52,7 @@ class Kernel:
     devices: tuple[str, ...]
     supports: Supports = field(repr=False)
     run: Callable = field(repr=False)
-    prepare: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    prepare: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict, repr=False, compare=False)
     variants: Variants | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -62,17 +62,20 @@ class Kernel:
         """Whether the kernel's provider runs on this type of device at all."""
         return not self.devices or device in self.devices
 
-    def prepared(self, parameter: str, argument: torch.Tensor) -> torch.Tensor:
-        """The value to pass to `run` for an argument of the op."""
-        return self.prepare[parameter](argument) if parameter in self.prepare else argument
+    def prepared(self, parameter: str, argument: torch.Tensor, **others: Any) -> torch.Tensor:
+        """The value to pass to `run` for an argument of the op. others: the op's other prepared arguments."""
+        return self.prepare[parameter](argument, **others) if parameter in self.prepare else argument
 
     def prepared_call(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments of a call of the op, converted for `run`."""
         if not self.prepare:
             return args, kwargs
-        bound = ops.BY_NAME[self.op].signature.bind(*args, **kwargs)
-        for parameter, argument in bound.arguments.items():
-            bound.arguments[parameter] = self.prepared(parameter, argument)
+        op = ops.BY_NAME[self.op]
+        bound = op.signature.bind(*args, **kwargs)
+        given = {name: bound.arguments[name] for name in op.prepared if bound.arguments.get(name) is not None}
+        for parameter, argument in given.items():
+            others = {name: other for name, other in given.items() if name != parameter}
+            bound.arguments[parameter] = self.prepared(parameter, argument, **others)
         return bound.args, bound.kwargs
 
     def call(self, *args, **kwargs):

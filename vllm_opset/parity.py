@@ -14,7 +14,7 @@ import torch
 
 from vllm_opset.deviation import Deviation, deviation, worst
 from vllm_opset.kernel import REFERENCE, Kernel
-from vllm_opset.ops.contract import Op, Problem, Sample
+from vllm_opset.ops.contract import DTYPES, Op, Problem, Sample
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -207,11 +207,15 @@ def _tensors(arguments: Mapping[str, Any]) -> Tensors:
 
 
 def _wide(value: Any) -> Any:
+    """An argument for the reference in fp64. A dtype, which is that of a result, becomes fp64 too.
+
+    Quantised values become the same numbers, and the reference multiplies them by their scales in fp64.
+    """
     if is_dataclass(value):
         fields = {name: _wide(field) for name, field in vars(value).items() if isinstance(field, torch.Tensor)}
         return dataclasses.replace(value, **fields)
     if not isinstance(value, torch.Tensor):
-        return value
+        return torch.float64 if value in DTYPES else value
     return _where_checked(value).to(torch.float64 if value.is_floating_point() else value.dtype)
 
 

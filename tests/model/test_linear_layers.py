@@ -1,7 +1,6 @@
 """vLLM's layers with weights, multiplying by ops.linear, against vLLM's own."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_opset import kernel as registry
 from vllm_opset import operators, selection
-from vllm_opset.model import linear
+from vllm_opset.model import linear, packed_linear
 from vllm_opset.platform import compile_cache
-from vllm_opset.platform.cpu import linear as packed
 from vllm_opset.platform.refusals import Refusal
 
 pytestmark = pytest.mark.window
@@ -58,7 +56,7 @@ def test_layers_multiply_as_before(num_tokens, dtype):
         torch.nn.init.normal_(parameter, std=48**-0.5)
     x = torch.randn(num_tokens, 48, dtype=dtype)
     before = {name: layer.quant_method.apply(layer, x, None) for name, layer in model.items()}
-    packed.bind(model)
+    packed_linear.bind(model)
     for name, layer in model.items():
         torch.testing.assert_close(layer.quant_method.apply(layer, x, None), before[name], rtol=2**-7, atol=1e-5)
     assert {choice.op for choice in selection.choices()} == {"linear"}
@@ -68,13 +66,13 @@ def test_an_embedding_still_looks_up():
     layer = VocabParallelEmbedding(128, 48)
     torch.nn.init.normal_(layer.weight)
     ids = torch.tensor([3, 0, 127])
-    packed.bind(layer)
+    packed_linear.bind(layer)
     assert torch.equal(layer(ids), layer.weight[ids])
 
 
 def test_weights_that_are_loaded_again_are_used():
     model = layers()
-    packed.bind(model)
+    packed_linear.bind(model)
     layer, x = model["row"], torch.randn(2, 48)
     with torch.no_grad():
         layer.weight.copy_(torch.eye(64, 48))
@@ -89,27 +87,26 @@ def test_weights_are_packed_at_loading_and_again_when_they_change():
     model = layers().bfloat16()
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    packed.bind(model)
+    packed_linear.bind(model)
     x, tied = torch.ones(2, 48, dtype=torch.bfloat16), model["embedding"]
     if model["row"].weight.numel():
         pytest.skip("nothing is packed, as oneDNN does not multiply in bf16 here: runs on a processor with AVX-512")
     with pytest.raises(Refusal, match="has packed this model's weights"):
-        packed.need_weights(model)
+        packed_linear.need_weights(model)
     assert not tied.quant_method.apply(tied, x).any()
     model["row"].weight.data = torch.ones(64, 48, dtype=torch.bfloat16)
     with torch.no_grad():
         for layer in (tied, model["head"]):
             layer.weight.fill_(1)
-    packed.refresh(model)
+    packed_linear.refresh(model)
     for layer in (tied, model["row"], model["head"]):
         assert (layer.quant_method.apply(layer, x) == 48).all()
 
 
 def test_a_model_that_was_loaded_uses_a_kernel_of_the_users_choice():
     selection.configure({"opset": {"kernels": {"linear": "reference"}}})
-    packed.bind(layers())
-    (choice,) = selection.choices()
-    assert choice.kernel.name == "reference"
+    packed_linear.bind(layers())
+    assert {choice.kernel.name for choice in selection.choices()} == {"reference"}
 
 
 # As on a GPU, where weights stay unpacked.
@@ -184,7 +181,7 @@ def test_a_graph_is_found_by_engines_that_chose_the_same_kernels():
         config = VllmConfig()
         selection.forget()
         selection.configure({"opset": {"kernels": {"linear": name}}})
-        packed.bind(layers())
+        packed_linear.bind(layers())
         compile_cache.keep_kernels_apart(config)
         hashes.append(config.compute_hash())
     assert hashes[0] == hashes[2] != hashes[1]
@@ -204,8 +201,9 @@ def seeing(run, seen_by: list, what: str | None = None):
 def test_a_warm_up_multiplies_one_row_by_each_kind(compiled, reference, monkeypatch):
     model, rows = layers(), []
     model["again"] = ReplicatedLinear(48, 64)
-    choice = linear.choice(torch.float32)
-    monkeypatch.setattr(choice, "run", seeing(choice.run, rows))
+    for name in ("replicated", "head"):
+        choice = linear.choice(model[name].weight)
+        monkeypatch.setattr(choice, "run", seeing(choice.run, rows))
     linear.bind(model, compiled)
     linear.multiply_one_row(model)
     # One call each for [64, 48] with a bias, [64, 48] without, and the head's [128, 48].
@@ -213,11 +211,30 @@ def test_a_warm_up_multiplies_one_row_by_each_kind(compiled, reference, monkeypa
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_kernel_that_prepares_weights_is_refused_where_they_stay(compiled, monkeypatch):
-    kernel = SimpleNamespace(prepare={"weight": torch.t})
-    monkeypatch.setattr(linear, "choice", lambda dtype: SimpleNamespace(run=None, kernel=kernel))
-    with pytest.raises(Refusal, match=r"leaves weights as they are, and .* wants to prepare them"):
-        linear.bind(layers(), compiled)
+def test_a_kernel_may_prepare_weights_on_every_device(compiled, monkeypatch):
+    """The layers of a GPU as well, compiled or not. Linear layers give up the original, and embeddings keep it."""
+    known = registry.kernels_of("linear")["reference"]
+    packing = dataclasses.replace(
+        known,
+        name="packing",
+        prepare={"weight": lambda weight: -2 * weight},
+        run=lambda x, weight, bias=None: known.run(x, weight / -2, bias),
+    )
+    monkeypatch.setitem(registry._registry["linear"], "packing", packing)
+    selection.configure({"opset": {"kernels": {"linear": "packing"}}})
+    model, x = layers(), torch.randn(5, 48)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    before = {name: layer.quant_method.apply(layer, x, None) for name, layer in model.items()}
+    linear.bind(model, compiled)
+    for name, layer in model.items():
+        assert torch.equal(layer.quant_method.apply(layer, x, None), before[name])
+        assert bool(layer.weight.numel()) == (name in ("head", "embedding"))
+    linear.multiply_one_row(model)
+    layer = model["row"]
+    layer.weight.data = torch.eye(64, 48)
+    packed_linear.refresh(model)
+    assert torch.equal(layer(x)[0][:, :48], x)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

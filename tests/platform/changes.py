@@ -134,6 +134,10 @@ def in_a_worker(platform: str) -> Iterator[None]:
 
     compat.forget_shared_layers()
     with contextlib.ExitStack() as until_the_end:
+        if platform == "cpu":
+            from vllm_opset.platform.cpu import quantisation
+
+            quantisation.register()
         if platform == "npu":
             from vllm_opset.platform.npu import graphs
 

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.window
 
 # This package alone builds objects of these classes, mostly from objects that vLLM built.
 BUILT_HERE = {
-    "vllm_opset.platform.cpu.linear.PackedEmbeddingMethod",
-    "vllm_opset.platform.cpu.linear.PackedLinearMethod",
+    "vllm_opset.model.packed_linear.PackedEmbeddingMethod",
+    "vllm_opset.model.packed_linear.PackedLinearMethod",
     "vllm_opset.model.linear.CompiledLinearMethod",
     "vllm_opset.model.linear.EmbeddingMethod",
     "vllm_opset.model.linear.LinearMethod",

@@ -27,6 +27,7 @@ from vllm_opset.ops.norm.fused_add_rms_norm import fused_add_rms_norm
 from vllm_opset.ops.norm.layer_norm import layer_norm
 from vllm_opset.ops.norm.rms_norm import rms_norm
 from vllm_opset.ops.norm.rms_norm_gated import rms_norm_gated
+from vllm_opset.ops.quantisation.quantise import quantise
 from vllm_opset.ops.rope.apply_rotary_emb import apply_rotary_emb
 from vllm_opset.ops.rope.qk_norm_rope_cache import qk_norm_rope_cache
 from vllm_opset.ops.rope.rope_cache import rope_cache

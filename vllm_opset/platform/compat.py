@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 REGISTRY = "vllm.model_executor.models.registry"
+LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
 # The names of torch.cuda that vLLM's model runner uses.
 NAMES_OF_CUDA = ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -225,6 +226,42 @@ def forget_shared_layers() -> None:
     from vllm.model_executor.layers import rotary_embedding
 
     rotary_embedding._ROPE_DICT.clear()
+
+
+@patch(
+    has(f"{LINEAR_KERNELS}._POSSIBLE_FP8_BLOCK_KERNELS"),
+    ends="the oldest release that is served registers them, as 0.33 does by the kernel type fp8_block",
+    changes=(f"{LINEAR_KERNELS}._POSSIBLE_FP8_BLOCK_KERNELS",),
+    worker=("cpu",),
+)
+def register_fp8_block_kernel(kernel: type) -> None:
+    """Register a kernel for fp8 weights with scales by blocks. vLLM's own registration takes these from 0.33 on.
+
+    Parameters: kernel is a subclass of vLLM's FP8ScaledMMLinearKernel.
+    """
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms.interface import PlatformEnum
+
+    if uses(f"{LINEAR_KERNELS}.register_linear_kernel", "fp8_block")():
+        linear.register_linear_kernel(kernel, PlatformEnum.OOT, "fp8_block")
+    else:
+        linear._POSSIBLE_FP8_BLOCK_KERNELS.setdefault(PlatformEnum.OOT, []).append(kernel)
+
+
+@patch(
+    uses("vllm._custom_ops.scaled_fp8_quant", "static_scaled_fp8_quant"),
+    ends="vLLM quantises the weights that it loads by PyTorch, where its kernels are absent",
+    changes=("vllm._custom_ops.scaled_fp8_quant",),
+    worker=("cpu",),
+)
+def quantise_weights(quantise: Callable) -> None:
+    """Replace the function by which vLLM quantises weights to fp8 while it loads them. It calls vLLM's own kernels.
+
+    Parameters: quantise is called as vLLM's function is.
+    """
+    from vllm import _custom_ops
+
+    _custom_ops.scaled_fp8_quant = quantise
 
 
 def kv_cache_groups(config: "VllmConfig", spec: dict) -> list:

@@ -29,6 +29,15 @@ HOOKS = (
         worker=("native",),
     ),
     Bridge(
+        "kernels of fp8 layers",
+        "opset registers its kernel for fp8 weights by `register_linear_kernel`, when such a model is loaded.",
+        "vllm_opset.platform.cpu.quantisation.register",
+        has("vllm.model_executor.kernels.linear.register_linear_kernel"),
+        changes=("vllm.model_executor.kernels.linear._POSSIBLE_FP8_KERNELS",),
+        hook=True,
+        worker=("cpu",),
+    ),
+    Bridge(
         "second registry of layers",
         "The same for vLLM's second registry, of layers that depend on no device.",
         "vllm_opset.model.layers.register",
@@ -150,7 +159,7 @@ DIFFERENCES = (
     Bridge(
         "methods that read all weights",
         "Two more methods of vLLM's worker read all weights of a model. They are refused where weights are packed.",
-        "vllm_opset.platform.cpu.worker.OpsetCpuWorker.reset_weights",
+        "vllm_opset.platform.packing.PackingWorker.reset_weights",
         has("vllm.v1.worker.gpu_worker.Worker.reset_weights"),
         first=(0, 32),
     ),

@@ -3,15 +3,15 @@
 from contextlib import AbstractContextManager, nullcontext
 
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset import selection
 from vllm_opset.model import layers
 from vllm_opset.platform import compat
+from vllm_opset.platform.packing import PackingWorker
 from vllm_opset.platform.report import Reporting
 
 
-class OpsetWorker(Reporting, Worker):
+class OpsetWorker(Reporting, PackingWorker):
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         selection.configure(vllm_config.additional_config)

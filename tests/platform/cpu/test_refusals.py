@@ -53,12 +53,30 @@ LLAVA = {
 }
 BACKENDS = {"linear_backend": "cutlass", "moe_backend": "triton"}
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}}
+FP8_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
+FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
+def compressed(weights: dict, activations: dict | None, kv_cache: bool = False) -> dict:
+    """The quantization_config of compressed-tensors, in a model's configuration."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    layout = {4: "pack-quantized", 8: f"{weights['type']}-quantized"}[weights["num_bits"]]
+    config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+    return {"quantization_config": config | ({"kv_cache_scheme": FP8_TOKEN} if kv_cache else {})}
 
 
 def test_what_is_supported_is_configured(configure):
     config = configure(LLAMA)
     assert config.parallel_config.worker_cls == "vllm_opset.platform.cpu.worker.OpsetCpuWorker"
     assert config.scheduler_config.async_scheduling is False
+
+
+@pytest.mark.parametrize("quantised", [FP8, compressed(FP8_CHANNEL, FP8_TOKEN)], ids=["fp8", "compressed-tensors"])
+def test_fp8_weights_are_not_refused(quantised, configure):
+    assert configure(LLAMA | quantised, dtype="bfloat16").model_config.quantization is not None
 
 
 def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
@@ -75,7 +93,11 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         ("state-space", "choose another model", MAMBA, {}),
         ("multimodal", "choose another model", WHISPER, {}),
         ("multimodal", "choose another model", LLAVA, {}),  # its module imports torchvision
-        ("quantised weights", "float32, bfloat16 or float16", LLAMA | FP8, {}),
+        ("quantised weights with the method .*gptq", "--quantization fp8", LLAMA | GPTQ, {}),
+        ("quantised weights with 4-bit int group weights", "fp8 e4m3", LLAMA | compressed(INT4, None), {}),
+        ("quantised weights with 8-bit int channel weights", "fp8 e4m3", LLAMA | compressed(INT8, INT8), {}),
+        ("fp8 weights for unquantised activations", "fp8 e4m3", LLAMA | compressed(FP8_CHANNEL, None), {}),
+        ("quantised weights with a kv_cache_scheme", "fp8 e4m3", LLAMA | compressed(FP8_CHANNEL, FP8_TOKEN, True), {}),
         ("LoRA", "--enable-lora", LLAMA, {"enable_lora": True}),
         (
             "speculative decoding",

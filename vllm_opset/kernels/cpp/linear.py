@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpp._build import INT, POINTER, function
-from vllm_opset.ops.contract import Problem
-from vllm_opset.ops.gemm.linear import check_arguments
+from vllm_opset.ops.gemm.linear import LinearProblem, check_arguments
+from vllm_opset.ops.schemes import NONE
 
 # The numbers of tokens for which this was faster than MKL, with weights that come from memory. Up to 3 tokens, MKL also
 # reads a weight once. For many tokens, MKL packs the weight, which pays.
@@ -18,16 +18,25 @@ CACHED_BYTES = 512 << 10
 run = function("linear", *[POINTER] * 4, *[INT] * 4)
 
 
-def supports(problem: Problem) -> str | None:
-    """fp32."""
+def supports(problem: LinearProblem) -> str | None:
+    """fp32, not quantised."""
+    if problem.scheme != NONE:
+        return "not built for quantised weights: kernels/cpu dequantises them once"
     if problem.dtype is torch.float32:
         return None
     return f"not built for {problem.dtype}: the packed weights of kernels/cpu use the processor's matrix units"
 
 
 @kernel(ops.linear, name="cpp", supports=supports)
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    check_arguments(x, weight, bias)
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    weight_scale: None = None,
+    x_scale: None = None,
+    out_dtype: None = None,
+) -> torch.Tensor:
+    check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype)
     few_tokens = x.ndim == 2 and x.shape[0] in FEW_TOKENS and x.stride(1) == 1
     if not few_tokens or weight.nbytes <= CACHED_BYTES or not weight.is_contiguous():
         return F.linear(x, weight, bias).contiguous()

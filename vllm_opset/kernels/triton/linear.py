@@ -14,7 +14,8 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import num_rows
-from vllm_opset.ops.gemm.linear import check_arguments
+from vllm_opset.ops.gemm.linear import LinearProblem, check_arguments
+from vllm_opset.ops.schemes import NONE
 from vllm_opset.variants import Variant, Variants
 
 
@@ -23,14 +24,25 @@ def one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return num_rows(x) == 1 and weight.stride(1) == 1
 
 
+def supports(problem: LinearProblem) -> str | None:
+    """fp32, bf16 and fp16, accumulated in fp32; weights that are not quantised."""
+    return _supports.floats(problem) if problem.scheme == NONE else "not built for quantised weights"
+
+
 VARIANTS = Variants(one_row, Variant("one_row", can=bool), Variant("torch"))
 
 
-@kernel(ops.linear, name="triton", supports=_supports.floats, variants=VARIANTS)
+@kernel(ops.linear, name="triton", supports=supports, variants=VARIANTS)
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, variant: str | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    weight_scale: None = None,
+    x_scale: None = None,
+    out_dtype: None = None,
+    variant: str | None = None,
 ) -> torch.Tensor:
-    check_arguments(x, weight, bias)
+    check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype)
     if VARIANTS.of(variant, x, weight) == "torch":
         return F.linear(x, weight, bias).contiguous()
     num_outputs, columns = weight.shape

@@ -1,16 +1,20 @@
 """linear: the projection of activations by a weight, with or without a bias.
 
-Semantics: `torch.nn.functional.linear`. vLLM's layers with unquantised weights call it, language model heads included.
+Semantics: `torch.nn.functional.linear`, and for quantised weights and activations that of what they stand for. vLLM's
+layers with weights call it, language model heads included.
 """
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from vllm_opset.ops import _properties, _samples
-from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, op
+from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
+from vllm_opset.ops.gemm import _quantised
+from vllm_opset.ops.schemes import NONE, Scheme, dequantise, group_of, quantised
 
 PARTIAL_SUMS = "fp32 in another order; PyTorch lets a GPU round partial sums, which are of order 1, to the dtype"
 TOLERANCES = {
@@ -21,36 +25,86 @@ TOLERANCES = {
 }
 
 
-@op(prepared=("weight",), tolerances=TOLERANCES)
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+@dataclass(frozen=True)
+class LinearProblem(Problem):
+    """dtype: of the result. scheme: how the weight and the activations are stored."""
+
+    in_features: int
+    out_features: int
+    scheme: Scheme = NONE
+
+
+@op(problem=LinearProblem, prepared=("weight", "weight_scale", "out_dtype"), tolerances=TOLERANCES)
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """y = x weightᵀ + bias, summed in fp32 and rounded once.
 
     x: [..., in_features], any strides. weight: [out_features, in_features], rows dense. bias: [out_features] or None.
     All of one dtype. Returns a new contiguous tensor [..., out_features] of that dtype. Zero rows are allowed.
-    Raises ValueError if widths or dtypes differ, or if bias is not [out_features] and would broadcast unnoticed.
+
+    A quantised weight comes with its weight_scale, fp32, whose shape says its granularity (see `ops/schemes`), and
+    stands for weight * weight_scale. Then out_dtype is the dtype of the bias and the result, and x is of that dtype. Or
+    x is quantised too: [num_tokens, in_features] with its x_scale, fp32, and it stands for x * x_scale.
+
+    Raises ValueError if widths or dtypes differ, if bias is not [out_features] and would broadcast unnoticed, or if a
+    scale is of no granularity that divides its tensor.
     """
-    check_arguments(x, weight, bias)
-    return F.linear(x, weight, bias).contiguous()
+    check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype)
+    if weight_scale is None:
+        return F.linear(x, weight, bias).contiguous()
+    wide = accumulator(x.new_empty(0, dtype=out_dtype))
+    bias = None if bias is None else bias.to(wide)
+    return F.linear(dequantise(x, x_scale, wide), dequantise(weight, weight_scale, wide), bias).to(out_dtype)
 
 
-def check_arguments(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if x.shape[-1:] != weight.shape[1:] or x.dtype != weight.dtype:
+def check_arguments(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_scale: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> None:
+    """Raises ValueError for what the contract forbids. weight may be as a kernel prepared it, which keeps its shape."""
+    same_dtype = x.dtype == weight.dtype or weight_scale is not None
+    if x.shape[-1:] != weight.shape[1:] or not same_dtype:
         raise ValueError(f"x {x.dtype} {list(x.shape)} cannot be multiplied by {weight.dtype} {list(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], not {list(bias.shape)}")
+    if weight_scale is not None:
+        _check_quantised(x, weight, weight_scale, x_scale, out_dtype)
+
+
+def _check_quantised(x, weight, weight_scale, x_scale, out_dtype) -> None:
+    if out_dtype is None:
+        raise ValueError("a quantised weight needs out_dtype")
+    if x_scale is None and x.dtype != out_dtype:
+        raise ValueError(f"x is {x.dtype} without an x_scale, and must be {out_dtype}, the dtype of the result")
+    group_of(weight.shape, weight_scale)
+    if x_scale is not None:
+        group_of(x.shape, x_scale)
 
 
 @linear.problem_of
-def _(x, weight, bias=None) -> Problem:
-    return Problem(x.device.type, x.dtype)
+def _(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None) -> LinearProblem:
+    scheme = NONE if weight_scale is None else Scheme(quantised(weight, weight_scale), quantised(x, x_scale))
+    out_features, in_features = weight.shape
+    return LinearProblem(x.device.type, out_dtype or x.dtype, in_features, out_features, scheme)
 
 
 @linear.cost
-def _(x, weight, bias=None) -> Cost:
+def _(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None) -> Cost:
     num_tokens, out_features = x.numel() // x.shape[-1], weight.shape[0]
-    parameters = weight.nbytes + (0 if bias is None else bias.nbytes)
+    parameters = weight.nbytes + sum(0 if other is None else other.nbytes for other in (bias, weight_scale, x_scale))
     results = num_tokens * out_features
-    return Cost(bytes=x.nbytes + parameters + results * x.element_size(), flops=2 * results * x.shape[-1])
+    result_bytes = results * (out_dtype or x.dtype).itemsize
+    return Cost(bytes=x.nbytes + parameters + result_bytes, flops=2 * results * x.shape[-1])
 
 
 @linear.sample_inputs
@@ -89,6 +143,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("three dimensions", (2, 3, 64), 32, bias=True)
     yield sample("one dimension", (64,), 32, bias=True)
     yield sample("Qwen3-0.6B down projection", (2, 3072), 1024)
+    yield from _quantised.samples(device, dtype)
 
 
 @linear.illegal_inputs
@@ -101,6 +156,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         yield sample(f"too wide, {num_tokens} tokens", (num_tokens, 72), (32, 64))
         yield sample(f"too narrow, {num_tokens} tokens", (num_tokens, 56), (32, 64))
     yield sample("a bias a token", (16, 64), (32, 64), (16, 32))
+    yield from _quantised.illegal_samples(device, dtype)
 
 
 @linear.bench_inputs

@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 
 from vllm_opset.platform import compat
 from vllm_opset.platform.base import OpsetPlatform
-from vllm_opset.platform.cpu import kv_memory, machine, refusals, threads
+from vllm_opset.platform.cpu import kv_memory, machine, quantisation, refusals, threads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,6 +69,11 @@ class OpsetCpuPlatform(OpsetPlatform):
     @classmethod
     def is_pin_memory_available(cls) -> bool:
         return False
+
+    @classmethod
+    def verify_quantization(cls, quant: str) -> None:
+        if quant not in quantisation.METHODS:
+            raise quantisation.QUANTISED_WEIGHTS.of(f"the method {quant}", cls.where)
 
     # The device
 

@@ -1,8 +1,10 @@
 """The features that opset does not support on a CPU."""
 
 from vllm_opset.model.weights import offloads
+from vllm_opset.platform.cpu.quantisation import QUANTISED_WEIGHTS
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import NVTX, PROFILERS, WITHOUT_COMPILER, unset
+from vllm_opset.platform.refusals import QUANTISED_WEIGHTS as ALL_QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
     Rule,
@@ -46,7 +48,8 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 )
 
 RULES: tuple[Rule, ...] = (
-    *COMMON,
+    QUANTISED_WEIGHTS,
+    *(rule for rule in COMMON if rule is not ALL_QUANTISED_WEIGHTS),
     Rule(
         "adapters (LoRA)",
         "merge the adapter into the weights, and leave out --enable-lora",

@@ -1,30 +1,19 @@
 """The worker process on a CPU: its device, the memory for the KV cache, and the report of chosen kernels."""
 
-from collections.abc import Callable
-
 import torch
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.utils import report_usage_stats
-from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_opset.model import packed_linear
 from vllm_opset.platform import warm_up
-from vllm_opset.platform.cpu import kv_memory, linear, threads
+from vllm_opset.platform.cpu import kv_memory, quantisation, threads
 from vllm_opset.platform.cpu.runner import OpsetCpuRunner
 from vllm_opset.platform.worker import OpsetWorker
 
 logger = init_logger(f"vllm.{__name__}")
-
-
-def _with_weights(name: str) -> Callable:
-    """The Worker's method of that name, which is refused if the model's weights are gone."""
-
-    def method(self: Worker, *args, **kwargs):
-        linear.need_weights(self.model_runner.get_model())
-        return getattr(Worker, name)(self, *args, **kwargs)
-
-    return method
 
 
 class OpsetCpuWorker(OpsetWorker):
@@ -43,17 +32,10 @@ class OpsetCpuWorker(OpsetWorker):
             report_usage_stats(self.vllm_config)
 
     def load_model(self, **kwargs) -> None:
+        if self.model_config.quantization is not None:
+            quantisation.register()
         super().load_model(**kwargs)
-        linear.bind(self.model_runner.get_model())
-
-    def reload_weights(self, *args, **kwargs) -> None:
-        super().reload_weights(*args, **kwargs)
-        linear.refresh(self.model_runner.get_model())
-
-    save_sharded_state = _with_weights("save_sharded_state")
-    save_tensorized_model = _with_weights("save_tensorized_model")
-    compute_weight_checksums = _with_weights("compute_weight_checksums")  # this and the next came with 0.32
-    reset_weights = _with_weights("reset_weights")
+        packed_linear.bind(self.model_runner.get_model())
 
     def determine_available_memory(self) -> int:
         return kv_memory.budget(self.vllm_config, self.get_kv_cache_spec().values())

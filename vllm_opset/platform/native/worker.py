@@ -6,7 +6,6 @@ from contextlib import contextmanager, nullcontext
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
@@ -15,10 +14,11 @@ from vllm_opset.model import fusion, layers, linear
 from vllm_opset.platform import compat, compile_cache, refusals
 from vllm_opset.platform.cuda import device, warm_up, workspace
 from vllm_opset.platform.native import sampler
+from vllm_opset.platform.packing import PackingWorker
 from vllm_opset.platform.report import Reporting
 
 
-class OpsetNativeWorker(Reporting, Worker):
+class OpsetNativeWorker(Reporting, PackingWorker):
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         selection.configure(vllm_config.additional_config)

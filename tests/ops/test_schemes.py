@@ -1,0 +1,89 @@
+"""Quantisation schemes: which values share a scale, and what a stored tensor stands for."""
+
+import pytest
+import torch
+
+from vllm_opset.ops import _samples, schemes
+from vllm_opset.ops.schemes import FP8, PER_ROW, PER_TENSOR, WHOLE, GroupShape, Quantised, Scheme
+
+RNG = _samples.generator("test_schemes")
+BLOCK = GroupShape(128, 128)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale", "group"),
+    [
+        ((64, 96), (1, 1), PER_TENSOR),
+        ((64, 96), (64, 1), PER_ROW),
+        ((1, 96), (1, 1), PER_TENSOR),  # one row is the whole
+        ((0, 96), (0, 1), (1, WHOLE)),
+        ((0, 96), (1, 1), PER_TENSOR),
+        ((256, 384), (2, 3), BLOCK),
+        ((150, 200), (2, 2), BLOCK),
+        ((150, 100), (2, 1), (128, WHOLE)),  # a block holds all columns
+        ((5, 384), (5, 3), (1, 128)),
+        ((5, 160), (5, 5), (1, 32)),
+    ],
+)
+def test_the_shape_of_a_scale_says_what_shares_it(shape, scale, group):
+    assert schemes.group_of(shape, torch.ones(scale)) == group
+    assert GroupShape(*group).scale_shape(shape) == scale
+
+
+@pytest.mark.parametrize("scale", [(3, 1), (5, 1), (0, 1), (65, 1), (1, 97), (64,), (64, 1, 1)])
+def test_other_shapes_are_refused(scale):
+    with pytest.raises(ValueError, match=r"groups of a power of two|must be a matrix"):
+        schemes.group_of((64, 96), torch.ones(scale))
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (150, 200), (1, 77)])
+@pytest.mark.parametrize("group", [PER_TENSOR, PER_ROW, BLOCK, GroupShape(1, 128)], ids=str)
+def test_every_group_is_multiplied_by_its_own_scale(shape, group):
+    """Compared with one value at a time. A group's largest value becomes the largest of fp8, and no error is larger
+    than half a step.
+    """
+    values = _samples.normal(shape, torch.float32, "cpu", RNG)
+    scale = schemes.scales_of(values, FP8, group)
+    assert tuple(scale.shape) == group.scale_shape(shape)
+    stored = schemes.stored(values, scale, FP8)
+    stands_for = schemes.dequantise(stored, scale, torch.float64)
+    sizes = [size if of == WHOLE else of for of, size in zip(group, shape, strict=True)]
+    for row in range(0, shape[0], 37):
+        for column in range(0, shape[1], 19):
+            mine = scale[row // sizes[0], column // sizes[1]].double()
+            assert stands_for[row, column] == stored[row, column].double() * mine
+    error = (stands_for - values.double()).abs()
+    assert (error <= values.abs() * 2**-4 * 1.0001 + schemes.expanded(scale, shape) * 2**-10).all()
+    for rows, its_scales in zip(stored.float().split(sizes[0]), scale, strict=True):
+        for group_values, _ in zip(rows.split(sizes[1], 1), its_scales, strict=True):
+            assert group_values.abs().max() == 448
+
+
+def test_zeros_and_values_out_of_range_are_stored():
+    zeros = torch.zeros(2, 8)
+    scale = schemes.scales_of(zeros, FP8, PER_ROW)
+    assert (scale == 1 / (512 * 448)).all() and not schemes.stored(zeros, scale, FP8).float().any()
+    large = schemes.stored(torch.tensor([[1e6, -1e6]]), torch.ones(1, 1), FP8)
+    assert large.float().tolist() == [[448, -448]]
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (None, r"weight_scale is missing: a weight of \[256, 384\] quantised 128x128 needs one of \[2, 3\]"),
+        (torch.ones(256, 1), r"weight_scale is \[256, 1\]; a weight of .* needs \[2, 3\]"),
+        (torch.full((2, 3), float("nan")), "weight_scale holds NaN"),
+    ],
+)
+def test_a_wrong_scale_is_named(scale, said):
+    with pytest.raises(ValueError, match=said):
+        schemes.check_scale("weight_scale", scale, (256, 384), BLOCK)
+    schemes.check_scale("weight_scale", torch.ones(2, 3), (256, 384), BLOCK)
+
+
+def test_schemes_are_printed_in_words():
+    assert str(Scheme()) == "none"
+    assert str(Scheme(Quantised(FP8, PER_ROW))) == "float8_e4m3fn per row by activations as they are"
+    both = Scheme(Quantised(FP8, BLOCK), Quantised(FP8, GroupShape(1, 128)))
+    assert str(both) == "float8_e4m3fn 128x128 by float8_e4m3fn 1x128"
+    assert len({both, Scheme(Quantised(FP8, BLOCK), Quantised(FP8, GroupShape(1, 128)))}) == 1

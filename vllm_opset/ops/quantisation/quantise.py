@@ -1,0 +1,141 @@
+"""quantise: stores a matrix in a narrow dtype, with a scale for each group of its values.
+
+Semantics: vLLM's `QuantFP8.forward_native` and `scaled_fp8_quant`, with scales that are always matrices. In some
+places vLLM multiplies by the reciprocal of a scale. This op divides.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from vllm_opset.ops import _properties, _samples
+from vllm_opset.ops.contract import ROUND_ONCE, Cost, Problem, Sample, Tolerance, op
+from vllm_opset.ops.schemes import FP8, PER_ROW, PER_TENSOR, WHOLE, GroupShape, scales_of, stored
+
+TOLERANCES = {
+    **ROUND_ONCE,
+    # A little more than half a step, since a quotient near the middle of one moves with the last bit of its scale.
+    FP8: Tolerance(2**-4 * 1.001, 2**-10, "rounded to 4 bits of mantissa, or to a multiple of 2**-9"),
+}
+
+
+@dataclass(frozen=True)
+class QuantiseProblem(Problem):
+    """dtype: of the values. static: whether the scales are given."""
+
+    to_dtype: torch.dtype
+    group: GroupShape
+    static: bool
+    columns: int
+
+
+@op(problem=QuantiseProblem, tolerances=TOLERANCES)
+def quantise(
+    x: torch.Tensor, to_dtype: torch.dtype, group_shape: list[int], scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x / scale, rounded to nearest even and limited to the range of to_dtype; scale), computed in fp32.
+
+    x: [rows, columns], any strides. to_dtype: torch.float8_e4m3fn. group_shape: the numbers of rows and columns that
+    share a scale, powers of two or −1 for all: [−1, −1] for one scale, [1, −1] for one of each row, [1, 128] for one of
+    128 values in a row. scale: fp32, of the shape that `ops/schemes` gives these groups. Without it, a scale is the
+    largest magnitude of its group divided by the largest value of to_dtype, and at least 1 / (512 * that value).
+
+    Returns new contiguous tensors: [rows, columns] of to_dtype, and fp32 scales. Zero rows are allowed. Values in fp64
+    have scales in fp64, and their quotients are not rounded.
+    Raises ValueError if x is no matrix, or for another dtype, group or shape of the scale.
+    """
+    check_arguments(x, to_dtype, group_shape, scale)
+    scale = scales_of(x, to_dtype, GroupShape(*group_shape)) if scale is None else scale.clone()
+    return stored(x, scale, to_dtype).contiguous(), scale
+
+
+def check_arguments(x: torch.Tensor, to_dtype: torch.dtype, group_shape: list[int], scale: torch.Tensor | None) -> None:
+    if x.ndim != 2 or to_dtype is not FP8:
+        raise ValueError(f"a matrix can be quantised to {FP8}, not {list(x.shape)} to {to_dtype}")
+    if len(group_shape) != 2 or any(size != WHOLE and size.bit_count() != 1 for size in group_shape):
+        raise ValueError(f"groups have powers of two for sizes, or -1 for all, not {list(group_shape)}")
+    wanted = GroupShape(*group_shape).scale_shape(x.shape)
+    if scale is not None and tuple(scale.shape) != wanted:
+        raise ValueError(f"the scales of {list(x.shape)} must be {list(wanted)}, not {list(scale.shape)}")
+
+
+@quantise.problem_of
+def _(x, to_dtype, group_shape, scale=None) -> QuantiseProblem:
+    group = GroupShape(*group_shape)
+    return QuantiseProblem(x.device.type, x.dtype, to_dtype, group, scale is not None, x.shape[1])
+
+
+@quantise.cost
+def _(x, to_dtype, group_shape, scale=None) -> Cost:
+    rows, columns = GroupShape(*group_shape).scale_shape(x.shape)
+    return Cost(bytes=x.nbytes + x.numel() * to_dtype.itemsize + 4 * rows * columns, flops=3 * x.numel())
+
+
+@quantise.sample_inputs
+def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    def sample(name, shape, group, *, static=False, std=1.0, layout=lambda x: x) -> Sample:
+        def make():
+            rng = _samples.generator(name)
+            x = _samples.normal(shape, dtype, device, rng, std)
+            # Static scales are too small for some values, which are then limited to the range.
+            scale = scales_of(x.float(), FP8, group) * 0.75 if static else None
+            return (layout(x), FP8, list(group), scale), {}
+
+        return Sample(name, make)
+
+    yield sample("zero tokens, fp8 per row", (0, 64), PER_ROW)
+    for name, group in (("tensor", PER_TENSOR), ("row", PER_ROW), ("block of a row", GroupShape(1, 128))):
+        yield sample(f"fp8 per {name}", (5, 256), group)
+        yield sample(f"fp8 per {name}, static", (5, 256), group, static=True)
+        yield sample(f"fp8 per {name}, odd columns", (3, 77), group)
+        yield sample(f"fp8 per {name}, strided rows", (7, 96), group, layout=_samples.row_view)
+    yield sample("fp8 per block of a row, incomplete", (3, 200), GroupShape(1, 128))
+    yield sample("fp8 per block of rows and columns", (150, 200), GroupShape(128, 128))
+    yield sample("fp8 per row, strided columns", (7, 96), PER_ROW, layout=_samples.column_major)
+    yield sample("fp8 per row, large values", (3, 64), PER_ROW, std=1000.0)
+    yield sample("fp8 per row, values below the smallest scale", (3, 64), PER_ROW, std=1e-4)
+    yield sample("fp8 per row, Qwen3-8B hidden size", (2, 4096), PER_ROW)
+
+
+@quantise.illegal_inputs
+def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    def sample(name: str, group: tuple[int, int], *rest, shape=(4, 96)) -> Sample:
+        def make():
+            scales = (torch.ones(size, device=device) for size in rest)
+            return (torch.ones(shape, dtype=dtype, device=device), FP8, list(group), *scales), {}
+
+        return Sample(name, make)
+
+    yield sample("groups of 96", (1, 96))
+    yield sample("groups of no column", (1, 0))
+    yield sample("one scale for groups of a row", PER_ROW, (1, 1))
+    yield sample("a scale that is a vector", PER_ROW, (4,))
+    yield sample("three dimensions", PER_ROW, shape=(2, 4, 96))
+
+
+@quantise.bench_inputs
+def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    def sample(num_tokens: int, group: GroupShape) -> Sample:
+        def make():
+            rng = _samples.generator(f"{num_tokens}", device)
+            return (_samples.normal((num_tokens, 4096), dtype, device, rng), FP8, list(group)), {}
+
+        return Sample(f"T{num_tokens} 4096 {group}", make)
+
+    for num_tokens in _samples.bench_tokens(device):
+        for group in (PER_ROW, GroupShape(1, 128)):
+            yield sample(num_tokens, group)
+
+
+@quantise.property_
+def powers_of_two_are_kept(run, device: str, dtype: torch.dtype) -> None:
+    """What fp8 can hold is stored as it is, and ties go to the even neighbour."""
+    x = torch.tensor([[1.0, -2.0, 0.25, 2**-9, 448.0, 17.0, 19.0, -(2**-10), 3 * 2**-10]], dtype=dtype, device=device)
+    values, scale = run(x, FP8, list(PER_ROW), torch.ones(1, 1, device=device))
+    want = [[1.0, -2.0, 0.25, 2**-9, 448.0, 16.0, 20.0, 0.0, 2**-8]]
+    _properties.equal("a value is rounded wrongly", values.float(), torch.tensor(want, device=device))
+    _properties.equal("a given scale changes", scale, torch.ones(1, 1, device=device))
+
+
+_properties.rows_are_independent(quantise, lambda run, x: run(x, FP8, list(PER_ROW))[0].float())

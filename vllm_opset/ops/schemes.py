@@ -1,0 +1,143 @@
+"""The quantisation of weights and activations: how a tensor's values are stored, and which of them share a scale.
+
+A stored value stands for `value * scale`. Scales are matrices with as many dimensions as the tensor has, so the shape
+of a scale says its granularity: [1, 1] is one scale for a tensor of two dimensions, [rows, 1] one for each row (a
+token of activations, an output channel of a weight), and [rows / 128, columns / 128] one for each block. Blocks have
+powers of two for sizes, and the last ones may be incomplete.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+FP8 = torch.float8_e4m3fn
+WHOLE = -1
+
+
+class GroupShape(NamedTuple):
+    """The numbers of rows and columns that share a scale, as vLLM writes them. WHOLE stands for all."""
+
+    rows: int
+    columns: int
+
+    def __str__(self) -> str:
+        known = {PER_TENSOR: "per tensor", PER_ROW: "per row"}
+        return known.get(self) or "x".join("all" if size == WHOLE else str(size) for size in self)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """The shape of the scales of a matrix."""
+        return tuple(1 if group == WHOLE else -(-size // group) for size, group in zip(shape, self, strict=True))
+
+
+PER_TENSOR = GroupShape(WHOLE, WHOLE)
+PER_ROW = GroupShape(1, WHOLE)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """How one tensor is stored. dtype: of its values. group: the values that share a scale."""
+
+    dtype: torch.dtype
+    group: GroupShape
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.group}"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a layer's weight and its activations are stored. None: as they are, without scales."""
+
+    weight: Quantised | None = None
+    activation: Quantised | None = None
+
+    def __str__(self) -> str:
+        if self.weight is None:
+            return "none"
+        return f"{self.weight} by {self.activation or 'activations as they are'}"
+
+
+NONE = Scheme()
+
+
+def quantised(tensor: torch.Tensor, scale: torch.Tensor | None) -> Quantised | None:
+    """How a tensor with this scale is stored."""
+    return None if scale is None else Quantised(tensor.dtype, group_of(tensor.shape, scale))
+
+
+def group_of(shape: tuple[int, ...], scale: torch.Tensor) -> GroupShape:
+    """The values of a matrix that share a scale. Raises ValueError for a scale of no such granularity."""
+    if scale.ndim != len(shape):
+        raise ValueError(f"the scale of {list(shape)} must be a matrix, not {list(scale.shape)}")
+    return GroupShape(*(_group_size(size, scales) for size, scales in zip(shape, scale.shape, strict=True)))
+
+
+def _group_size(size: int, scales: int) -> int:
+    if scales == size != 1:
+        return 1
+    if scales == 1:
+        return WHOLE
+    # A number of groups above one has at most one size that is a power of two.
+    group = 1 << (-(-size // scales) - 1).bit_length() if scales else 0
+    if not group or -(-size // group) != scales:
+        raise ValueError(f"{scales} scales along {size} values are no groups of a power of two")
+    return group
+
+
+def dequantise(tensor: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """What a stored matrix stands for, multiplied in fp32, or fp64 if `dtype` is that, and rounded once to `dtype`."""
+    if scale is None:
+        return tensor.to(dtype)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    return (tensor.to(wide) * expanded(scale, tensor.shape).to(wide)).to(dtype)
+
+
+def scales_of(values: torch.Tensor, dtype: torch.dtype, group: GroupShape) -> torch.Tensor:
+    """The smallest scales, in fp32, with which a matrix fits the range of `dtype`. fp64 values have fp64 scales.
+
+    They are at least 1 / (512 * the largest value of `dtype`), as vLLM's are, so that zeros can be divided by them.
+    """
+    wide = torch.float64 if values.dtype is torch.float64 else torch.float32
+    numbers = group.scale_shape(values.shape)
+    sizes = [max(all_, 1) if size == WHOLE else size for size, all_ in zip(group, values.shape, strict=True)]
+    missing = [number * size - all_ for number, size, all_ in zip(numbers, sizes, values.shape, strict=True)]
+    blocks = F.pad(values.abs().to(wide), (0, missing[1], 0, missing[0]))
+    blocks = blocks.view(numbers[0], sizes[0], numbers[1], sizes[1])
+    limit = torch.finfo(dtype).max
+    return (blocks.amax((1, 3)) / limit).clamp(min=1 / (512 * limit))
+
+
+def stored(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix divided by its scales and rounded to `dtype`. What is out of its range becomes its largest value.
+
+    The quotients of fp64 values are not rounded, so that parity measures the rounding of a kernel.
+    """
+    limit = torch.finfo(dtype).max
+    wide = torch.float64 if values.dtype is torch.float64 else torch.float32
+    quotients = (values.to(wide) / expanded(scale, values.shape).to(wide)).clamp(-limit, limit)
+    return quotients if wide is torch.float64 else quotients.to(dtype)
+
+
+def expanded(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Scales that broadcast to a matrix of this shape."""
+    for dimension, (size, rows) in enumerate(zip(group_of(shape, scale), shape, strict=True)):
+        if size not in (WHOLE, 1):
+            scale = scale.repeat_interleave(size, dimension).narrow(dimension, 0, rows)
+    return scale
+
+
+def check_scale(name: str, scale: torch.Tensor | None, shape: tuple[int, ...], group: GroupShape) -> None:
+    """Raise ValueError, with the name of the tensor, for a scale that is missing, of another granularity or no number.
+
+    vLLM fills a scale that the checkpoint lacks with the most negative number. This reads values back from the device,
+    so it is for weights that were just loaded.
+    """
+    wanted = list(group.scale_shape(shape))
+    if scale is None:
+        raise ValueError(f"{name} is missing: a weight of {list(shape)} quantised {group} needs one of {wanted}")
+    if list(scale.shape) != wanted:
+        raise ValueError(f"{name} is {list(scale.shape)}; a weight of {list(shape)} quantised {group} needs {wanted}")
+    if not (torch.isfinite(scale) & (scale >= 0)).all():
+        raise ValueError(f"{name} holds NaN, infinity or a negative number: the checkpoint is damaged, or lacks it")

@@ -1,0 +1,30 @@
+"""What a worker does about weights that kernels store in their own format."""
+
+from collections.abc import Callable
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_opset.model import packed_linear
+
+
+def _with_weights(name: str) -> Callable:
+    """The Worker's method of that name, which is refused if the model's weights are gone."""
+
+    def method(self: Worker, *args, **kwargs):
+        packed_linear.need_weights(self.model_runner.get_model())
+        return getattr(Worker, name)(self, *args, **kwargs)
+
+    return method
+
+
+class PackingWorker(Worker):
+    """vLLM's worker, for models whose weights may be packed."""
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        super().reload_weights(*args, **kwargs)
+        packed_linear.refresh(self.model_runner.get_model())
+
+    save_sharded_state = _with_weights("save_sharded_state")
+    save_tensorized_model = _with_weights("save_tensorized_model")
+    compute_weight_checksums = _with_weights("compute_weight_checksums")  # this and the next came with 0.32
+    reset_weights = _with_weights("reset_weights")
