@@ -70,6 +70,17 @@ class OpsetCpuPlatform(OpsetPlatform):
     def is_pin_memory_available(cls) -> bool:
         return False
 
+    # Kernels
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        from vllm import envs
+
+        if envs.VLLM_USE_V2_MODEL_RUNNER:
+            from vllm_opset.platform.cpu import runner_kernels
+
+            runner_kernels.register()
+
     # The device
 
     @classmethod
