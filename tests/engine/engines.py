@@ -71,6 +71,16 @@ def served(llm) -> dict[str, set[str]]:
     return ran
 
 
+def runner(llm):
+    """The model runner of an engine in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+def is_first_runner(llm) -> bool:
+    """Whether vLLM's first model runner serves."""
+    return not llm.llm_engine.vllm_config.use_v2_model_runner
+
+
 def counter(llm, name: str) -> int:
     """One of vLLM's metrics, counted since the engine started."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")

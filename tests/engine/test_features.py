@@ -15,7 +15,7 @@ from engines import NUM_TOKENS, counter, generate, report, tokens
 from vllm_opset.selection import PREFERENCE
 
 REPLACED = Path(__file__).with_name("replaced.py")
-# Functions that an engine replaces on a CPU, and the code that replaces them.
+# Functions that an engine with vLLM's first model runner replaces on a CPU, and the code that replaces them.
 ALLOWED = {
     "torch.accelerator.empty_cache": "vLLM's own model runner for CPUs, which opset's extends",
     "torch.accelerator.synchronize": "vLLM's own model runner too",

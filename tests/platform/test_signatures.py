@@ -21,10 +21,10 @@ BUILT_HERE = {
     "vllm_opset.model.linear.CompiledLinearMethod",
     "vllm_opset.model.linear.EmbeddingMethod",
     "vllm_opset.model.linear.LinearMethod",
-    "vllm_opset.platform.native.sampler.OpsetSampler",
-    "vllm_opset.platform.native.sampler.OpsetSamplerInOneStep",
-    "vllm_opset.platform.native.sampler._States",
     "vllm_opset.model.sampler.OpsetSampler",
+    "vllm_opset.model.sampler.OpsetSamplerInOneStep",
+    "vllm_opset.model.sampler._States",
+    "vllm_opset.model.v1.sampler.OpsetSampler",
 }
 # `fitting` compares it: vLLM calls it by position, and its names change.
 BY_POSITION = {"_sample_random"}
@@ -101,7 +101,7 @@ def in_place_of_vllms():
     from vllm.model_executor.models import registry
     from vllm.v1.worker import block_table, gpu_worker
 
-    from vllm_opset.model import slots
+    from vllm_opset.model.v1 import slots
     from vllm_opset.platform import compat
     from vllm_opset.platform.cuda import warm_up
     from vllm_opset.platform.npu import worker as npu_worker

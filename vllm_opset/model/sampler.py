@@ -1,189 +1,152 @@
-"""vLLM's V1 sampler with opset's kernels: penalties, and all steps from the temperature to the drawn token.
+"""The sampler of vLLM's second model runner with opset's kernel for the draw, from the logits to one token a row.
 
-The other steps of `Sampler.forward` stay vLLM's: raw log-probabilities, allowed tokens, bad words, logits processors,
-and gathering the log-probabilities that a request asked for.
-
-A seeded request draws the same tokens on every device and in any batch. Each draw has its own key, made from the
-request's seed and the number of its draws so far.
+The second model runner's sampler keeps no random state for a request. The key of a draw is made from the request's seed
+and the position of the token. So a seeded request draws the same tokens in any batch.
 """
 
-from typing import TYPE_CHECKING
+import functools
+import inspect
 
+import numpy as np
 import torch
-from vllm.config.model import LogprobsMode
-from vllm.utils.torch_utils import make_tensor_with_pad
-from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
-from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.sampler import Sampler
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
 
 from vllm_opset import ops, selection
-from vllm_opset.ops.contract import Problem
-from vllm_opset.ops.sampling import philox
-from vllm_opset.ops.sampling.top_k_top_p_sample import GREEDY_BELOW, TopKTopPSampleProblem
+from vllm_opset.ops.sampling.top_k_top_p_sample import TopKTopPSampleProblem
 
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+logger = init_logger(f"vllm.{__name__}")
 
-# How far a draw advances a generator's offset. vLLM's runner takes this much back for a token that is discarded.
-OFFSET_PER_DRAW = 4
-PROCESSED: dict[LogprobsMode, str] = {"processed_logits": "logits", "processed_logprobs": "logprobs"}
-# vLLM's placeholder for tokens that are not known yet, in lists of output tokens.
-PLACEHOLDER_TOKEN_ID = -1
+# The golden ratio in 64 bits. Its multiples are far apart, so the keys of two requests with small seeds never collide.
+KEY_STEP = 0x9E3779B97F4A7C15 - 2**64
+# The names of vLLM's parameters that say which request each row of a step belongs to.
+ROWS = ("expanded_idx_mapping", "idx_mapping_np")
+PROCESSED = ("processed_logits", "processed_logprobs")
+# The module of the first model runner's sampler.
+FIRST = "vllm.v1.sample.sampler"
 
 
 class OpsetSampler(Sampler):
-    """opset's version of `vllm.v1.sample.sampler.Sampler`.
+    """opset's version of `vllm.v1.worker.gpu.sample.sampler.Sampler`, which takes over the state of vLLM's sampler.
 
-    vocab_size: the width of the logits. device: the device of the logits.
+    stock: vLLM's sampler. logits_dtype: of the model's logits; if vLLM modifies the logits first, they are fp32.
     """
 
-    def __init__(self, logprobs_mode: LogprobsMode, vocab_size: int, device: torch.device) -> None:
-        super().__init__(logprobs_mode)
-        # vLLM's own sampler is deleted, so that nothing uses it by mistake.
-        del self.topk_topp_sampler
-        sampling = TopKTopPSampleProblem(device.type, torch.float32, vocab_size)
-        self._sample = selection.select(ops.top_k_top_p_sample, sampling)
-        self._penalise = selection.select(ops.apply_penalties, Problem(device.type, torch.float32))
-
-    def sample(
-        self,
-        logits: torch.Tensor,
-        sampling_metadata: SamplingMetadata,
-        logprobs_mode_override: LogprobsMode | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The tokens, and the processed logits or log-probabilities if a request and the mode ask for them."""
-        metadata = sampling_metadata
-        asked_for = metadata.max_num_logprobs is not None or metadata.logprob_token_ids
-        processed = PROCESSED.get(logprobs_mode_override or self.logprobs_mode) if asked_for else None
-        if metadata.all_greedy:
-            nothing = torch.zeros(len(logits), device=logits.device)
-            return self._sample.run(logits, nothing.long(), nothing, processed=processed)
-        logits, temperature, min_p = self._argmax_invariant_steps(logits, metadata)
-        keys = draw_keys(len(logits), metadata.generators, logits.device, self.pin_memory)
-        top_k = None if metadata.top_k is None else metadata.top_k.int()  # int64 in vLLM's profile run
-        return self._sample.run(logits, keys, temperature, top_k, metadata.top_p, min_p=min_p, processed=processed)
-
-    def apply_penalties(
-        self,
-        logits: torch.Tensor,
-        sampling_metadata: SamplingMetadata,
-        output_token_ids: list[list[int]],
-    ) -> torch.Tensor:
-        metadata = sampling_metadata
-        if metadata.no_penalties:
-            return logits
-        vocab_size = logits.shape[1]
-        outputs = make_tensor_with_pad(
-            output_token_ids, pad=vocab_size, dtype=torch.int64, device="cpu", pin_memory=self.pin_memory
-        ).to(logits.device, non_blocking=True)
-        outputs.masked_fill_(outputs == PLACEHOLDER_TOKEN_ID, vocab_size)
-        self._penalise.run(
-            logits,
-            metadata.prompt_token_ids,
-            outputs,
-            metadata.repetition_penalties,
-            metadata.presence_penalties,
-            metadata.frequency_penalties,
-        )
-        return logits
+    def __init__(self, stock: Sampler, logits_dtype: torch.dtype, device: torch.device) -> None:
+        vars(self).update(vars(stock))
+        self.sampling_states = _States(stock.sampling_states)
+        vocab_size = self.sampling_states.vocab_size
+        self._draw = {
+            dtype: selection.select(ops.top_k_top_p_sample, TopKTopPSampleProblem(device.type, dtype, vocab_size)).run
+            for dtype in {logits_dtype, torch.float32}
+        }
 
     def warm_up(self, device: torch.device) -> None:
-        """Call every variant of the kernels that a request can ask for, so that no request waits for a compilation."""
-        logits = torch.zeros(2, self._sample.problem.vocab_size, device=device)
+        """Call every variant of the kernel that a request can ask for, so that no request waits for a compilation."""
+        vocab_size = self.sampling_states.vocab_size
         ones, twos = torch.ones(2, device=device), torch.full((2,), 2, dtype=torch.int32, device=device)
-        keys, processed = ones.long(), PROCESSED.get(self.logprobs_mode)
-        for asked_for in {None, processed}:
-            self._sample.run(logits, keys, ones, processed=asked_for)
-            self._sample.run(logits, keys, ones, twos, ones / 2, min_p=ones / 4, processed=asked_for)
-        ids = keys[:, None]
-        self._penalise.run(logits, ids, ids, ones, ones, ones)
+        for dtype, draw in self._draw.items():
+            logits = torch.zeros(2, vocab_size, dtype=dtype, device=device)
+            for processed in {None, "logits" if self.logprobs_mode in PROCESSED else None}:
+                draw(logits, ones.long(), ones, processed=processed)
+                draw(logits, ones.long(), ones, twos, ones / 2, min_p=ones / 4, processed=processed)
 
-    def gather_logprobs(self, *args, **kwargs) -> LogprobsTensors:
-        """vLLM's method without torch.compile: requests need not wait for it to fuse only a comparison and a sum."""
-        with torch.compiler.set_stance("force_eager"):
-            return super().gather_logprobs(*args, **kwargs)
+    def _sample_random(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        top_k: torch.Tensor | None,
+        top_p: torch.Tensor | None,
+        *whether_others_can,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens, and the processed logits if a request needs them; otherwise the logits."""
+        states, rows = self.sampling_states, expanded_idx_mapping
+        min_p = states.min_p.gpu[rows] if states.min_p.np[idx_mapping_np].any() else None
+        processed = "logits" if self.logprobs_mode in PROCESSED and self._gives_logprobs(idx_mapping_np) else None
+        tokens, kept = self._draw[logits.dtype](
+            logits,
+            self._keys(rows, pos),
+            states.temperature.gpu[rows],
+            top_k,
+            top_p,
+            min_p=min_p,
+            processed=processed,
+        )
+        return tokens, logits if kept is None else kept
 
-    def gather_specific_token_logprobs(self, *args, **kwargs) -> LogprobsTensors:
-        """vLLM's method without torch.compile, for the same reason."""
-        with torch.compiler.set_stance("force_eager"):
-            return super().gather_specific_token_logprobs(*args, **kwargs)
+    def _keys(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return draw_keys(self.sampling_states.seeds.gpu[rows], positions)
 
-    def _argmax_invariant_steps(
-        self, logits: torch.Tensor, metadata: SamplingMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The logits, temperature and min-p to pass to the op.
-
-        The op applies vLLM's min-p itself. Other processors must run after temperature and min-p, and before top-k. If
-        there are any, temperature, min-p and processors are applied here.
-        """
-        processors = metadata.logitsprocs.argmax_invariant
-        if all(type(processor) is MinPLogitsProcessor for processor in processors):
-            tensors = [processor.min_p.squeeze(1) for processor in processors if processor.min_p_count]
-            return logits, metadata.temperature, tensors[0] if tensors else None
-        logits = self.apply_temperature(logits, metadata.temperature, metadata.all_random)
-        for processor in processors:
-            logits = processor.apply(logits)
-        return logits, (metadata.temperature >= GREEDY_BELOW).float(), None
-
-
-class SeededGenerator(torch.Generator):
-    """A CPU generator that counts its draws, as GPU generators do and vLLM's runner expects.
-
-    If a request's prompt is only partly computed, the runner takes its draw back by the offset of its generator.
-    PyTorch's CPU generators have no offset and raise, in vLLM 0.26 to 0.33.
-    """
-
-    def __new__(cls, seed: int) -> "SeededGenerator":
-        return super().__new__(cls, device="cpu")
-
-    def __init__(self, seed: int) -> None:
-        self.manual_seed(seed)
-        self._offset = 0
-
-    def get_offset(self) -> int:
-        return self._offset
-
-    def set_offset(self, offset: int) -> None:
-        self._offset = offset
+    def _gives_logprobs(self, idx_mapping_np: np.ndarray) -> bool:
+        return (
+            self.sampling_states.max_num_logprobs(idx_mapping_np) != NO_LOGPROBS
+            or self.logprob_token_ids_state.max_num_token_ids(idx_mapping_np) > 0
+        )
 
 
-def draw_keys(
-    num_rows: int, generators: dict[int, torch.Generator], device: torch.device, pin_memory: bool = False
-) -> torch.Tensor:
-    """The key of each row's next draw, int64 [num_rows], from the row's own generator or from PyTorch's default one.
+class OpsetSamplerInOneStep(OpsetSampler):
+    """For 0.26 to 0.29, whose `sample` does the work that later releases split into `sample` and `_sample_random`."""
 
-    pin_memory: whether to copy the keys from pinned memory, so that the copy runs asynchronously. Without it, the host
-    would wait until the device has finished all queued work.
-    """
-    keys = torch.empty(num_rows, dtype=torch.int64, device=device).random_()
-    if generators:
-        drawn = [list(generators), [_next_key(generator) for generator in generators.values()]]
-        rows, of_rows = torch.tensor(drawn, pin_memory=pin_memory).to(device, non_blocking=True)
-        keys[rows] = of_rows
-    return keys
+    def sample(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the parameters of vLLM's `sample` by their names, because 0.28 has one more."""
+        given = dict(zip(_parameters(Sampler, "sample"), args, strict=False)) | kwargs
+        given.pop("return_logprobs", None)  # `_sample_random` determines it
+        logits = self.apply_sampling_params(**given, skip_top_k_top_p=True)
+        rows = [given[name] for name in ROWS]
+        return self._sample_random(logits, *rows, given["pos"], *self.sampling_states.get_top_k_top_p(*rows))
 
 
-def _next_key(generator: torch.Generator) -> int:
-    offset, seed = generator.get_offset(), generator.initial_seed()
-    generator.set_offset(offset + OFFSET_PER_DRAW)
-    words = philox.block(offset // OFFSET_PER_DRAW, 0, 0, 0, seed & philox.MASK, seed >> 32 & philox.MASK)
-    key = words[0] | words[1] << 32
-    return key - 2**64 if key >> 63 else key
+class _States(SamplingStates):
+    """The sampling parameters of all requests. The op applies temperature and min-p, so these methods do nothing."""
+
+    def __init__(self, stock: SamplingStates) -> None:
+        vars(self).update(vars(stock))
+
+    def apply_temperature(self, *args, **kwargs) -> None:
+        pass
+
+    def apply_min_p(self, *args, **kwargs) -> None:
+        pass
 
 
-def install(runner: "GPUModelRunner") -> None:
-    """Replace the sampler of a V1 model runner that was just built."""
-    model_config = runner.model_config
-    runner.sampler = OpsetSampler(model_config.logprobs_mode, model_config.get_vocab_size(), runner.device)
-    if hasattr(runner, "rejection_sampler"):  # for drafts; its sampler draws the token after the last draft
-        runner.rejection_sampler.sampler = runner.sampler
+def draw_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The key of the draw at each position, int64. Each position of a seed has another key."""
+    return torch.add(seeds, positions, alpha=KEY_STEP)
 
 
-def count_draws(runner: "GPUModelRunner") -> None:
-    """Give new seeded requests generators that count their draws. On a CPU, this runs before each step."""
-    generators = runner.input_batch.generators
-    for index, generator in generators.items():
-        if not isinstance(generator, SeededGenerator):
-            request = runner.requests[runner.input_batch.req_ids[index]]
-            generators[index] = request.generator = SeededGenerator(generator.initial_seed())
+def fitting() -> type[OpsetSampler] | None:
+    """The sampler that fits the parameters of this vLLM's drawing methods; None if the parameters are unknown."""
+    if _parameters(Sampler, "_sample_random")[1:6] == (*ROWS, "pos", "top_k", "top_p"):
+        return OpsetSampler
+    *batch, _ = _parameters(Sampler, "apply_sampling_params")
+    in_one_step = _parameters(Sampler, "sample") == (*batch, "return_logprobs")
+    return OpsetSamplerInOneStep if in_one_step and _parameters(SamplingStates, "get_top_k_top_p") == ROWS else None
+
+
+@functools.cache
+def _parameters(cls: type, method: str) -> tuple[str, ...]:
+    """The names of a method's parameters after `self`; none if the class has no such method."""
+    found = getattr(cls, method, None)
+    return tuple(inspect.signature(found).parameters)[1:] if found else ()
+
+
+def install(runner) -> bool:
+    """Replace the sampler of a runner whose model was loaded, and return whether the sampler's class is a known one."""
+    kind = type(runner.sampler)
+    if kind.__module__ == FIRST:
+        from vllm_opset.model.v1 import sampler as first
+
+        first.install(runner)
+        return True
+    fits = fitting()
+    if kind is Sampler and fits:
+        runner.sampler = fits(runner.sampler, runner.model_config.dtype, runner.device)
+        return True
+    if kind is Sampler:
+        logger.warning_once("vllm-opset's sampler does not serve: that of this vLLM release takes other parameters")
+    elif runner.sampler is not None:
+        logger.info_once(f"vllm-opset's sampler does not serve: this model brings its own {kind.__name__}")
+    return False

@@ -39,8 +39,8 @@ class OpsetPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser=None) -> None:
-        # The buffers of vLLM's second model runner need an operator that only vLLM's own builds for GPUs have. Much of
-        # the rest of that runner is Triton kernels.
+        # vLLM's second model runner launches Triton kernels, and its buffers need an operator of vLLM's for GPUs. The
+        # platform for CPUs does without both, and serves that runner if users ask for it.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         compat.inspect_models_in_this_process()
         compat.ask_before_models_are_imported(_refuse_multimodal)

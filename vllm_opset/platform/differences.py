@@ -59,6 +59,17 @@ HOOKS = (
         loading=WITHOUT_KERNELS,
     ),
     Bridge(
+        "kernels of the second model runner",
+        "vLLM's second model runner launches Triton kernels, and vLLM asks its platform to replace them. opset has "
+        "them in NumPy and PyTorch for a CPU.",
+        "vllm_opset.platform.cpu.runner_kernels.register",
+        has(compat.OVERRIDES),
+        first=(0, 31),
+        changes=("vllm.triton_utils.dispatcher._registry",),
+        hook=True,
+        worker=("cpu",),
+    ),
+    Bridge(
         "attention backend",
         "`--attention-backend CUSTOM` selects opset's backend.",
         "vllm_opset.attention.register",
@@ -131,14 +142,14 @@ DIFFERENCES = (
     Bridge(
         "C++ operators of the CPU runner",
         "vLLM's model runner for CPUs replaces Triton kernels by C++ operators, which are absent here.",
-        "vllm_opset.platform.cpu.runner.OpsetCpuRunner._postprocess_triton",
+        "vllm_opset.model.v1.cpu_runner.OpsetCpuRunner._postprocess_triton",
         has("vllm.v1.worker.cpu_model_runner.CPUModelRunner._postprocess_triton"),
         last=(0, 30),
     ),
     Bridge(
         "block sizes of the input batch",
         "vLLM passes `kernel_block_sizes` when it makes the input batch anew.",
-        "vllm_opset.platform.cpu.runner.OpsetCpuRunner.may_reinitialize_input_batch",
+        "vllm_opset.model.v1.cpu_runner.OpsetCpuRunner.may_reinitialize_input_batch",
         takes(f"{RUNNER}.may_reinitialize_input_batch", "kernel_block_sizes"),
         last=(0, 31),
     ),
@@ -194,7 +205,7 @@ DIFFERENCES = (
     Bridge(
         "sampling in one step",
         "The second model runner's sampler prepares the draw and draws in one method. Later releases have two.",
-        "vllm_opset.platform.native.sampler.OpsetSamplerInOneStep",
+        "vllm_opset.model.sampler.OpsetSamplerInOneStep",
         lacks("vllm.v1.worker.gpu.sample.sampler.Sampler._sample_random"),
         last=(0, 29),
     ),
@@ -216,7 +227,7 @@ DIFFERENCES = (
         "draws that are taken back",
         "vLLM's model runner takes the draw of a request back by the offset of its generator. Generators for CPUs have "
         "none and raise.",
-        "vllm_opset.model.sampler.SeededGenerator",
+        "vllm_opset.model.v1.sampler.SeededGenerator",
         uses(f"{RUNNER}._bookkeeping_sync", "set_offset"),
         ends="PyTorch's generators for CPUs have an offset, or vLLM takes no draw back",
     ),

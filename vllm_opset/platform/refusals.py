@@ -165,6 +165,12 @@ CUMEM_ALLOCATOR = Rule(
 )
 MULTIMODAL = Rule("multimodal models", ANOTHER_MODEL, of_model(lambda model: model.is_multimodal_model))
 
+SECOND_RUNNER = Rule(
+    "vLLM's second model runner",
+    "unset VLLM_USE_V2_MODEL_RUNNER",
+    lambda config: config.use_v2_model_runner,
+)
+
 RULES: tuple[Rule, ...] = (
     # The model
     QUANTISED_WEIGHTS,
@@ -191,11 +197,6 @@ RULES: tuple[Rule, ...] = (
     ),
     # With a watermark vLLM takes its second model runner, regardless of VLLM_USE_V2_MODEL_RUNNER.
     Rule("watermarks", "leave out --watermark-config", given("watermark_config")),
-    Rule(
-        "vLLM's second model runner",
-        "unset VLLM_USE_V2_MODEL_RUNNER",
-        lambda config: config.use_v2_model_runner,
-    ),
     # The KV cache
     Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
     Rule("encoder cache connectors", "leave out --ec-transfer-config", given("ec_transfer_config")),

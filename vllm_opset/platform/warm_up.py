@@ -1,14 +1,25 @@
 """Calls of kernels before the server is ready, as requests make them: a broken kernel fails the start, no request."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_opset import selection
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-def one_step(runner: GPUModelRunner) -> None:
-    """Run a step of one token through the model and the sampler, in vLLM's first model runner."""
+
+def one_step_of_second_runner(runner) -> None:
+    """Run a step of one token through the model and the sampler, in vLLM's second model runner."""
+    runner._dummy_run(1)
+    sampler(runner)
+    forget_calls()
+
+
+def one_step(runner: "GPUModelRunner") -> None:
+    """The same in vLLM's first model runner, and compute the step's slot mapping."""
     attends = not runner.is_pooling_model
     runner._dummy_run(1, cudagraph_runtime_mode=CUDAGraphMode.NONE, force_attention=attends)
     sampler(runner)
@@ -23,13 +34,13 @@ def forget_calls() -> None:
         choice.calls.clear()
 
 
-def sampler(runner: GPUModelRunner) -> None:
+def sampler(runner) -> None:
     """Call the sampler's kernels."""
     if not runner.is_pooling_model:
         runner.sampler.warm_up(runner.device)
 
 
-def slot_mapping(runner: GPUModelRunner) -> None:
+def slot_mapping(runner: "GPUModelRunner") -> None:
     """Compute the slot mapping of one token."""
     starts = torch.tensor([0, 1], dtype=torch.int32, device=runner.device)
     runner.input_batch.block_table.compute_slot_mapping(1, starts, torch.zeros_like(starts[:1], dtype=torch.int64))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_models import LLAMA, SMALL
 
+from vllm_opset.platform import compat
 from vllm_opset.platform.cpu.refusals import EARLY_RULES, RULES
 from vllm_opset.platform.refusals import Refusal, check
 
@@ -161,7 +162,6 @@ def test_refused_with_the_cure(feature, cure, model, arguments, configure):
     ("feature", "variable"),
     [
         ("batch invariance", "VLLM_BATCH_INVARIANT"),
-        ("second model runner", "VLLM_USE_V2_MODEL_RUNNER"),
         ("binding threads", "VLLM_CPU_OMP_THREADS_BIND"),
         ("reserving cores", "VLLM_CPU_NUM_OF_RESERVED_CPU"),
         ("FlashInfer's sampler", "VLLM_USE_FLASHINFER_SAMPLER"),
@@ -186,6 +186,7 @@ def test_environment_is_refused(feature, variable, configure, monkeypatch):
         ("watermarks", "watermark_config", object()),
         ("encoder cache connectors", "ec_transfer_config", object()),
         ("KV cache offloading", "cache_config.kv_offloading_size", 1.0),
+        ("batch-sharded sampling", "parallel_config.enable_batch_sharded_sampling", True),
         ("prefill context parallelism", "parallel_config.prefill_context_parallel_size", 2),
         ("several machines", "parallel_config.nnodes", 2),
         ("DBO", "parallel_config.enable_dbo", True),
@@ -200,6 +201,16 @@ def test_refused_where_vllm_lets_it_pass(feature, attribute, value, configure):
     object.__setattr__(functools.reduce(getattr, path, config), name, value)
     with pytest.raises(Refusal, match=feature):
         check(idle, config, "here")
+
+
+def test_the_second_runner_is_refused_where_its_kernels_cannot_be_replaced(configure, monkeypatch):
+    assert not configure(LLAMA).use_v2_model_runner
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    if compat.replaces_triton_kernels():
+        assert configure(LLAMA).use_v2_model_runner
+    else:
+        with pytest.raises(Exception, match=r"second model runner before vLLM 0\.31.*: unset VLLM_USE_V2_MODEL_RUNNER"):
+            configure(LLAMA)
 
 
 def test_a_layout_of_the_cache_is_refused_where_no_attention_is_asked(configure, monkeypatch):
@@ -220,7 +231,7 @@ def test_every_rule_is_tested():
         if mark.name == "parametrize"
         for case in mark.args[1]
     ]
-    tested.append("another layout of the KV cache")
+    tested += ["another layout of the KV cache", "second model runner"]
     untested = [rule.feature for rule in EARLY_RULES + RULES if not any(feature in rule.feature for feature in tested)]
     assert not untested
 

@@ -365,7 +365,7 @@ def test_wrong_words_are_errors(words, message, config, monkeypatch):
 
 def test_keys_of_draws_differ():
     """Uses all positions of many requests with small seeds, like those of users."""
-    from vllm_opset.platform.native.sampler import draw_keys
+    from vllm_opset.model.sampler import draw_keys
 
     seeds, positions = torch.arange(512), torch.arange(4096)
     keys = draw_keys(seeds[:, None], positions[None, :])

@@ -41,7 +41,7 @@ def sampler(monkeypatch):
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-    from vllm_opset.platform.native.sampler import install
+    from vllm_opset.model.sampler import install
 
     monkeypatch.setattr(buffer_utils, "UvaBufferPool", lambda *_: SimpleNamespace(copy_to_uva=_copied))
     selection.configure()

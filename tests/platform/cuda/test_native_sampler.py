@@ -56,7 +56,7 @@ def stock(monkeypatch):
 @pytest.fixture
 def runner(stock):
     """A model runner with opset's sampler."""
-    from vllm_opset.platform.native.sampler import install
+    from vllm_opset.model.sampler import install
 
     selection.configure()
     runner = SimpleNamespace(sampler=stock, model_config=SimpleNamespace(dtype=torch.float32), device=CPU)
@@ -110,7 +110,7 @@ def add_requests(sampler) -> None:
 
 
 def test_vllms_second_sampler_draws_by_the_op(runner):
-    from vllm_opset.platform.native.sampler import draw_keys
+    from vllm_opset.model.sampler import draw_keys
 
     add_requests(runner.sampler)
     slots = [4, 0, 3, 1, 5, 2]
@@ -134,7 +134,7 @@ def test_a_seeded_request_draws_the_same_whatever_its_batch(runner):
 
 
 def test_a_sampler_that_takes_other_parameters_is_left_to_vllm(stock, monkeypatch):
-    from vllm_opset.platform.native import sampler
+    from vllm_opset.model import sampler
 
     known = {"apply_sampling_params": ("logits", "pos", "skip"), "sample": ("logits", "pos", "return_logprobs")}
     monkeypatch.setattr(sampler, "_parameters", lambda cls, method: known.get(method, ("something_new",)))

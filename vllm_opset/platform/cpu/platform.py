@@ -75,6 +75,17 @@ class OpsetCpuPlatform(OpsetPlatform):
         if quant not in quantisation.METHODS:
             raise quantisation.QUANTISED_WEIGHTS.of(f"the method {quant}", cls.where)
 
+    # Kernels
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        from vllm import envs
+
+        if envs.VLLM_USE_V2_MODEL_RUNNER:
+            from vllm_opset.platform.cpu import runner_kernels
+
+            runner_kernels.register()
+
     # The device
 
     @classmethod

@@ -1,6 +1,7 @@
 """The features that opset does not support on a CPU."""
 
 from vllm_opset.model.weights import offloads
+from vllm_opset.platform import compat
 from vllm_opset.platform.cpu.quantisation import QUANTISED_WEIGHTS
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import NVTX, PROFILERS, WITHOUT_COMPILER, unset
@@ -50,6 +51,16 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     *(rule for rule in COMMON if rule is not ALL_QUANTISED_WEIGHTS),
+    Rule(
+        "vLLM's second model runner before vLLM 0.31",
+        "unset VLLM_USE_V2_MODEL_RUNNER",
+        lambda config: config.use_v2_model_runner and not compat.replaces_triton_kernels(),
+    ),
+    Rule(
+        "batch-sharded sampling",
+        "leave out --enable-batch-sharded-sampling",
+        lambda config: getattr(config.parallel_config, "enable_batch_sharded_sampling", False),
+    ),
     Rule(
         "adapters (LoRA)",
         "merge the adapter into the weights, and leave out --enable-lora",

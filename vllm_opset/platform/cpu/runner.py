@@ -1,28 +1,13 @@
-"""vLLM's V1 model runner on a CPU, without the C++ operators that vLLM's own CPU runner installs."""
+"""vLLM's second model runner on a CPU. Its Triton kernels are replaced in `runner_kernels`."""
 
-import torch
-from vllm.config import VllmConfig
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_opset.model import sampler, slots
+from vllm_opset.platform.cpu.sampler import OpsetCpuSampler
 
 
-class OpsetCpuRunner(CPUModelRunner):
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        super().__init__(vllm_config, device)
-        slots.bind(self.input_batch.block_table)
-        sampler.install(self)
-
-    def _update_states(self, scheduler_output):
-        """Give new seeded requests generators whose draws can be taken back."""
-        deferred = super()._update_states(scheduler_output)
-        sampler.count_draws(self)
-        return deferred
-
-    def _postprocess_triton(self) -> None:
-        """Do nothing. vLLM's method (until 0.30) replaces Triton kernels by C++ operators, which are absent here."""
-
-    def may_reinitialize_input_batch(self, *args, **kwargs) -> None:
-        super().may_reinitialize_input_batch(*args, **kwargs)
-        self._postprocess_tensors()
-        slots.bind(self.input_batch.block_table)
+class OpsetCpuRunner(GPUModelRunner):
+    def load_model(self, *args, **kwargs) -> None:
+        super().load_model(*args, **kwargs)
+        if type(self.sampler) is Sampler:  # a model for embeddings has none, and some models bring their own
+            self.sampler = OpsetCpuSampler(self.sampler, self.device)

@@ -1,6 +1,7 @@
 """The worker process on a CPU: its device, the memory for the KV cache, and the report of chosen kernels."""
 
 import torch
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.utils import report_usage_stats
@@ -8,9 +9,8 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.model import packed_linear
-from vllm_opset.platform import warm_up
+from vllm_opset.platform import compat, warm_up
 from vllm_opset.platform.cpu import kv_memory, quantisation, threads
-from vllm_opset.platform.cpu.runner import OpsetCpuRunner
 from vllm_opset.platform.worker import OpsetWorker
 
 logger = init_logger(f"vllm.{__name__}")
@@ -18,6 +18,11 @@ logger = init_logger(f"vllm.{__name__}")
 
 class OpsetCpuWorker(OpsetWorker):
     """vLLM's worker for GPUs with a CPU as the device. Everything that does not touch a GPU is vLLM's."""
+
+    def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
+        if vllm_config.use_v2_model_runner:
+            compat.launch_without_triton()
+        super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
@@ -27,9 +32,17 @@ class OpsetCpuWorker(OpsetWorker):
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, "gloo"
         )
         set_random_seed(self.model_config.seed)
-        self.model_runner = OpsetCpuRunner(self.vllm_config, self.device)
+        self.model_runner = self._make_model_runner()
         if self.rank == 0:
             report_usage_stats(self.vllm_config)
+
+    def _make_model_runner(self):
+        if self.vllm_config.use_v2_model_runner:
+            compat.name_cpu_as_cuda()
+            from vllm_opset.platform.cpu.runner import OpsetCpuRunner
+        else:
+            from vllm_opset.model.v1.cpu_runner import OpsetCpuRunner
+        return OpsetCpuRunner(self.vllm_config, self.device)
 
     def load_model(self, **kwargs) -> None:
         if self.model_config.quantization is not None:
@@ -43,6 +56,7 @@ class OpsetCpuWorker(OpsetWorker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         # Nothing is compiled.
         self.log_choices()
-        warm_up.one_step(self.model_runner)
+        step = warm_up.one_step_of_second_runner if self.vllm_config.use_v2_model_runner else warm_up.one_step
+        step(self.model_runner)
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=0.0, encoder=0.0)

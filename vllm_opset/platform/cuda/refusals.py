@@ -4,6 +4,7 @@ from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, WITHOUT_COMPILER, asks_to_compile, unset
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
+    SECOND_RUNNER,
     Rule,
     Settings,
     caches_neither_alike_nor_in_fp8,
@@ -23,6 +24,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
+    SECOND_RUNNER,
     Rule(
         "speculative decoding with a model that drafts",
         'give --speculative-config with {"method": "ngram"}, or leave it out',

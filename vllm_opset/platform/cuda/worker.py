@@ -6,7 +6,8 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
 from vllm_opset.kernels.triton._precompile import precompile
-from vllm_opset.model import fusion, linear, sampler, slots, weights
+from vllm_opset.model import fusion, linear, weights
+from vllm_opset.model.v1 import sampler, slots
 from vllm_opset.platform import compat, compile_cache, refusals
 from vllm_opset.platform.cuda import device, graphs, warm_up, workspace
 from vllm_opset.platform.worker import OpsetWorker

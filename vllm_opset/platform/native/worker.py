@@ -10,10 +10,9 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
 from vllm_opset.kernels.triton._precompile import precompile
-from vllm_opset.model import fusion, layers, linear
+from vllm_opset.model import fusion, layers, linear, sampler
 from vllm_opset.platform import compat, compile_cache, refusals
 from vllm_opset.platform.cuda import device, warm_up, workspace
-from vllm_opset.platform.native import sampler
 from vllm_opset.platform.packing import PackingWorker
 from vllm_opset.platform.report import Reporting
 

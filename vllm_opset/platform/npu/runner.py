@@ -6,7 +6,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_opset.model import sampler, slots
+from vllm_opset.model.v1 import sampler, slots
 from vllm_opset.platform.npu.attention import prepare_blocks, split_kv_cache
 
 

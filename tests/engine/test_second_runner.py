@@ -1,0 +1,85 @@
+"""vLLM's second model runner on a CPU, without Triton, gives the answers of the first one."""
+
+import models
+import pytest
+import torch
+from engines import generate, runner, tokens
+
+from vllm_opset.platform import compat
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.window,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="of the platform for a CPU: runs where there is no GPU"),
+    pytest.mark.skipif(not compat.replaces_triton_kernels(), reason="this vLLM has no hook for the runner's kernels"),
+]
+
+# A prompt takes several steps, and the cache cannot hold all requests at once.
+LIMITS = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40, "max_logprobs": -1}
+SAMPLED = {"temperature": 1.5, "seed": 11}
+REQUESTS = {
+    "greedy": {},
+    "several answers": {**SAMPLED, "n": 3, "top_k": 40, "top_p": 0.9},
+    "min-p": {**SAMPLED, "min_p": 0.05},
+    "penalties": {**SAMPLED, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.2},
+    "log-probabilities": {**SAMPLED, "logprobs": 5, "prompt_logprobs": 3},
+    "of these tokens": {"logprob_token_ids": [7, 9, 11]},
+    "bias": {"logit_bias": {5: 20.0, 6: -100.0}, **SAMPLED},
+    "allowed tokens": {"allowed_token_ids": [10, 20, 30], **SAMPLED},
+    # The second runner takes 128 stop tokens at most.
+    "at least": {"min_tokens": 20, "stop_token_ids": list(range(3, 130)), "ignore_eos": False},
+    "bad words": {"bad_words": ["a", "b", "c d"], **SAMPLED},
+}
+STRUCTURED = {"regex": r"[a-f]{4}-\d{3}"}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory, engine) -> dict[str, dict[str, list]]:
+    """The outputs of both runners for the same requests, by the module of the runner."""
+    folder = tmp_path_factory.mktemp("qwen3")
+    models.build("qwen3", folder)
+    models.add_tokenizer(folder)
+    return dict(asked(folder, engine, variable) for variable in "01")
+
+
+def asked(folder, engine, variable: str) -> tuple[str, dict[str, list]]:
+    """The module of the runner that this value of vLLM's variable selects, and its answers."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    structured = {"structured_outputs": StructuredOutputsParams(**STRUCTURED), "ignore_eos": False, **SAMPLED}
+    requests = {**REQUESTS, "structured": structured}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
+        with engine(folder, **LIMITS) as llm:
+            answers = {name: generate(llm, models.prompts() * 2, **sampling) for name, sampling in requests.items()}
+            return type(runner(llm)).__module__, answers
+
+
+def test_each_runner_is_a_class_of_its_own(answers):
+    assert list(answers) == ["vllm_opset.model.v1.cpu_runner", "vllm_opset.platform.cpu.runner"]
+
+
+@pytest.mark.parametrize("name", [*REQUESTS, "structured"])
+def test_both_runners_give_the_same_answers(name, answers):
+    first, second = (outputs[name] for outputs in answers.values())
+    assert tokens(second) == tokens(first)
+    for one, other in zip(first, second, strict=True):
+        assert [answer.finish_reason for answer in other.outputs] == [answer.finish_reason for answer in one.outputs]
+        assert [answer.token_ids for answer in other.outputs] == [answer.token_ids for answer in one.outputs]
+
+
+@pytest.mark.parametrize("name", ["log-probabilities", "of these tokens"])
+def test_both_runners_give_the_same_log_probabilities(name, answers):
+    first, second = (outputs[name] for outputs in answers.values())
+    for one, other in zip(first, second, strict=True):
+        of_one, of_other = map(log_probabilities, (one, other))
+        assert len(of_one) == len(of_other) > 0
+        for step, expected in zip(of_other, of_one, strict=True):
+            assert {id: given.rank for id, given in step.items()} == {id: given.rank for id, given in expected.items()}
+            values = ([step[id].logprob for id in sorted(step)] for step in (step, expected))
+            torch.testing.assert_close(*map(torch.tensor, values), rtol=1e-4, atol=1e-4)
+
+
+def log_probabilities(output) -> list[dict]:
+    """Those of each step of a prompt that has them, and of its first answer."""
+    return [*(output.prompt_logprobs or [])[1:], *output.outputs[0].logprobs]

@@ -1,0 +1,75 @@
+"""The kernels of vLLM's second model runner in NumPy and PyTorch, against vLLM's own in Triton's interpreter."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import launches
+import pytest
+import torch
+from processes import PATIENCE, environment
+
+from vllm_opset.platform import compat
+from vllm_opset.platform.bridges import find
+
+pytestmark = [
+    pytest.mark.window,
+    pytest.mark.skipif(not compat.replaces_triton_kernels(), reason="this vLLM has no hook for these kernels"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton's interpreter runs vLLM's kernels"),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """What vLLM's kernels write. A process of its own runs them, because Triton is off where it finds no GPU."""
+    path = tmp_path_factory.mktemp("kernels") / "written.pt"
+    # With this empty list of devices, vLLM uses Triton without a GPU.
+    variables = environment(TRITON_INTERPRET=1, CUDA_VISIBLE_DEVICES="", OPSET_PLATFORM="cpu")
+    program = subprocess.run(
+        [sys.executable, Path(launches.__file__), path],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert program.returncode == 0, program.stderr[-4000:]
+    return torch.load(path)
+
+
+def test_every_implementation_is_tested():
+    from vllm_opset.platform.cpu.runner_kernels import IMPLEMENTATIONS
+
+    assert {implementation.kernel for implementation in IMPLEMENTATIONS} == launches.LAUNCHES.keys()
+
+
+@pytest.mark.parametrize("name", launches.LAUNCHES)
+def test_a_kernel_writes_what_vllms_writes(name, expected):
+    from vllm.triton_utils.dispatcher import KernelOverride, _registry
+
+    from vllm_opset.platform.cpu.runner_kernels import IMPLEMENTATIONS, parameters
+
+    (implementation,) = (known for known in IMPLEMENTATIONS if known.kernel == name)
+    original = _registry[name][0] if name in _registry else find(name)  # an engine of this process may have replaced it
+    names = parameters(original)
+    kernel = KernelOverride(original, implementation.launcher(names))
+    for launch, written in zip(launches.launches(name), expected[name], strict=True):
+        ours = launch.run(kernel, names)
+        assert ours.keys() == written.keys()
+        for part, tensor in written.items():
+            torch.testing.assert_close(ours[part], tensor, rtol=1e-5, atol=1e-5, equal_nan=True, msg=part)
+
+
+def test_a_kernel_with_other_parameters_is_refused():
+    from vllm_opset.platform.cpu.runner_kernels import min_p  # noqa: F401, registers its kernel
+    from vllm_opset.platform.cpu.runner_kernels._launches import IMPLEMENTATIONS
+    from vllm_opset.platform.refusals import Refusal
+
+    (implementation,) = (known for known in IMPLEMENTATIONS if known.kernel.endswith("_min_p_kernel"))
+    names = ("logits_ptr", "logits_stride", "expanded_idx_mapping_ptr", "min_p_ptr", "vocab_size", "BLOCK_SIZE")
+    implementation.launcher(names)
+    with pytest.raises(Refusal, match=r"\(sharpness\): set VLLM_USE_V2_MODEL_RUNNER=0"):
+        implementation.launcher((*names, "sharpness_ptr"))
+    with pytest.raises(Refusal, match=r"\(min_p\)"):
+        implementation.launcher(tuple(name for name in names if name != "min_p_ptr"))

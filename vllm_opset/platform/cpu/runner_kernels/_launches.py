@@ -1,0 +1,60 @@
+"""How a launch of one of vLLM's Triton kernels becomes a call of an implementation in Python."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from vllm_opset.platform.refusals import Refusal
+
+# Parameters that only a launch on a GPU needs: how memory is laid out, and the sizes of Triton's blocks.
+ENDINGS = ("_stride", "_stride_0", "_stride_1", "_BLOCK", "BLOCK_SIZE")
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """kernel: the qualified name of vLLM's kernel. ignores: its parameters that the function does not take, by name.
+
+    run: the function. Its parameters are the kernel's, without `_ptr` at the end of their names; a tensor stands for a
+    pointer. A parameter with a default value may be absent from the kernel of an older release.
+    """
+
+    kernel: str
+    run: Callable[..., None]
+    ignores: frozenset[str]
+
+    def launcher(self, parameters: Iterable[str]) -> Callable[..., None]:
+        """The function to call with all arguments of a launch, in the order of the kernel's parameters.
+
+        Raises Refusal if the kernel has parameters that the implementation does not know, or lacks some that it needs.
+        """
+        names = [name.removesuffix("_ptr") for name in parameters]
+        own = inspect.signature(self.run).parameters
+        needed = {name for name, parameter in own.items() if parameter.default is parameter.empty}
+        unknown = {name for name in names if name not in own.keys() | self.ignores and not name.endswith(ENDINGS)}
+        if unknown or not needed <= set(names):
+            changed = ", ".join(sorted(unknown | needed - set(names)))
+            raise Refusal(
+                f"vllm-opset does not know this release's {self.kernel}, whose parameters changed ({changed}): set "
+                "VLLM_USE_V2_MODEL_RUNNER=0, which selects vLLM's first model runner."
+            )
+        taken = [(place, name) for place, name in enumerate(names) if name in own]
+        run = self.run
+
+        def launch(*arguments, **constants) -> None:
+            given = {name: arguments[place] for place, name in taken if place < len(arguments)}
+            run(**given, **{name: value for name, value in constants.items() if name in own})
+
+        return launch
+
+
+IMPLEMENTATIONS: list[Implementation] = []
+
+
+def implements(kernel: str, ignores: str = "") -> Callable[[Callable], Callable]:
+    """Register the decorated function for a kernel below `vllm.v1.worker`. ignores: names, separated by spaces."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        IMPLEMENTATIONS.append(Implementation(f"vllm.v1.worker.{kernel}", function, frozenset(ignores.split())))
+        return function
+
+    return register

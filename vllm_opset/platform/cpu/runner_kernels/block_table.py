@@ -1,0 +1,76 @@
+"""The kernels of `vllm.v1.worker.gpu.block_table`."""
+
+import numpy as np
+import torch
+
+from vllm_opset.platform.cpu.runner_kernels._launches import implements
+from vllm_opset.platform.cpu.runner_kernels._memory import int32_at
+
+
+@implements("gpu.block_table._gather_block_tables_kernel")
+def gather_block_tables(
+    batch_idx_to_req_idx: torch.Tensor,
+    src_block_table_ptrs: torch.Tensor,
+    dst_block_table_ptrs: torch.Tensor,
+    block_table_strides: torch.Tensor,
+    num_blocks: torch.Tensor,
+    num_reqs: int,
+    num_computed_tokens: torch.Tensor | None = None,
+    sliding_window_reach: torch.Tensor | None = None,
+    block_sizes: torch.Tensor | None = None,
+    MASK_SLIDING_WINDOW: bool = False,
+) -> None:
+    """Copy the block table's rows of the requests in a batch, for each group of layers.
+
+    num_blocks: int32 [num_groups, max_num_reqs]. Blocks that a sliding window has left become block 0, which holds no
+    tokens. The kernel also clears rows that pad a batch for a CUDA graph; on a CPU, no batch is padded.
+    """
+    requests = batch_idx_to_req_idx.numpy()[:num_reqs]
+    for group, stride in enumerate(block_table_strides.tolist()):
+        lengths = num_blocks.numpy()[group, requests]
+        width = int(lengths.max(initial=0))
+        source = int32_at(src_block_table_ptrs[group], num_blocks.shape[1], stride)
+        target = int32_at(dst_block_table_ptrs[group], num_reqs, stride)
+        target[:, :width] = source[requests, :width]
+        if MASK_SLIDING_WINDOW and (reach := int(sliding_window_reach[group])):
+            left = np.maximum(num_computed_tokens.numpy()[requests] - reach, 0) // int(block_sizes[group])
+            target[:, :width][np.arange(width) < left[:, None]] = 0
+
+
+@implements("gpu.block_table._compute_slot_mappings_kernel", ignores="max_num_tokens cp_rank CP_INTERLEAVE dcp_sharded")
+def compute_slot_mappings(
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    pos: torch.Tensor,
+    block_table_ptrs: torch.Tensor,
+    block_table_strides: torch.Tensor,
+    block_sizes: torch.Tensor,
+    slot_mapping_enabled: torch.Tensor,
+    slot_mappings: torch.Tensor,
+    CP_SIZE: int,
+    PAD_ID: int,
+    kernel_block_sizes: torch.Tensor | None = None,
+) -> None:
+    """The slot of each token's key and value in the cache, for each group of layers.
+
+    slot_mappings: int64 [num_groups, max_num_tokens]. PAD_ID stands for tokens of requests that own no blocks, whose
+    idx_mapping is negative, for groups without slots, and behind the last token. CP_SIZE is 1: context parallelism is
+    refused.
+    """
+    assert CP_SIZE == 1
+    starts = query_start_loc.numpy()[: len(idx_mapping) + 1]
+    num_tokens = int(starts[-1])
+    requests = idx_mapping.numpy().repeat(np.diff(starts))
+    positions = pos.numpy()[:num_tokens]
+    rows = int(requests.max(initial=0)) + 1
+    for group, enabled in enumerate(slot_mapping_enabled.tolist()):
+        slots = slot_mappings.numpy()[group]
+        slots[num_tokens if enabled else 0 :] = PAD_ID
+        if not enabled:
+            continue
+        block_size = int((block_sizes if kernel_block_sizes is None else kernel_block_sizes)[group])
+        table = int32_at(block_table_ptrs[group], rows, int(block_table_strides[group]))
+        blocks, offsets = np.divmod(positions, block_size)
+        np.multiply(table[requests, blocks], block_size, out=slots[:num_tokens], dtype=np.int64)
+        slots[:num_tokens] += offsets
+        slots[:num_tokens][requests < 0] = PAD_ID
