@@ -34,7 +34,8 @@ def gelu_and_mul_sparse(x: torch.Tensor, std_multiplier: float, approximate: str
     """
     check_approximation(approximate)
     gate, up = _gated.halves(x.to(accumulator(x)))
-    std, mean = torch.std_mean(gate, dim=-1, correction=0, keepdim=True)
+    mean = gate.mean(dim=-1, keepdim=True)
+    std = (gate - mean).square().mean(dim=-1, keepdim=True).sqrt()
     return (F.gelu(F.relu(gate - (mean + std_multiplier * std)), approximate=approximate) * up).to(x.dtype).contiguous()
 
 
