@@ -14,8 +14,8 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from types import ModuleType, SimpleNamespace
-from unittest.mock import patch
 
+import pytest
 import torch
 from signatures import Calls, is_method, method, overridden, parameters, refused, why_not
 
@@ -37,9 +37,10 @@ HOOKED = (
 @contextlib.contextmanager
 def pretended_devices() -> Iterator[None]:
     """Within this context, the modules for GPUs and NPUs can be imported without them."""
-    absent = {name: ModuleType(name) for name in ("vllm._C", "vllm._C_stable_libtorch")}
-    npu = SimpleNamespace(NPUGraph=object, graph=object)
-    with patch.dict(sys.modules, absent), patch.object(torch, "npu", npu, create=True):
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("vllm._C", "vllm._C_stable_libtorch"):
+            patch.setitem(sys.modules, name, ModuleType(name))
+        patch.setattr(torch, "npu", SimpleNamespace(NPUGraph=object, graph=object), raising=False)
         yield
 
 
