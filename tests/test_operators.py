@@ -79,3 +79,15 @@ def test_an_op_without_an_operator_is_none_that_compiled_code_calls():
         with pytest.raises(ValueError, match="unsupported type"):
             torch.library.infer_schema(op.reference, mutates_args=op.mutates)
         assert not hasattr(torch.ops.vllm_opset, op.name)
+
+
+def test_a_compiled_model_calls_the_operator_and_can_be_differentiated_around_it(recwarn):
+    """PyTorch's default compiler takes the operator. No operator is differentiable, and PyTorch does not warn of it."""
+    x, weight = torch.randn(3, 48, requires_grad=True), torch.randn(48)
+    choice = selection.select(ops.rms_norm, ops.rms_norm.problem_for(x, weight, 1e-5))
+    operator = operators.of(choice)
+    with torch.no_grad():
+        compiled = torch.compile(lambda x: operator(2 * x, weight, 1e-5) + 1)
+        torch.testing.assert_close(compiled(x), operator(2 * x, weight, 1e-5) + 1)
+    (operator(x, weight, 1e-5).sum() + x.sum()).backward()
+    assert not [warning for warning in recwarn if "autograd kernel was not registered" in str(warning.message)]

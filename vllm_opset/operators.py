@@ -53,6 +53,8 @@ def _define(op: Op) -> None:
 
     _library.define(f"{op.name}{schema}")
     _library.impl(op.name, run, "CompositeExplicitAutograd")
+    # No operator is differentiable. Without this, PyTorch warns when somebody differentiates what a model computes.
+    _library.impl(op.name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"{NAMESPACE}::{op.name}", results, lib=_library)
 
 
