@@ -1,19 +1,32 @@
 """A report of the kernels that were chosen in this process, for the log and for callers of a worker."""
 
+from typing import TYPE_CHECKING
+
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_opset import selection
 from vllm_opset.kernel import why_unavailable
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 logger = init_logger(f"vllm.{__name__}")
 
 
 class Reporting:
-    """A mixin for workers. choices: its engine's, from `selection.forget`, as a process may have several engines."""
+    """A mixin that comes before vLLM's worker among the bases.
+
+    choices: those of its engine, as a process may have several engines.
+    """
 
     rank: int
     choices: selection.Choices
+
+    def __init__(self, vllm_config: "VllmConfig", *args, **kwargs) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        selection.configure(vllm_config.additional_config)
+        self.choices = selection.forget()
 
     def log_choices(self) -> None:
         """Log the choices. All are made once the weights are loaded and the layers built."""

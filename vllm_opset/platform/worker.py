@@ -2,9 +2,8 @@
 
 from contextlib import AbstractContextManager, nullcontext
 
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 
-from vllm_opset import selection
 from vllm_opset.model import layers
 from vllm_opset.platform import compat
 from vllm_opset.platform.packing import PackingWorker
@@ -12,11 +11,6 @@ from vllm_opset.platform.report import Reporting
 
 
 class OpsetWorker(Reporting, PackingWorker):
-    def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
-        super().__init__(vllm_config, *args, **kwargs)
-        selection.configure(vllm_config.additional_config)
-        self.choices = selection.forget()
-
     def load_model(self, **kwargs) -> None:
         compat.forget_shared_layers()
         super().load_model(**kwargs)

@@ -4,16 +4,16 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_opset import selection
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import fusion, linear, weights
 from vllm_opset.model.v1 import sampler, slots
 from vllm_opset.platform import compat, compile_cache, refusals
-from vllm_opset.platform.cuda import device, graphs, warm_up, workspace
+from vllm_opset.platform.cuda import device, graphs, warm_up
+from vllm_opset.platform.cuda.starting import Starting
 from vllm_opset.platform.worker import OpsetWorker
 
 
-class OpsetCudaWorker(OpsetWorker):
+class OpsetCudaWorker(Starting, OpsetWorker):
     def init_device(self) -> None:
         graphs.check(self.vllm_config)
         super().init_device()
@@ -34,18 +34,11 @@ class OpsetCudaWorker(OpsetWorker):
             linear.bind(model, compiled=refusals.compiles(self.vllm_config))
         compile_cache.keep_kernels_apart(self.vllm_config)
 
-    def determine_available_memory(self) -> int:
-        with device.named_out_of_memory(), workspace.held_while_profiling(self):
-            return super().determine_available_memory()
-
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        with device.named_out_of_memory():
-            super().initialize_from_config(kv_cache_config)
+        super().initialize_from_config(kv_cache_config)
         slots.bind(self.model_runner.input_batch.block_table)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        self.log_choices()
-        if refusals.captures(self.vllm_config):
-            refusals.check_graphs(selection.choices())
+        self.check_choices()
         with compat.own_warm_up(warm_up.kernels), device.named_out_of_memory():
             return super().compile_or_warm_up_model()

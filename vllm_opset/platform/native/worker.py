@@ -5,23 +5,19 @@ from contextlib import contextmanager, nullcontext
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_opset import selection
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import fusion, layers, linear, sampler
 from vllm_opset.platform import compat, compile_cache, refusals
-from vllm_opset.platform.cuda import device, warm_up, workspace
+from vllm_opset.platform.cuda import device, warm_up
+from vllm_opset.platform.cuda.starting import Starting
 from vllm_opset.platform.packing import PackingWorker
-from vllm_opset.platform.report import Reporting
 
 
-class OpsetNativeWorker(Reporting, PackingWorker):
+class OpsetNativeWorker(Starting, PackingWorker):
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        selection.configure(vllm_config.additional_config)
-        self.choices = selection.forget()
         self.parts = {name for name, part in current_platform.decide(vllm_config).items() if part.on}
 
     def load_model(self, **kwargs) -> None:
@@ -44,18 +40,8 @@ class OpsetNativeWorker(Reporting, PackingWorker):
             else:
                 self.parts.remove("sampler")
 
-    def determine_available_memory(self) -> int:
-        with device.named_out_of_memory(), workspace.held_while_profiling(self):
-            return super().determine_available_memory()
-
-    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        with device.named_out_of_memory():
-            super().initialize_from_config(kv_cache_config)
-
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        self.log_choices()
-        if self.parts and refusals.captures(self.vllm_config):
-            refusals.check_graphs(selection.choices())
+        self.check_choices()
         with device.named_out_of_memory():
             if self.parts & {"attention", "linear", "ops"}:
                 warm_up.model(self)

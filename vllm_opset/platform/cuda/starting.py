@@ -1,0 +1,29 @@
+"""What workers on a GPU do alike while an engine starts, on vLLM's own platform and without its compiled kernels."""
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from vllm_opset import selection
+from vllm_opset.platform import refusals
+from vllm_opset.platform.cuda import device, workspace
+from vllm_opset.platform.report import Reporting
+
+
+class Starting(Reporting):
+    """A mixin that comes before vLLM's worker among the bases."""
+
+    vllm_config: VllmConfig
+
+    def determine_available_memory(self) -> int:
+        with device.named_out_of_memory(), workspace.held_while_profiling(self):
+            return super().determine_available_memory()
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        with device.named_out_of_memory():
+            super().initialize_from_config(kv_cache_config)
+
+    def check_choices(self) -> None:
+        """Log the choices, and raise Refusal for one that cannot be captured in a graph."""
+        self.log_choices()
+        if refusals.captures(self.vllm_config):
+            refusals.check_graphs(selection.choices())
