@@ -53,6 +53,11 @@ class Target:
             return int(self.architecture.removeprefix("sm"))
         return int(self.architecture.removeprefix("gfx"), 16) if self.vendor == "amd" else 0
 
+    @property
+    def warp_size(self) -> int:
+        """The threads of a GPU's warp. AMD's for data centres, gfx9, have 64."""
+        return 64 if self.vendor == "amd" and self.architecture.startswith("gfx9") else 32
+
 
 _FEATURES = {
     FP8: lambda target: target.generation >= {"nvidia": 89, "amd": 0x950}.get(target.vendor, 0),

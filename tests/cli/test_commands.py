@@ -276,6 +276,16 @@ def test_parity_counts_what_a_kernel_does_not_support_apart(users_kernels):
     assert found["skipped"] == 2 * len(outcomes) / 3
 
 
+def test_parity_of_nothing_is_an_error(command_here, monkeypatch):
+    """A kernel that supports no case was not checked, whatever its name promises."""
+    picky = kernel.Kernel("silu_and_mul", "picky", "tests", ("cpu",), lambda problem: "only on Sundays", print)
+    kernels_of("silu_and_mul")
+    monkeypatch.setitem(kernel._registry["silu_and_mul"], "picky", picky)
+    finished = command_here("parity", "silu_and_mul", "--kernel", "picky")
+    assert finished.exit_code == 1, finished.output
+    assert "NOTHING WAS CHECKED" in finished.output and "only on Sundays" in finished.output
+
+
 @pytest.mark.parametrize(
     ("words", "variables", "message"),
     [

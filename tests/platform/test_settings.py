@@ -70,6 +70,11 @@ def test_every_variable_is_listed():
     assert not [name for name in envs.environment_variables if not settings_table.is_listed(name)]
 
 
+def test_a_new_variable_of_vllms_is_not_listed():
+    """Only families of devices that no platform is for may be listed by a pattern."""
+    assert not settings_table.is_listed("VLLM_BRAND_NEW") and settings_table.is_listed("VLLM_ROCM_BRAND_NEW")
+
+
 def engine_arguments() -> set[str]:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -246,7 +251,6 @@ OF_NO_PART = {
         "enable_flashinfer_autotune",
         "enable_jit_warmup",
         "enable_rocm_segmented_attn_autotune",
-        "ir_op_priority",
         "linear_backend_per_quant",  # for quantised layers, which vLLM's kernels keep serving
         "moe_backend",
         "monokernel",
@@ -261,6 +265,6 @@ def test_on_vllms_own_platform_every_setting_of_kernels_is_looked_at_or_about_no
 
     from vllm_opset.platform.native import parts
 
-    looked_at = {"AttentionConfig": parts.OF_ANOTHER_BACKEND, "KernelConfig": {"linear_backend"}}
+    looked_at = {"AttentionConfig": parts.OF_ANOTHER_BACKEND, "KernelConfig": {"ir_op_priority", "linear_backend"}}
     for owner in (AttentionConfig, KernelConfig):
         assert set(settings_table.types_of(owner)) <= OF_NO_PART[owner.__name__] | looked_at[owner.__name__]

@@ -106,8 +106,8 @@ def _print(report: dict, target: str) -> None:
 def _triton(target: Target) -> GPUTarget:
     """The target as Triton names it."""
     if target.vendor == "amd":
-        return GPUTarget("hip", target.architecture, 64)
-    return GPUTarget("cuda", target.generation, 32)
+        return GPUTarget("hip", target.architecture, target.warp_size)
+    return GPUTarget("cuda", target.generation, target.warp_size)
 
 
 def _recorded() -> list[CompiledKernel]:

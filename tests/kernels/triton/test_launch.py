@@ -6,7 +6,7 @@ import triton
 
 from vllm_opset import ops, targets
 from vllm_opset.bench.tune import Trial, entries
-from vllm_opset.kernels.triton import _launch
+from vllm_opset.kernels.triton import _launch, _rows
 from vllm_opset.targets import Target, nearest
 
 CPU = torch.device("cpu")
@@ -27,6 +27,13 @@ def test_no_program_has_more_threads_than_a_gpu_allows(target, most):
     for launch, data in _launch.table().items():
         for row in nearest(Target(*target.split("/")), data["targets"]):
             assert max(row.get("warps", 1), row.get("row_warps", 1)) <= most, launch
+
+
+@pytest.mark.parametrize(("target", "warps"), [("nvidia/sm90", 32), ("amd/gfx942", 16), ("amd/gfx1100", 32)])
+def test_the_longest_rows_get_as_many_threads_as_a_gpu_allows(target, warps):
+    with targets.instead(Target(*target.split("/"))):
+        assert _rows.enough_warps(1, _rows.MAX_COLUMNS) == warps
+        assert _rows.enough_warps(4, 64) == 4
 
 
 def test_a_bound_belongs_to_its_entry():

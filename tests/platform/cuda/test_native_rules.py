@@ -42,6 +42,7 @@ EXAMPLES: dict[str, dict] = {
     "diffusion models": {"diffusion_config": object()},
     "weight offloading": {"offload_config__uva__cpu_offload_gb": 4.0},
     "another linear backend": {"kernel_config__linear_backend": "cutlass"},
+    "an order of IR ops": {"kernel_config__ir_op_priority": SimpleNamespace(rms_norm=["native"])},
     "quantised weights": {"model_config__quantization": "fp8"},
     "mixture-of-experts (MoE) models": {"model_config__is_moe": True},
     "adapters (LoRA)": {"lora_config": object()},

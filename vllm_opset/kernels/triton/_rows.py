@@ -10,11 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_opset import targets
 from vllm_opset.kernels.triton import _supports
 from vllm_opset.kernels.triton._launch import next_power_of_2
 from vllm_opset.ops.contract import Problem
 
-MAX_WARPS = 32  # warps of a thread block, on every NVIDIA GPU
+MAX_THREADS = 1024  # threads of a thread block, on every GPU
 MAX_PER_THREAD = 64  # elements that a thread holds in registers
 MAX_COLUMNS = 65536  # columns of a row that a thread block holds in registers
 # The eviction policy for rows: they stay longest in the last-level cache. This saves 3 to 4 % of the time of large
@@ -65,7 +66,8 @@ def num_rows(x: torch.Tensor) -> int:
 
 def enough_warps(warps: int, elements: int) -> int:
     """A number of warps, at least `warps` and a power of two, whose registers hold the elements of a program."""
-    return min(MAX_WARPS, max(warps, next_power_of_2(elements) // (32 * MAX_PER_THREAD)))
+    warp_size = targets.of("cuda").warp_size
+    return min(MAX_THREADS // warp_size, max(warps, next_power_of_2(elements) // (warp_size * MAX_PER_THREAD)))
 
 
 def whole_rows(columns: int, tile: int, warps: int) -> dict[str, int]:

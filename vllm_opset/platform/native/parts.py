@@ -108,6 +108,16 @@ def _another_linear_backend(config: "VllmConfig") -> bool:
     return config.kernel_config.linear_backend != "auto"
 
 
+def _orders_ir_ops(config: "VllmConfig") -> bool:
+    """Whether a user gave an order to the providers of IR ops. vLLM adds its platform's order to what the user gave."""
+    from vllm.platforms import current_platform
+
+    given = getattr(config.kernel_config, "ir_op_priority", None)  # vLLM removes its IR after 0.33
+    if given is None or not any(vars(given).values()):
+        return False
+    return vars(given) != vars(current_platform.get_default_ir_op_priority(config))
+
+
 def _offloads_cache(config: "VllmConfig") -> bool:
     return config.cache_config.kv_offloading_size is not None
 
@@ -216,6 +226,8 @@ PARTS: Mapping[str, Part] = {
     "ops": Part(
         unsupported=(
             _OTHER_WORKER,
+            # opset's layers do not call the IR's ops.
+            Rule("an order of IR ops", "leave out --ir-op-priority, or switch this part off", _orders_ir_ops),
             _BATCH_INVARIANT,
         ),
         unmeasured=_NOT_MEASURED,
