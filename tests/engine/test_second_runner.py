@@ -1,9 +1,14 @@
 """vLLM's second model runner on a CPU, without Triton, gives the answers of the first one."""
 
+import json
+import sys
+from pathlib import Path
+
 import models
 import pytest
 import torch
-from engines import generate, runner, tokens
+from engines import NUM_TOKENS, generate, runner, tokens
+from processes import run
 
 from vllm_opset.platform import compat
 
@@ -30,6 +35,7 @@ REQUESTS = {
     "at least": {"min_tokens": 20, "stop_token_ids": list(range(3, 130)), "ignore_eos": False},
     "bad words": {"bad_words": ["a", "b", "c d"], **SAMPLED},
 }
+WITHOUT_FIRST = Path(__file__).with_name("without_first_runner.py")
 STRUCTURED = {"regex": r"[a-f]{4}-\d{3}"}
 
 
@@ -83,3 +89,12 @@ def test_both_runners_give_the_same_log_probabilities(name, answers):
 def log_probabilities(output) -> list[dict]:
     """Those of each step of a prompt that has them, and of its first answer."""
     return [*(output.prompt_logprobs or [])[1:], *output.outputs[0].logprobs]
+
+
+def test_the_second_runner_serves_without_the_first_one(tmp_path):
+    """The day that vLLM removes its first model runner, `vllm_opset.model.v1` can go, and nothing breaks on a CPU."""
+    models.build("qwen3", tmp_path)
+    program = run(sys.executable, WITHOUT_FIRST, tmp_path, VLLM_USE_V2_MODEL_RUNNER=1, OPSET_PLATFORM="cpu")
+    assert program.code == 0, program.output[-4000:]
+    answers = json.loads(program.out.splitlines()[-1])
+    assert len(answers) == len(models.LENGTHS) and {len(answer) for answer in answers} == {NUM_TOKENS}

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.window
 BUILT_HERE = {
     "vllm_opset.model.packed_linear.PackedEmbeddingMethod",
     "vllm_opset.model.packed_linear.PackedLinearMethod",
+    "vllm_opset.platform.cpu.sampler.OpsetCpuSampler",
     "vllm_opset.model.linear.CompiledLinearMethod",
     "vllm_opset.model.linear.EmbeddingMethod",
     "vllm_opset.model.linear.LinearMethod",
@@ -29,7 +30,12 @@ BUILT_HERE = {
 # `fitting` compares it: vLLM calls it by position, and its names change.
 BY_POSITION = {"_sample_random"}
 # Imported in functions that only the releases which have these call. vLLM removes its IR after 0.33.
-OF_SOME_RELEASES = {"vllm.v1.kv_cache_layout.KVCacheLayout", "vllm.ir", "vllm.config.kernel.IrOpPriorityConfig"}
+OF_SOME_RELEASES = {
+    "vllm.config.kernel.IrOpPriorityConfig",
+    "vllm.ir",
+    "vllm.triton_utils.dispatcher.register_kernels",
+    "vllm.v1.kv_cache_layout.KVCacheLayout",
+}
 
 
 @pytest.fixture(scope="module")

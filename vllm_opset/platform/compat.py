@@ -193,6 +193,24 @@ def name_npu_as_cuda(graph: type, capture: Callable) -> None:
 
 
 @patch(
+    lambda: replaces_triton_kernels() and uses("vllm.config.VllmConfig._validate_v2_model_runner", "HAS_TRITON")(),
+    first=(0, 31),
+    last=(0, 32),
+    changes=("vllm.config.vllm.HAS_TRITON",),
+    worker=("cpu",),
+)
+def configure_without_triton() -> None:
+    """Let vLLM configure its second model runner without Triton, because opset replaces the kernels that it launches.
+
+    Up to 0.32, vLLM's configuration raises for this runner if Triton finds no GPU. The change is made when an engine
+    with this runner is configured.
+    """
+    from vllm.config import vllm
+
+    vllm.HAS_TRITON = True
+
+
+@patch(
     has(OVERRIDES),
     first=(0, 31),
     ends="vLLM's second model runner needs no Triton if its kernels are replaced",

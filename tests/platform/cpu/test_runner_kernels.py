@@ -59,17 +59,3 @@ def test_a_kernel_writes_what_vllms_writes(name, expected):
         assert ours.keys() == written.keys()
         for part, tensor in written.items():
             torch.testing.assert_close(ours[part], tensor, rtol=1e-5, atol=1e-5, equal_nan=True, msg=part)
-
-
-def test_a_kernel_with_other_parameters_is_refused():
-    from vllm_opset.platform.cpu.runner_kernels import min_p  # noqa: F401, registers its kernel
-    from vllm_opset.platform.cpu.runner_kernels._launches import IMPLEMENTATIONS
-    from vllm_opset.platform.refusals import Refusal
-
-    (implementation,) = (known for known in IMPLEMENTATIONS if known.kernel.endswith("_min_p_kernel"))
-    names = ("logits_ptr", "logits_stride", "expanded_idx_mapping_ptr", "min_p_ptr", "vocab_size", "BLOCK_SIZE")
-    implementation.launcher(names)
-    with pytest.raises(Refusal, match=r"\(sharpness\): set VLLM_USE_V2_MODEL_RUNNER=0"):
-        implementation.launcher((*names, "sharpness_ptr"))
-    with pytest.raises(Refusal, match=r"\(min_p\)"):
-        implementation.launcher(tuple(name for name in names if name != "min_p_ptr"))

@@ -48,6 +48,8 @@ class OpsetCpuPlatform(OpsetPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         super().check_and_update_config(vllm_config)
+        if vllm_config.use_v2_model_runner:
+            compat.configure_without_triton()
         cls._schedule_in_step(vllm_config.scheduler_config)
 
     @classmethod

@@ -1,0 +1,23 @@
+"""Serves with vLLM's second model runner in a process that cannot import the first one. Prints the answers as JSON.
+
+Its argument is the folder of a model.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import models
+from engines import generate, running, tokens
+
+HIDDEN = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.cpu_model_runner", "vllm.v1.sample.sampler")
+
+
+def main() -> None:
+    sys.modules |= dict.fromkeys((*HIDDEN, "vllm_opset.model.v1"))  # importing one of these raises ImportError
+    with running(Path(sys.argv[1])) as llm:
+        print(json.dumps(tokens(generate(llm, models.prompts(), temperature=1.5, seed=11))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""How launches of vLLM's kernels become calls, on every release: no kernel of vLLM's runs here."""
+
+import pytest
+import torch
+
+from vllm_opset.platform.cpu.runner_kernels import IMPLEMENTATIONS
+from vllm_opset.platform.refusals import Refusal
+
+pytestmark = pytest.mark.window
+
+MIN_P = ("logits_ptr", "logits_stride", "expanded_idx_mapping_ptr", "min_p_ptr", "vocab_size", "BLOCK_SIZE")
+
+
+@pytest.fixture
+def min_p():
+    """The implementation of a small kernel."""
+    return next(known for known in IMPLEMENTATIONS if known.kernel.endswith("._min_p_kernel"))
+
+
+def test_a_launch_passes_what_the_implementation_takes(min_p):
+    logits = torch.tensor([[0.0, 5.0, 4.0], [0.0, 5.0, 4.0]])
+    min_p.launcher(MIN_P)(logits, 3, torch.tensor([1, 0]), torch.tensor([0.5, 0.0]), 3, BLOCK_SIZE=4, num_warps=1)
+    assert logits.isinf().tolist() == [[False, False, False], [True, False, True]]
+
+
+def test_a_kernel_with_other_parameters_is_refused(min_p):
+    min_p.launcher(MIN_P)
+    with pytest.raises(Refusal, match=r"\(sharpness\): set VLLM_USE_V2_MODEL_RUNNER=0"):
+        min_p.launcher((*MIN_P, "sharpness_ptr"))
+    with pytest.raises(Refusal, match=r"\(min_p\)"):
+        min_p.launcher(tuple(name for name in MIN_P if name != "min_p_ptr"))
+
+
+def test_seeded_requests_draw_with_the_keys_of_the_first_runner():
+    from vllm_opset.model.v1 import sampler as first
+    from vllm_opset.platform.cpu import sampler
+
+    for seed in (5, 0, -9, 2**63 - 1):
+        generator = first.SeededGenerator(seed)
+        expected = [first.draw_keys(1, {0: generator}, torch.device("cpu")).item() for _ in range(4)]
+        assert sampler.draw_keys(torch.tensor([seed] * 4), torch.arange(4)).tolist() == expected
