@@ -84,6 +84,8 @@ def test_one_row_of_linear_is_a_variant_of_its_own():
     weight = torch.zeros(4, 8)
     assert [variants.of(None, torch.zeros(rows, 8), weight) for rows in (1, 2)] == ["one_row", "torch"]
     assert variants.of("one_row", torch.zeros(2, 8), weight) == "torch"  # it cannot
+    quantised = {"weight_scale": torch.ones(1, 1), "out_dtype": torch.float32}
+    assert variants.of(None, torch.zeros(1, 8), weight, **quantised) == "scaled"
 
 
 def test_the_warm_up_of_attention_reaches_each_variant():

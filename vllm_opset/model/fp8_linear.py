@@ -46,10 +46,10 @@ class OpsetFp8LinearKernel(FP8ScaledMMLinearKernel):
         dtype = self.config.out_dtype
         chosen = choice(weight, dtype, Scheme(Quantised(FP8, group)))
         weight = weight.contiguous()
-        packed = chosen.kernel.prepared("weight", weight, weight_scale=scale, out_dtype=dtype)
+        self._weight = chosen.kernel.prepared("weight", weight, weight_scale=scale, out_dtype=dtype)
         self._linear = functools.partial(chosen.run, weight_scale=scale, out_dtype=dtype)
-        self._weight = packed
-        layer.weight.data = weight.new_empty(0)
+        if self._weight is not weight:
+            layer.weight.data = weight.new_empty(0)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self._linear(x, self._weight, bias)

@@ -1,9 +1,11 @@
 """The quantisation of weights and activations: how a tensor's values are stored, and which of them share a scale.
 
-A stored value stands for `value * scale`. Scales are matrices with as many dimensions as the tensor has, so the shape
-of a scale says its granularity: [1, 1] is one scale for a tensor of two dimensions, [rows, 1] one for each row (a
-token of activations, an output channel of a weight), and [rows / 128, columns / 128] one for each block. Blocks have
-powers of two for sizes, and the last ones may be incomplete.
+A stored value stands for `value * scale`. The scales of a matrix are a matrix too, whose shape says the granularity:
+- [1, 1]: one scale for the whole matrix
+- [rows, 1]: one for each row, that is for each token of activations or output channel of a weight
+- [rows / 128, columns / 128]: one for each block of 128 x 128
+
+Blocks have powers of two for sizes, and the last ones may be incomplete.
 """
 
 from dataclasses import dataclass
@@ -87,7 +89,7 @@ def _group_size(size: int, scales: int) -> int:
 
 
 def dequantise(tensor: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """What a stored matrix stands for, multiplied in fp32, or fp64 if `dtype` is that, and rounded once to `dtype`."""
+    """The matrix that a stored one stands for. The product with the scale, in fp32 or fp64, is rounded once."""
     if scale is None:
         return tensor.to(dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""What a worker does about weights that kernels store in their own format."""
+"""Methods of workers whose models may have weights in a format of the kernel's own."""
 
 from collections.abc import Callable
 

@@ -20,6 +20,16 @@ OPS = [module.name for module in pkgutil.iter_modules(triton.__path__) if not mo
 # start.
 ALONE = ("paged_attention", "top_k_top_p_sample", "qk_norm_rope_cache", "rope_cache")
 PARITY = "from vllm_opset.cli import main; main()"
+ON_AMPERE = """
+import json, torch
+from vllm_opset import ops, parity, targets
+from vllm_opset.kernel import kernels_of
+with targets.instead(targets.Target("nvidia", "sm80")):
+    kernel, dtype = kernels_of("linear")["triton"], torch.bfloat16
+    samples = [sample for sample in ops.linear.samples("cpu", dtype) if sample.name.startswith("fp8 per")]
+    checks = [parity.check_sample(ops.linear, kernel, sample, dtype) for sample in samples]
+print(json.dumps({check.case: check.failure or check.outcome for check in checks}))
+"""
 COMPILE = str(Path(__file__).with_name("compile_only.py"))
 # Fuses no product and sum unless a launch asks for it, as Triton does from 3.10 on.
 LATER_TRITON = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
@@ -46,6 +56,13 @@ def test_kernels_keep_their_contracts_in_the_interpreter(ops):
     assert not unsupported, "the interpreter stands in for a GPU, whatever the CPU supports"
     failures = [" ".join(map(check.get, ("op", "dtype", "case", "failure"))) for check in checks if check["failure"]]
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter: runs where there is no GPU")
+def test_fp8_is_widened_for_a_gpu_that_does_not_multiply_it():
+    """The interpreter stands in for a Hopper GPU otherwise, which does."""
+    outcomes = _json_of("-c", ON_AMPERE, TRITON_INTERPRET="1")
+    assert len(outcomes) > 3 and set(outcomes.values()) == {"passed"}, outcomes
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the samples of the contract are run on the GPU")

@@ -1,35 +1,47 @@
-"""linear for one row, the decode step of a single request. PyTorch does the rest.
+"""linear for one row, the decode step of a single request, and for fp8 weights. PyTorch does the rest.
 
+- `scaled`: multiplies fp8 weights (`_scaled_linear`).
 - `one_row`: sums products in registers, as fast as the weight can be read.
 - `torch`: calls PyTorch (cuBLAS), which uses the tensor cores.
 """
 
+from typing import NamedTuple
+
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _supports
+from vllm_opset.kernels.triton import _launch, _scaled_linear, _supports
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import num_rows
 from vllm_opset.ops.gemm.linear import LinearProblem, check_arguments
-from vllm_opset.ops.schemes import NONE
 from vllm_opset.variants import Variant, Variants
 
 
-def one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
-    """Whether x has one row, and the rows of the weight are contiguous."""
-    return num_rows(x) == 1 and weight.stride(1) == 1
+class Call(NamedTuple):
+    """scaled: whether the weight is quantised. one_row: whether x has one row, and the weight's rows are contiguous."""
+
+    scaled: bool
+    one_row: bool
+
+
+def describe(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None) -> Call:
+    return Call(weight_scale is not None, num_rows(x) == 1 and weight.stride(1) == 1)
 
 
 def supports(problem: LinearProblem) -> str | None:
-    """fp32, bf16 and fp16, accumulated in fp32; weights that are not quantised."""
-    return _supports.floats(problem) if problem.scheme == NONE else "not built for quantised weights"
+    """fp32, bf16 and fp16, accumulated in fp32; fp8 e4m3 weights, with scales for 32 columns or more."""
+    return _supports.floats(problem) or _scaled_linear.supports(problem)
 
 
-VARIANTS = Variants(one_row, Variant("one_row", can=bool), Variant("torch"))
+VARIANTS = Variants(
+    describe,
+    Variant("scaled", can=lambda call: call.scaled),
+    Variant("one_row", can=lambda call: call.one_row and not call.scaled),
+    Variant("torch"),
+)
 
 
 @kernel(ops.linear, name="triton", supports=supports, variants=VARIANTS)
@@ -37,14 +49,17 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    weight_scale: None = None,
-    x_scale: None = None,
-    out_dtype: None = None,
+    weight_scale: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     variant: str | None = None,
 ) -> torch.Tensor:
     check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype)
-    if VARIANTS.of(variant, x, weight) == "torch":
-        return F.linear(x, weight, bias).contiguous()
+    picked = VARIANTS.of(variant, x, weight, bias, weight_scale)
+    if picked == "scaled":
+        return _scaled_linear.scaled_linear(x, weight, bias, weight_scale, x_scale, out_dtype)
+    if picked == "torch":
+        return ops.linear(x, weight, bias, weight_scale, x_scale, out_dtype)
     num_outputs, columns = weight.shape
     out = x.new_empty((*x.shape[:-1], num_outputs))
     launch = _launch.pdl_options(x.device) | _parts(columns, **_launch.parameters("linear", x.device, num_outputs))

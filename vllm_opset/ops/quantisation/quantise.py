@@ -37,12 +37,14 @@ def quantise(
     """(x / scale, rounded to nearest even and limited to the range of to_dtype; scale), computed in fp32.
 
     x: [rows, columns], any strides. to_dtype: torch.float8_e4m3fn. group_shape: the numbers of rows and columns that
-    share a scale, powers of two or −1 for all: [−1, −1] for one scale, [1, −1] for one of each row, [1, 128] for one of
-    128 values in a row. scale: fp32, of the shape that `ops/schemes` gives these groups. Without it, a scale is the
-    largest magnitude of its group divided by the largest value of to_dtype, and at least 1 / (512 * that value).
+    share a scale. They are powers of two, or −1 for all. [−1, −1] is one scale, [1, −1] one for each row, and [1, 128]
+    one for 128 values of a row.
+
+    scale: fp32, of the shape that `ops/schemes` gives these groups. Without it, a scale is the largest magnitude of its
+    group divided by the largest value of to_dtype, and at least 1 / (512 * that value).
 
     Returns new contiguous tensors: [rows, columns] of to_dtype, and fp32 scales. Zero rows are allowed. Values in fp64
-    have scales in fp64, and their quotients are not rounded.
+    have scales in fp64, and their quotients are not rounded. A group that holds NaN may become any values.
     Raises ValueError if x is no matrix, or for another dtype, group or shape of the scale.
     """
     check_arguments(x, to_dtype, group_shape, scale)
@@ -130,7 +132,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 @quantise.property_
 def powers_of_two_are_kept(run, device: str, dtype: torch.dtype) -> None:
-    """What fp8 can hold is stored as it is, and ties go to the even neighbour."""
+    """Values of fp8 are stored as they are, and ties go to the even neighbour."""
     x = torch.tensor([[1.0, -2.0, 0.25, 2**-9, 448.0, 17.0, 19.0, -(2**-10), 3 * 2**-10]], dtype=dtype, device=device)
     values, scale = run(x, FP8, list(PER_ROW), torch.ones(1, 1, device=device))
     want = [[1.0, -2.0, 0.25, 2**-9, 448.0, 16.0, 20.0, 0.0, 2**-8]]

@@ -31,7 +31,7 @@ class QuantisedWeights(Rule):
 
 
 def unserved(model: "ModelConfig") -> Iterator[str]:
-    """What a model's quantised weights have that is not served, before they are loaded."""
+    """Names each feature of a model's quantised weights that is not served. The weights need not be loaded."""
     if model.quantization is None:
         return
     if model.quantization not in METHODS:

@@ -1,0 +1,119 @@
+"""linear with fp8 weights: a matrix product by tiles, which multiplies the sum of each tile by its scales.
+
+Where the activations are quantised and the target multiplies fp8, the tensor cores do so. Elsewhere the values are
+widened to fp16, which holds every value of e4m3, or to the dtype of the activations.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_opset.kernels.triton import _launch
+from vllm_opset.ops.gemm.linear import LinearProblem
+from vllm_opset.ops.schemes import FP8, WHOLE, group_of
+from vllm_opset.targets import FP8 as FP8_FEATURE
+
+# The sizes of a program's tile. They were not tuned: no GPU has run this kernel yet.
+TOKENS = (16, 64)  # the least that tensor cores take, and the most
+OUTPUTS, COLUMNS = 64, 64
+WARPS, STAGES = 4, 3
+# The fewest columns that fp8 tensor cores multiply at a time.
+LEAST_COLUMNS = 32
+
+
+def supports(problem: LinearProblem) -> str | None:
+    """fp8 e4m3 weights, by activations as they are or in fp8, with scales for 32 columns or more."""
+    for stored in filter(None, (problem.scheme.weight, problem.scheme.activation)):
+        if stored.dtype is not FP8:
+            return f"it multiplies fp8 e4m3, not {stored}"
+        if stored.group.columns != WHOLE and stored.group.columns < LEAST_COLUMNS:
+            return f"a tile has {LEAST_COLUMNS} columns of one scale, and here {stored} has fewer"
+    return None
+
+
+def scaled_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """The product of the contract, for arguments that were checked."""
+    (outputs, columns), rows = weight.shape, x.reshape(-1, x.shape[-1])
+    out = x.new_empty((*x.shape[:-1], outputs), dtype=out_dtype)
+    weight_group, w_strides = _group(weight, weight_scale)
+    x_group, x_strides = ((1, columns), (0, 0)) if x_scale is None else _group(x, x_scale)
+    native = x_scale is not None and FP8_FEATURE in _launch.target(x.device).features
+    # A tile has one scale along the columns: whole groups are as long as a row, which the last tile may exceed.
+    widths = [group[1] for group in (weight_group, x_group) if group[1] < columns]
+    tokens = min(max(_launch.next_power_of_2(len(rows)), TOKENS[0]), TOKENS[1])
+    grid = (_launch.cdiv(len(rows), tokens), _launch.cdiv(outputs, OUTPUTS))
+    _scaled_linear[grid](
+        *map(_bits, (rows, weight)), bias, out, weight_scale, x_scale, len(rows), outputs,
+        rows.stride(0), rows.stride(1), weight.stride(0), *w_strides, *x_strides,
+        COLUMNS=columns, W_ROWS=weight_group[0], W_COLUMNS=weight_group[1], X_COLUMNS=x_group[1], NATIVE=native,
+        BLOCK_T=tokens, BLOCK_N=OUTPUTS, BLOCK_K=min([COLUMNS, *widths]), num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    return out
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """An fp8 tensor as bytes: not every target's compiler knows the type, and the interpreter has no zero of it."""
+    return tensor.view(torch.uint8) if tensor.dtype is FP8 else tensor
+
+
+def _group(tensor: torch.Tensor, scale: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The rows and columns that share a scale, and the strides from scale to scale: 0 where there is one scale."""
+    group = group_of(tensor.shape, scale)
+    extents = (max(size, 1) if of == WHOLE else of for of, size in zip(group, tensor.shape, strict=True))
+    strides = (0 if size == 1 else stride for size, stride in zip(scale.shape, scale.stride(), strict=True))
+    return tuple(extents), tuple(strides)
+
+
+@triton.jit
+def _widened(bits, dtype: tl.constexpr):
+    """The values of e4m3 bytes in `dtype`. fp16 has the same layout, with 4 bits less of exponent bias and 7 more of
+    mantissa.
+    """
+    wide = bits.to(tl.uint16)
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(dtype)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_outputs"])
+def _scaled_linear(
+    x, weight, bias, out, weight_scale, x_scale, num_tokens, num_outputs,
+    x_stride, x_column_stride, weight_stride, ws_row, ws_column, xs_row, xs_column,
+    COLUMNS: tl.constexpr, W_ROWS: tl.constexpr, W_COLUMNS: tl.constexpr, X_COLUMNS: tl.constexpr,
+    NATIVE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = tl.arange(0, BLOCK_K)
+    is_token, is_output = token < num_tokens, output < num_outputs
+    x += token.to(tl.int64)[:, None] * x_stride
+    weight += output.to(tl.int64)[None, :] * weight_stride
+    sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    for first in tl.range(0, COLUMNS, BLOCK_K):
+        column = first + place
+        inside = column < COLUMNS
+        a = tl.load(x + column[None, :] * x_column_stride, is_token[:, None] & inside[None, :], 0)
+        b = tl.load(weight + column[:, None], inside[:, None] & is_output[None, :], 0)
+        if NATIVE:
+            a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
+        elif x_scale is not None:
+            a, b = _widened(a, tl.float16), _widened(b, tl.float16)
+        else:
+            b = _widened(b, a.dtype)
+        product = tl.dot(a, b, input_precision="ieee")
+        scales = weight_scale + output // W_ROWS * ws_row + first // W_COLUMNS * ws_column
+        product *= tl.load(scales, is_output, 0.0)[None, :]
+        if x_scale is not None:
+            product *= tl.load(x_scale + token * xs_row + first // X_COLUMNS * xs_column, is_token, 0.0)[:, None]
+        sums += product
+    if bias is not None:
+        sums += tl.load(bias + output, is_output, 0.0).to(tl.float32)[None, :]
+    out += token.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    tl.store(out, sums, is_token[:, None] & is_output[None, :])
