@@ -1,6 +1,7 @@
 """The quantisation of weights and activations: how a tensor's values are stored, and which of them share a scale.
 
-A stored value stands for `value * scale`. The scales of a matrix are a matrix too, whose shape says the granularity:
+A stored value stands for `value * scale`. The scales of a matrix are a matrix too, whose shape says the granularity.
+
 - [1, 1]: one scale for the whole matrix
 - [rows, 1]: one for each row, that is for each token of activations or output channel of a weight
 - [rows / 128, columns / 128]: one for each block of 128 x 128

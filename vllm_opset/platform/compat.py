@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 REGISTRY = "vllm.model_executor.models.registry"
+REQUANTISE = "vllm.model_executor.layers.quantization.utils.w8a8_utils.requantize_with_max_scale"
 LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
 OVERRIDES = "vllm.platforms.interface.Platform.register_triton_kernel_overrides"
 # Whether vLLM asks its platform for implementations of the Triton kernels that it launches (0.31 and later).
@@ -320,7 +321,7 @@ def register_fp8_block_kernel(kernel: type) -> None:
 
 
 @patch(
-    uses("vllm._custom_ops.scaled_fp8_quant", "static_scaled_fp8_quant"),
+    uses(REQUANTISE, "scaled_fp8_quant"),
     ends="vLLM quantises the weights that it loads by PyTorch, where its kernels are absent",
     changes=("vllm._custom_ops.scaled_fp8_quant",),
     worker=("cpu",),

@@ -1,7 +1,7 @@
 """linear with fp8 weights: a matrix product by tiles, which multiplies the sum of each tile by its scales.
 
-Where the activations are quantised and the target multiplies fp8, the tensor cores do so. Elsewhere the values are
-widened to fp16, which holds every value of e4m3, or to the dtype of the activations.
+Tensor cores multiply quantised activations in fp8 on targets that can. On others both factors are widened to fp16,
+which holds every value of e4m3. A weight is widened to the dtype of activations that are not quantised.
 """
 
 import torch
