@@ -136,6 +136,23 @@ def test_what_vllm_refuses_is_refused(setting, rules_of, configure):
         configure(LLAMA, **arguments_for(owner, name, value_of(*setting)))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "cure"),
+    [
+        ({"data_parallel_size": 2, "data_parallel_rank": 0}, "--tensor-parallel-size"),
+        ({"data_parallel_external_lb": True}, "--tensor-parallel-size"),
+        ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True}, "--tensor-parallel-size"),
+        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "--tensor-parallel-size"),
+        ({"distributed_executor_backend": "ray"}, "--distributed-executor-backend"),
+    ],
+    ids=str,
+)
+def test_what_vllm_would_check_before_is_refused(arguments, cure, configure):
+    """vLLM would say that a rank is missing, that models without experts need none, or that Ray is not installed."""
+    with pytest.raises(Refusal, match=cure):
+        configure(LLAMA, **arguments)
+
+
 @pytest.fixture(scope="module")
 def flags() -> set[str]:
     """The flags of vLLM's command line."""

@@ -13,6 +13,7 @@ from vllm_opset.platform import compat, compile_cache, forking, refusals, switch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 
 class OpsetPlatform(Platform):
@@ -44,6 +45,11 @@ class OpsetPlatform(Platform):
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         compat.inspect_models_in_this_process()
         compat.ask_before_models_are_imported(_refuse_multimodal)
+
+    @classmethod
+    def check_arguments(cls, arguments: "EngineArgs") -> None:
+        """Raise Refusal for arguments of an engine that vLLM would otherwise check first."""
+        refusals.check(refusals.ARGUMENTS, arguments, cls.where)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:

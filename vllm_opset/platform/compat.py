@@ -11,6 +11,7 @@ from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, find, has, patch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 REGISTRY = "vllm.model_executor.models.registry"
 REQUANTISE = "vllm.model_executor.layers.quantization.utils.w8a8_utils.requantize_with_max_scale"
@@ -92,6 +93,32 @@ def ask_before_models_are_imported(ask: Callable[[list[str]], None]) -> None:
         return inspect(self, architectures, *args, **kwargs)
 
     registry.inspect_model_cls = asked
+
+
+@patch(
+    has("vllm.engine.arg_utils.EngineArgs.create_engine_config"),
+    ends="vLLM asks its platform before it checks these arguments",
+    changes=("vllm.engine.arg_utils.EngineArgs.create_engine_config",),
+    loading=WITHOUT_KERNELS,
+)
+def ask_before_arguments_are_checked(ask: Callable[["EngineArgs"], None]) -> None:
+    """Have vLLM call `ask` with the arguments of an engine before it makes a configuration of them.
+
+    vLLM first checks the arguments of data parallelism itself, and whether Ray is installed. Its errors would tell
+    users how to correct a setting that opset refuses.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    create = EngineArgs.create_engine_config
+    if hasattr(create, "__wrapped__"):
+        return
+
+    @functools.wraps(create)
+    def asked(self: "EngineArgs", *args, **kwargs) -> "VllmConfig":
+        ask(self)
+        return create(self, *args, **kwargs)
+
+    EngineArgs.create_engine_config = asked
 
 
 @patch(

@@ -16,6 +16,7 @@ from vllm_opset.unsupported import Refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
 OUTSIDE_GRAPHS = {"compute_slot_mapping", "apply_penalties", "top_k_top_p_sample"}
 CAPTURABLE_REFERENCES = {"linear"}  # PyTorch's own operator
@@ -150,6 +151,7 @@ def environment(name: str):
 
 ANOTHER_MODEL = "choose another model"
 WIDER = "use --tensor-parallel-size instead"
+WITHOUT_RAY = "leave out --distributed-executor-backend, or give mp or uni"
 
 QUANTISED_WEIGHTS = Rule(
     "quantised weights",
@@ -221,9 +223,18 @@ RULES: tuple[Rule, ...] = (
         "leave out --enable-dbo and --ubatch-size",
         two_batches,
     ),
-    Rule(
-        "Ray",
-        "leave out --distributed-executor-backend, or give mp or uni",
-        lambda config: config.parallel_config.distributed_executor_backend == "ray",
-    ),
+    Rule("Ray", WITHOUT_RAY, lambda config: config.parallel_config.distributed_executor_backend == "ray"),
+)
+
+
+def _balances_load(arguments: "EngineArgs") -> bool:
+    """Whether an engine is to be one of several that share the load."""
+    shares = arguments.data_parallel_external_lb or arguments.data_parallel_hybrid_lb
+    return arguments.data_parallel_size > 1 or shares
+
+
+# Rules about EngineArgs, which vLLM checks before it makes a configuration of them.
+ARGUMENTS: tuple[Rule, ...] = (
+    Rule("data parallelism", WIDER, _balances_load),
+    Rule("Ray", WITHOUT_RAY, lambda arguments: arguments.distributed_executor_backend == "ray"),
 )
