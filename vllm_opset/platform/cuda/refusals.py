@@ -2,12 +2,13 @@
 
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, WITHOUT_COMPILER, asks_to_compile, unset
-from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
+    MOE,
     Rule,
     Settings,
     caches_neither_alike_nor_in_fp8,
 )
+from vllm_opset.platform.refusals import RULES as COMMON
 
 # These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
 EARLY_RULES: tuple[Rule | Settings, ...] = (
@@ -23,6 +24,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
+    MOE,
     Rule(
         "speculative decoding with a model that drafts",
         'give --speculative-config with {"method": "ngram"}, or leave it out',
