@@ -51,6 +51,35 @@ CONFIGS = {
     "gpt_neox": lambda: architectures.GPTNeoXConfig(**SMALL, rotary_pct=0.25),
 }
 
+# vLLM takes the head size from the hidden size for some of them.
+EXPERTS = {**GROUPED, "head_dim": 16, "num_hidden_layers": 2, "num_experts_per_tok": 3}
+
+# Mixtures of experts.
+MIXTURES = {
+    "qwen3_moe": lambda: architectures.Qwen3MoeConfig(
+        **EXPERTS, num_experts=8, moe_intermediate_size=48, norm_topk_prob=True
+    ),
+    # With a shared expert and its gate.
+    "qwen2_moe": lambda: architectures.Qwen2MoeConfig(
+        **EXPERTS, num_experts=6, moe_intermediate_size=48, shared_expert_intermediate_size=64
+    ),
+    "mixtral": lambda: architectures.MixtralConfig(**EXPERTS, num_local_experts=8),
+    "olmoe": lambda: architectures.OlmoeConfig(**EXPERTS, num_experts=16),
+    # Sigmoid, correction bias, groups, a shared expert and a first layer without experts.
+    "glm4_moe": lambda: architectures.Glm4MoeConfig(
+        **EXPERTS,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        moe_intermediate_size=48,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        norm_topk_prob=True,
+    ),
+    "granitemoe": lambda: architectures.GraniteMoeConfig(**EXPERTS, num_local_experts=8),
+}
+
 # Prompt lengths: one token, less and more than a page, more than a window, more than a step takes at a time.
 LENGTHS = (1, 7, 16, 40, 77, 150)
 
@@ -58,7 +87,7 @@ LENGTHS = (1, 7, 16, 40, 77, 150)
 def build(name: str, folder: Path, seed: int = 0, **changes) -> PreTrainedModel:
     """Saves the model of that name to the folder. The same seed gives the same weights. changes: to its config."""
     torch.manual_seed(seed)
-    config = CONFIGS[name]()
+    config = (CONFIGS | MIXTURES)[name]()
     config.update(changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     for parameter in model.parameters():

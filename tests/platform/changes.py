@@ -133,6 +133,10 @@ def in_a_worker(platform: str) -> Iterator[None]:
     from vllm_opset.platform import compat
 
     compat.forget_shared_layers()
+    if platform == "cpu":
+        from vllm_opset.model import experts
+
+        experts.register()
     with contextlib.ExitStack() as until_the_end:
         if platform == "cpu":
             from vllm_opset.platform.cpu import quantisation
@@ -180,6 +184,9 @@ def main(platform: str) -> None:
     load_plugin(platform)
     loaded = snapshot()
     rotary_embedding._ROPE_DICT["of another model"] = None
+    if platform == "cpu":
+        # vLLM's module of experts, with the layers that it registers itself. No other platform registers a method.
+        importlib.import_module("vllm_opset.model.experts")
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # as when the configuration captures graphs in pieces
     another_model = snapshot()
     with in_a_worker(platform):

@@ -23,6 +23,11 @@ from vllm_opset.ops.cache.compute_slot_mapping import compute_slot_mapping
 from vllm_opset.ops.cache.reshape_and_cache import reshape_and_cache
 from vllm_opset.ops.contract import Op
 from vllm_opset.ops.gemm.linear import linear
+from vllm_opset.ops.moe.combine import combine
+from vllm_opset.ops.moe.fused_experts import fused_experts
+from vllm_opset.ops.moe.grouped_gemm import grouped_gemm
+from vllm_opset.ops.moe.permute import permute
+from vllm_opset.ops.moe.route import route
 from vllm_opset.ops.norm.fused_add_rms_norm import fused_add_rms_norm
 from vllm_opset.ops.norm.layer_norm import layer_norm
 from vllm_opset.ops.norm.rms_norm import rms_norm

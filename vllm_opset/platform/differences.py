@@ -38,6 +38,16 @@ HOOKS = (
         worker=("cpu",),
     ),
     Bridge(
+        "experts",
+        "vLLM leaves unquantised experts on a plugin's platform to the plugin. opset registers its method for them by "
+        "`CustomOp.register_oot`, for models that have experts.",
+        "vllm_opset.model.experts.register",
+        has("vllm.model_executor.layers.fused_moe.oracle.unquantized.UnquantizedMoeBackend.OOT"),
+        changes=("vllm.model_executor.custom_op.op_registry_oot",),
+        hook=True,
+        worker=("cpu",),
+    ),
+    Bridge(
         "second registry of layers",
         "The same for vLLM's second registry, of layers that depend on no device.",
         "vllm_opset.model.layers.register",

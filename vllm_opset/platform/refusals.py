@@ -165,6 +165,7 @@ CUMEM_ALLOCATOR = Rule(
     "leave out --enable-cumem-allocator",
     of_model(lambda model: model.enable_cumem_allocator),
 )
+MOE = Rule("mixture-of-experts (MoE) models", ANOTHER_MODEL, of_model(lambda model: model.is_moe))
 MULTIMODAL = Rule("multimodal models", ANOTHER_MODEL, of_model(lambda model: model.is_multimodal_model))
 
 SECOND_RUNNER = Rule(
@@ -178,7 +179,6 @@ RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     Rule("multi-head latent attention (MLA)", ANOTHER_MODEL, of_model(lambda model: model.use_mla)),
     Rule("Mamba, state-space and linear attention", ANOTHER_MODEL, of_model(lambda model: model.has_inner_state)),
-    Rule("mixture-of-experts (MoE) models", ANOTHER_MODEL, of_model(lambda model: model.is_moe)),
     MULTIMODAL,
     Rule("encoder-decoder models", ANOTHER_MODEL, of_model(lambda model: model.is_encoder_decoder)),
     SLEEP,
@@ -215,6 +215,16 @@ RULES: tuple[Rule, ...] = (
     # Several processes
     Rule("pipeline parallelism", WIDER, several("pipeline_parallel_size")),
     Rule("data parallelism", WIDER, several("data_parallel_size")),
+    Rule(
+        "expert parallelism",
+        "leave out --enable-expert-parallel and --enable-eplb, and use --tensor-parallel-size",
+        lambda config: config.parallel_config.enable_expert_parallel or config.parallel_config.enable_eplb,
+    ),
+    Rule(
+        "returning the chosen experts",
+        "leave out --enable-return-routed-experts",
+        of_model(lambda model: model.enable_return_routed_experts),
+    ),
     Rule("prefill context parallelism", WIDER, several("prefill_context_parallel_size")),
     Rule("decode context parallelism", WIDER, several("decode_context_parallel_size")),
     Rule("several machines", "leave out --nnodes", several("nnodes")),

@@ -13,6 +13,11 @@ from vllm_opset.platform.report import Reporting
 class OpsetWorker(Reporting, PackingWorker):
     def load_model(self, **kwargs) -> None:
         compat.forget_shared_layers()
+        if self.model_config.is_moe:
+            # Imported late: vLLM's module of experts imports thousands of others.
+            from vllm_opset.model import experts
+
+            experts.register()
         super().load_model(**kwargs)
         with set_current_vllm_config(self.vllm_config):
             layers.bind(self.model_runner.get_model(), self.model_config.dtype)

@@ -90,7 +90,13 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
     ("feature", "cure", "model", "arguments"),
     [
         ("latent attention", "choose another model", DEEPSEEK, {}),
-        ("MoE", "choose another model", MIXTRAL, {}),
+        ("expert parallelism", "--enable-expert-parallel", MIXTRAL, {"enable_expert_parallel": True}),
+        (
+            "returning the chosen experts",
+            "--enable-return-routed-experts",
+            MIXTRAL,
+            {"enable_return_routed_experts": True},
+        ),
         ("state-space", "choose another model", MAMBA, {}),
         ("multimodal", "choose another model", WHISPER, {}),
         ("multimodal", "choose another model", LLAVA, {}),  # its module imports torchvision
@@ -167,6 +173,7 @@ def test_refused_with_the_cure(feature, cure, model, arguments, configure):
         ("FlashInfer's sampler", "VLLM_USE_FLASHINFER_SAMPLER"),
         ("tensor descriptors", "VLLM_TRITON_USE_TD"),
         ("kernels of vLLM's own CPU platform", "VLLM_CPU_ATTN_SPLIT_KV"),
+        ("simulated routing of experts", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
     ],
 )
 def test_environment_is_refused(feature, variable, configure, monkeypatch):

@@ -44,6 +44,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
         "leave out --device-ids",
         lambda config: config.parallel_config.assigned_physical_gpu_ids is not None,
     ),
+    *unset("simulated routing of experts", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
     PROFILERS,
     NVTX,
 )

@@ -2,13 +2,14 @@
 
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, WITHOUT_COMPILER, asks_to_compile, unset
-from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
+    MOE,
     SECOND_RUNNER,
     Rule,
     Settings,
     caches_neither_alike_nor_in_fp8,
 )
+from vllm_opset.platform.refusals import RULES as COMMON
 
 # These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
 EARLY_RULES: tuple[Rule | Settings, ...] = (
@@ -24,6 +25,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
+    MOE,
     SECOND_RUNNER,
     Rule(
         "speculative decoding with a model that drafts",

@@ -6,8 +6,8 @@ from vllm_opset.kernels.ascend._constraints import ATTENTION_BLOCK_SIZES
 from vllm_opset.model.weights import offloads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, NVTX, PROFILERS, WITHOUT_COMPILER
-from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
+    MOE,
     SECOND_RUNNER,
     Rule,
     Settings,
@@ -18,6 +18,7 @@ from vllm_opset.platform.refusals import (
     of_model,
     several,
 )
+from vllm_opset.platform.refusals import RULES as COMMON
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,6 +66,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
+    MOE,
     SECOND_RUNNER,
     Rule("adapters (LoRA)", "merge the adapter into the weights, and leave out --enable-lora", given("lora_config")),
     Rule("weight offloading", "leave out --cpu-offload-gb and --offload-*, or take a smaller model", offloads),

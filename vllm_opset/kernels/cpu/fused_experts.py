@@ -1,0 +1,67 @@
+"""fused_experts on tokens sorted by expert: two products for each expert that has tokens.
+
+A CPU can read the number of each expert's tokens, so no block is padded and no weight of an idle expert is read.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.ops.moe import _activations
+from vllm_opset.ops.moe.fused_experts import check_arguments
+from vllm_opset.ops.moe.permute import places
+
+
+@kernel(ops.fused_experts, name="cpu")
+def fused_experts(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
+    swiglu_beta: float | None = None,
+    shared_output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
+    check_arguments(
+        hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
+        shared_output,
+    )  # fmt: skip
+    # The absent expert −1 comes first; its choices keep a result of zero.
+    order, sizes = _by_expert(places(topk_ids, expert_map).flatten() + 1, len(w1) + 1)
+    x = hidden_states[order // topk_ids.shape[1]]
+    weights = topk_weights.flatten()
+    if apply_router_weight_on_input:
+        x *= weights[order].unsqueeze(1)
+    middle = act(_products(x, w1, w1_bias, sizes), **parameters)
+    results = hidden_states.new_empty(x.shape)
+    results[order] = _products(middle, w2, w2_bias, sizes)
+    results = results.view(*topk_ids.shape, results.shape[1]).float()
+    if not apply_router_weight_on_input:
+        results *= topk_weights.unsqueeze(-1)
+    total = results.sum(dim=1)
+    return (total if shared_output is None else total.add_(shared_output)).to(hidden_states.dtype)
+
+
+def _by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:
+    """The choices sorted by expert, and the number of each expert's choices."""
+    return experts.argsort(stable=True), experts.bincount(minlength=num_experts).tolist()
+
+
+def _products(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sizes: list[int]) -> torch.Tensor:
+    """The rows of x, sorted by expert, times the weights of their experts. The first sizes[0] rows have no expert."""
+    out = x.new_zeros(len(x), weight.shape[1])
+    end = sizes[0]
+    for expert, size in enumerate(sizes[1:]):
+        if size:
+            rows, end = slice(end, end + size), end + size
+            out[rows] = F.linear(x[rows], weight[expert], None if bias is None else bias[expert])
+    return out

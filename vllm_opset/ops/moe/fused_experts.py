@@ -1,0 +1,272 @@
+"""fused_experts: the work of a layer's experts on all tokens, from the chosen experts to the weighted sum.
+
+Semantics: vLLM's `fused_experts` with unquantised weights, and `moe_sum` with the shared experts added. It is the
+composition of `permute`, `grouped_gemm`, an activation, `grouped_gemm` and `combine`.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from vllm_opset.ops import _properties, _samples
+from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
+from vllm_opset.ops.moe import _activations
+from vllm_opset.ops.moe.permute import ABSENT, choices, map_of_half, places
+
+# An intermediate value has half a unit in the last place of error. Each result sums hundreds of them, of both signs, so
+# that these errors add up to about one such unit of the results' order, which is 1.
+INTERMEDIATES = "both products and the activation are rounded to the dtype; sums of both signs may cancel"
+TOLERANCES = {
+    torch.float64: Tolerance(1e-12, 1e-12, "fp64 throughout"),
+    torch.float32: Tolerance(4e-6, 2e-5, "two products, summed in fp32 in another order"),
+    torch.bfloat16: Tolerance(2**-6, 2**-6, INTERMEDIATES),
+    torch.float16: Tolerance(2**-9, 2**-9, INTERMEDIATES),
+}
+
+
+@op(tolerances=TOLERANCES)
+def fused_experts(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
+    swiglu_beta: float | None = None,
+    shared_output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y[t] = Σ_k topk_weights[t, k] · expert(e = topk_ids[t, k])(hidden_states[t]) + shared_output[t].
+
+    expert(e)(x) = w2[e] · act(w1[e] · x + w1_bias[e]) + w2_bias[e]. With apply_router_weight_on_input, x is multiplied
+    by the weight before, and the result is not.
+
+    hidden_states: [num_tokens, hidden_size], rows dense. w1: [num_experts, 2 * d, hidden_size] for a gated activation,
+    whose gate comes first ("swigluoai": gate and up alternate), [num_experts, d, hidden_size] for one without a gate.
+    w2: [num_experts, hidden_size, d]. w1_bias: [num_experts, 2 * d or d], w2_bias: [num_experts, hidden_size].
+    shared_output: [num_tokens, hidden_size], the result of shared experts. All of hidden_states' dtype, weights and
+    biases contiguous. topk_weights: fp32, topk_ids: int32, both contiguous [num_tokens, top_k].
+
+    activation: a name of vLLM's `MoEActivation`. swiglu_limit, swiglu_alpha, swiglu_beta: its parameters, None for the
+    defaults; "silu" with a limit clamps gate and up. expert_map: see `permute`; choices of experts that are not here,
+    and ids of −1, add nothing.
+
+    Computed in fp32. A kernel may round the products and the activation to the dtype. Returns a new contiguous tensor
+    of hidden_states' shape and dtype. Zero rows are allowed. Raises ValueError for shapes or dtypes that do not fit,
+    and for an activation or parameters of it that do not exist.
+    """
+    act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
+    check_arguments(
+        hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
+        shared_output,
+    )  # fmt: skip
+    wide = accumulator(hidden_states)
+    x, weights, experts = hidden_states.to(wide), topk_weights.to(wide), places(topk_ids, expert_map)
+    total = torch.zeros_like(x) if shared_output is None else shared_output.to(wide)
+    for expert in range(len(w1)):
+        chosen = experts == expert
+        weight = torch.where(chosen, weights, 0).sum(dim=1, keepdim=True)
+        given = x * weight if apply_router_weight_on_input else x
+        middle = act(F.linear(given, w1[expert].to(wide), _of(w1_bias, expert, wide)), **parameters)
+        result = F.linear(middle, w2[expert].to(wide), _of(w2_bias, expert, wide))
+        result = result if apply_router_weight_on_input else result * weight
+        total = total + torch.where(chosen.any(dim=1, keepdim=True), result, 0)
+    return total.to(hidden_states.dtype).contiguous()
+
+
+def _of(bias: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if bias is None else bias[expert].to(dtype)
+
+
+def check_arguments(
+    hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
+    shared_output,
+) -> None:  # fmt: skip
+    (num_tokens, hidden_size), (num_experts, _, width) = hidden_states.shape, w2.shape
+    halves = 2 if activation in _activations.GATED else 1
+    expected = {
+        "w1": (w1, (num_experts, halves * width, hidden_size)),
+        "w2": (w2, (num_experts, hidden_size, width)),
+        "w1_bias": (w1_bias, (num_experts, halves * width)),
+        "w2_bias": (w2_bias, (num_experts, hidden_size)),
+        "shared_output": (shared_output, (num_tokens, hidden_size)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != hidden_states.dtype):
+            raise ValueError(
+                f"{name} must be {hidden_states.dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}"
+            )
+    if topk_ids.ndim != 2 or len(topk_ids) != num_tokens or topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"no experts {list(topk_ids.shape)} and weights {list(topk_weights.shape)} for {num_tokens} tokens"
+        )
+    if apply_router_weight_on_input and topk_ids.shape[1] != 1:
+        raise ValueError(f"the input can have the weight of one expert a token, not of {topk_ids.shape[1]}")
+
+
+def check_expert_map(expert_map: torch.Tensor, num_experts: int, name: str = "expert_map") -> None:
+    """Raises ValueError if a map names none of the num_experts experts that are here, or others.
+
+    It reads the map, so it is called once, when a layer is built. name: of the tensor, for the message.
+    """
+    here = expert_map[expert_map != ABSENT]
+    if not here.numel():
+        raise ValueError(f"{name} names no expert: all of its {expert_map.numel()} entries are {ABSENT}")
+    if here.min() < 0 or here.max() >= num_experts:
+        raise ValueError(f"{name} names experts from {here.min()} to {here.max()}, and there are {num_experts}")
+
+
+@fused_experts.problem_of
+def _(hidden_states, *_, **__) -> Problem:
+    return Problem(hidden_states.device.type, hidden_states.dtype)
+
+
+@fused_experts.cost
+def _(hidden_states, w1, w2, topk_weights, topk_ids, *_, **__) -> Cost:
+    """Reads the weights of those experts that have tokens, at most one for each choice."""
+    used = min(len(w1), topk_ids.numel())
+    weights = used * (w1[0].numel() + w2[0].numel())
+    flops = 2 * topk_ids.numel() * (w1[0].numel() + w2[0].numel())
+    return Cost(
+        bytes=2 * hidden_states.nbytes + weights * w1.element_size() + topk_ids.nbytes + topk_weights.nbytes,
+        flops=flops,
+    )
+
+
+def _arguments(
+    name, ids, device, dtype, num_experts, hidden_size, width, *, bias=False, shared=False, here=None, on="cpu", **how
+):
+    """here: the number of experts whose weights there are, by default all. how: keyword arguments of the op."""
+    rng = _samples.generator(name, on)
+    here = num_experts if here is None else here
+    halves = 2 if how.get("activation", "silu") in _activations.GATED else 1
+
+    def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
+        return _samples.normal(shape, dtype, device, rng, std)
+
+    hidden_states = normal(len(ids), hidden_size)
+    w1, w2 = (
+        normal(here, halves * width, hidden_size, std=hidden_size**-0.5),
+        normal(here, hidden_size, width, std=width**-0.5),
+    )
+    if bias:
+        how |= {"w1_bias": normal(here, halves * width), "w2_bias": normal(here, hidden_size)}
+    if shared:
+        how["shared_output"] = normal(len(ids), hidden_size)
+    weights = torch.rand(ids.shape, generator=rng, device=rng.device).to(device)
+    weights /= weights.sum(dim=-1, keepdim=True)
+    if here == num_experts:
+        # The weights of experts without tokens, and the tokens of padded rows, must not be seen in other rows.
+        absent = sorted(set(range(num_experts)) - set(ids.flatten().tolist()))
+        w1[absent], w2[absent] = torch.nan, torch.nan
+    hidden_states[(ids < 0).all(dim=1)] = torch.nan
+    return (hidden_states, w1, w2, weights, ids), how
+
+
+@fused_experts.sample_inputs
+def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    def sample(name: str, num_tokens: int, num_experts: int, top_k: int, *shape: int, **how) -> Sample:
+        def make():
+            ids = choices(name, num_tokens, num_experts, top_k, device)
+            return _arguments(name, ids, device, dtype, num_experts, *shape, **how)
+
+        return Sample(name, make)
+
+    def given(name: str, ids: list[list[int]], num_experts: int, *shape: int, **how) -> Sample:
+        def make():
+            tensor = torch.tensor(ids, dtype=torch.int32, device=device)
+            return _arguments(name, tensor, device, dtype, num_experts, *shape, **how)
+
+        return Sample(name, make)
+
+    def mapped(name: str, num_tokens: int, num_experts: int, top_k: int, *shape: int) -> Sample:
+        def make():
+            ids, here = choices(name, num_tokens, num_experts, top_k, device), num_experts // 2
+            expert_map = map_of_half(num_experts, device)
+            return _arguments(name, ids, device, dtype, num_experts, *shape, here=here, expert_map=expert_map)
+
+        return Sample(name, make)
+
+    yield sample("zero tokens", 0, 4, 2, 32, 16)
+    yield sample("one token", 1, 8, 2, 64, 48)
+    yield sample("one expert", 5, 1, 1, 64, 48)
+    yield sample("k = number of experts", 5, 4, 4, 64, 32, bias=True)
+    yield sample("16 tokens", 16, 8, 2, 64, 48)
+    yield sample("80 tokens, shared experts", 80, 8, 2, 64, 48, shared=True)
+    yield sample("many experts", 5, 60, 4, 64, 32)
+    yield sample("odd features", 7, 4, 2, 77, 33, bias=True)
+    yield sample("gelu", 9, 4, 2, 64, 48, activation="gelu")
+    yield sample("gelu_tanh, bias", 9, 4, 2, 64, 48, activation="gelu_tanh", bias=True)
+    yield sample("gpt-oss", 9, 8, 4, 96, 64, activation="swigluoai", bias=True)
+    yield sample("gpt-oss, one token", 1, 8, 4, 96, 64, activation="swigluoai", bias=True, swiglu_limit=0.5)
+    yield sample("clamped silu", 9, 4, 2, 64, 48, swiglu_limit=0.5)
+    yield sample(
+        "clamped, in halves", 9, 4, 2, 64, 48,
+        activation="swigluoai_uninterleave", swiglu_limit=1.0, swiglu_alpha=1.702, swiglu_beta=1.0,
+    )  # fmt: skip
+    yield sample("swiglustep", 9, 4, 2, 64, 48, activation="swiglustep", swiglu_limit=0.5)
+    for activation in _activations.WITHOUT_GATE:
+        yield sample(f"no gate: {activation}", 9, 4, 2, 64, 48, activation=activation)
+    yield sample("weights on the input", 9, 4, 1, 64, 48, apply_router_weight_on_input=True)
+    yield mapped("half of the experts are here", 17, 8, 2, 64, 48)
+    yield given("all tokens on one expert", [[2]] * 35, 4, 64, 48, bias=True)
+    yield given("padded rows", [[1, 0], [-1, -1], [3, 1], [-1, -1]], 4, 64, 48, bias=True, shared=True)
+
+
+@fused_experts.illegal_inputs
+def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    def sample(name: str, hidden=64, ids=(6, 2), weights=(6, 2), **arguments) -> Sample:
+        def make():
+            def ones(*shape: int) -> torch.Tensor:
+                return torch.ones(shape, dtype=dtype, device=device)
+
+            tensors = {key: ones(*value) if isinstance(value, tuple) else value for key, value in arguments.items()}
+            experts = torch.zeros(ids, dtype=torch.int32, device=device)
+            return (ones(6, hidden), ones(4, 96, 64), ones(4, 64, 48), ones(*weights).float(), experts), tensors
+
+        return Sample(name, make)
+
+    yield sample("too wide", hidden=72)
+    yield sample("a bias of one expert", w1_bias=(1, 96))
+    yield sample("a bias of one element", w2_bias=(4, 1))
+    yield sample("a shared result of one row", shared_output=(1, 64))
+    yield sample("experts of one token", ids=(1, 2), weights=(1, 2))
+    yield sample("one weight a token", weights=(6, 1))
+    yield sample("an unknown activation", activation="relu")
+    yield sample("no gate where the weight has one", activation="relu2_no_mul")
+    yield sample("a parameter that the activation lacks", activation="gelu", swiglu_limit=1.0)
+    yield sample("the weights of two experts on one input", apply_router_weight_on_input=True)
+
+
+@fused_experts.bench_inputs
+def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    def sample(num_tokens: int, num_experts: int, top_k: int, hidden_size: int, width: int) -> Sample:
+        name = f"T{num_tokens} E{num_experts} k{top_k} H{hidden_size} I{width}"
+
+        def make():
+            ids = choices(name, num_tokens, num_experts, top_k, device)
+            return _arguments(name, ids, device, dtype, num_experts, hidden_size, width, on=device)
+
+        return Sample(name, make)
+
+    for num_tokens in _samples.bench_tokens(device):
+        if device == "cpu":  # OLMoE with half of its experts
+            yield sample(num_tokens, 32, 8, 2048, 1024)
+        else:  # Qwen3-30B-A3B
+            yield sample(num_tokens, 128, 8, 2048, 768)
+
+
+def _all_experts(run, x: torch.Tensor) -> torch.Tensor:
+    rng = _samples.generator("experts")
+    w1, w2 = (_samples.normal(shape, x.dtype, str(x.device), rng, 0.2) for shape in ((4, 64, 64), (4, 64, 32)))
+    ids = (torch.arange(len(x), dtype=torch.int32).unsqueeze(1) + torch.arange(2)).remainder(4).int()
+    return run(x, w1, w2, torch.ones(ids.shape, device=x.device), ids.to(x.device))
+
+
+_properties.rows_are_independent(fused_experts, _all_experts)
