@@ -7,6 +7,7 @@ is around them: shared experts, transforms of the input, and the sum over tensor
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from vllm_opset import ops
@@ -99,8 +100,10 @@ def _refuse_unsupported(layer: torch.nn.Module) -> None:
 
 
 def register() -> None:
-    """Register the method with vLLM, once in a process."""
+    """Register the method with vLLM, once in a process, whose engines may come one after the other."""
     name = UnquantizedFusedMoEMethod.name
+    if UnquantizedFusedMoEMethod.__name__ in op_registry_oot:
+        return
     UnquantizedFusedMoEMethod.register_oot(ExpertsMethod)
     # register_oot has set the name to that of our class. Users switch the op on and off by the original name.
     ExpertsMethod.name = name

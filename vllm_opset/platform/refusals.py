@@ -223,7 +223,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "returning the chosen experts",
         "leave out --enable-return-routed-experts",
-        of_model(lambda model: model.enable_return_routed_experts),
+        of_model(lambda model: getattr(model, "enable_return_routed_experts", False)),
     ),
     Rule("prefill context parallelism", WIDER, several("prefill_context_parallel_size")),
     Rule("decode context parallelism", WIDER, several("decode_context_parallel_size")),
