@@ -99,6 +99,12 @@ def several(name: str) -> Callable[["VllmConfig"], bool]:
     return lambda config: getattr(config.parallel_config, name) > 1
 
 
+def returns_experts(config: "VllmConfig") -> bool:
+    # 0.33 has the setting in a part of its own, which earlier releases lack.
+    parts = (config.model_config, getattr(config, "aux_output_config", None))
+    return any(getattr(part, "enable_return_routed_experts", False) for part in parts)
+
+
 def two_batches(config: "VllmConfig") -> bool:
     return config.parallel_config.enable_dbo or config.parallel_config.ubatch_size > 1
 
@@ -223,7 +229,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "returning the chosen experts",
         "leave out --enable-return-routed-experts",
-        of_model(lambda model: getattr(model, "enable_return_routed_experts", False)),
+        returns_experts,
     ),
     Rule("prefill context parallelism", WIDER, several("prefill_context_parallel_size")),
     Rule("decode context parallelism", WIDER, several("decode_context_parallel_size")),

@@ -94,7 +94,7 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         (
             "returning the chosen experts",
             "--enable-return-routed-experts",
-            MIXTRAL,
+            LLAMA,
             {"enable_return_routed_experts": True},
         ),
         ("state-space", "choose another model", MAMBA, {}),
