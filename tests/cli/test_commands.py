@@ -249,11 +249,12 @@ def test_doctor_says_that_torch_npu_cannot_be_imported(torch_npu, tmp_path):
 
 
 def test_parity_agrees_with_a_right_kernel():
-    finished = command("parity", "silu_and_mul", "rms_norm", "--json")
+    finished = command("parity", "silu_and_mul", "rms_norm", "--dtype", "float32", "--dtype", "bfloat16", "--json")
     assert finished.code == 0, finished
     found = json.loads(finished.out)
     kernels = {(check["op"], check["kernel"]) for check in found["checks"]}
     assert kernels >= {("silu_and_mul", "cpu"), ("rms_norm", "reference")}
+    assert {check["dtype"] for check in found["checks"]} == {"float32", "bfloat16"}
     assert found["failed"] == 0 < found["passed"]
 
 
@@ -291,6 +292,8 @@ def test_parity_of_nothing_is_an_error(command_here, monkeypatch):
     [
         (["parity", "silu_and_mull"], {}, "unknown op 'silu_and_mull'; did you mean 'silu_and_mul'?"),
         (["parity", "--kernel", "mine"], {}, "no kernel named 'mine' runs on cpu"),
+        (["parity", "rms_norm", "--dtype", "float61"], {}, "unknown: 'float61'; did you mean 'float16'?"),
+        (["parity", "compute_slot_mapping", "--dtype", "float16"], {}, "none of the ops is checked in this dtype"),
         (["parity", "rms_norm", "--device", "npu"], {}, "there is no npu here"),
         (["parity", "rms_norm", "--device", "npu"], {}, "ascend: torch_npu is not installed"),
         (["parity", "rms_norm", "--device", "gpu"], {}, "unknown: 'gpu'; known: cpu, cuda, npu; here: cpu"),

@@ -11,7 +11,7 @@ import typer
 from rich.progress import track
 
 from vllm_opset import ops, selection
-from vllm_opset.cli.arguments import missing, require_device
+from vllm_opset.cli.arguments import DTYPES, known, missing, require_device
 from vllm_opset.cli.show import AsJson, print_json, print_table
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.ops.contract import Op
@@ -26,6 +26,9 @@ def check(
     names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to check; all without one.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or npu.")] = "cpu",
     kernel: Annotated[str | None, typer.Option(help="Only the kernels of this name.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help=f"Only this one of {', '.join(DTYPES)}; may be repeated.")
+    ] = None,
     jobs: Annotated[
         int, typer.Option(min=1, help="Kernels and dtypes to check at a time, each in a process of its own.")
     ] = 1,
@@ -33,9 +36,13 @@ def check(
 ) -> None:
     """Check kernels against the references; exit with 1 if one disagrees, or if no case was checked."""
     found = _chosen(names or list(ops.BY_NAME), device, kernel)
-    chosen = [(op.name, candidate.name, dtype) for op, candidate in found for dtype in op.dtypes]
-    if not chosen:
+    wanted = {DTYPES[known(name, DTYPES, "--dtype")] for name in dtype or ()}
+    every = [(op.name, candidate.name, one) for op, candidate in found for one in op.dtypes]
+    if not every:
         raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}{missing(device)}", param_hint="--kernel")
+    chosen = [one for one in every if not wanted or one[-1] in wanted]
+    if not chosen:
+        raise typer.BadParameter("none of the ops is checked in this dtype", param_hint="--dtype")
     require_device(device, DEVICES)  # after kernels are loaded, because that also loads PyTorch's extension for NPUs
     results = _in_processes(chosen, device, jobs) if jobs > 1 else (_check(*one, device) for one in chosen)
     checks = list(itertools.chain(*track(results, "checking", total=len(chosen), disable=as_json, transient=True)))

@@ -16,8 +16,8 @@ import torch
 from vllm_opset.kernels import triton
 
 OPS = [module.name for module in pkgutil.iter_modules(triton.__path__) if not module.name.startswith("_")]
-# Ops that take minutes or nearly so, each in a process of its own. All others share one process, which takes seconds to
-# start.
+# Ops that take minutes or nearly so, each in a process of its own and in two dtypes: fp16 takes no other path through a
+# kernel than bf16, and a GPU checks it. All others share one process, which takes seconds to start.
 ALONE = ("paged_attention", "top_k_top_p_sample", "qk_norm_rope_cache", "rope_cache")
 PARITY = "from vllm_opset.cli import main; main()"
 ON_AMPERE = """
@@ -50,6 +50,8 @@ def _json_of(*arguments: str, **environment: str) -> dict:
 @IN_PROCESSES
 def test_kernels_keep_their_contracts_in_the_interpreter(ops):
     arguments = ("-c", PARITY, "parity", *ops, "--kernel", "triton", "--device", "cpu", "--json")
+    if ops[0] in ALONE:
+        arguments += ("--dtype", "float32", "--dtype", "bfloat16")
     checks = _json_of(*arguments, TRITON_INTERPRET="1")["checks"]
     assert {check["op"] for check in checks if check["skipped"] is None} == set(ops), "not one sample of an op was run"
     unsupported = {check["skipped"] for check in checks if "cpu/" in (check["skipped"] or "")}
