@@ -12,6 +12,9 @@ from types import SimpleNamespace
 
 import torch
 
+from vllm_opset.platform.bridges import find
+from vllm_opset.platform.cpu.runner_kernels import parameters
+
 ROOM, LENGTH, VOCABULARY = 9, 96, 150  # requests that have room, their longest length, and the width of the logits
 POISON = -77
 TRIALS = 3
@@ -471,8 +474,9 @@ def fill_logprob_token_ids(random):
 
 @of("gpu.sample.output._compact_sampling_mask_kernel")
 def compact_sampling_mask(random):
-    batch, kept = Batch(random), 12
-    of_request = 1 if ints(random, 0, 2, 1) else 3
+    batch, kept, name = Batch(random), 12, f"{WORKER}gpu.sample.output._compact_sampling_mask_kernel"
+    several = bool(ints(random, 0, 2, 1)) and "ROWS_PER_REQUEST" in parameters(find(name))  # since 0.32
+    of_request = 3 if several else 1
     number = batch.size * of_request
     logits = some(random, floats(random, number, VOCABULARY), -math.inf)
     logits[::2, 10:] = -math.inf
@@ -630,9 +634,6 @@ def launches(kernel: str) -> list[Launch]:
 
 def main() -> None:
     from vllm.triton_utils import HAS_TRITON
-
-    from vllm_opset.platform.bridges import find
-    from vllm_opset.platform.cpu.runner_kernels import parameters
 
     assert HAS_TRITON and os.environ["TRITON_INTERPRET"] == "1"
     # The interpreter has no functions of CUDA's library.
