@@ -23,6 +23,7 @@ ALLOWED = {
     "vllm.v1.utils._PROFILER_FUNC": "vLLM itself chooses what marks a step for profilers when it first does",
     "vllm.model_executor.models.registry._run_in_subprocess": "opset, when arguments are read: docs/changes-to-vllm.md",
     "vllm.model_executor.models.registry._ModelRegistry.inspect_model_cls": "the same",
+    "vllm.engine.arg_utils.EngineArgs.create_engine_config": "the same",
 }
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]

@@ -86,7 +86,9 @@ class Report:
         known = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
         ceilings = self.ceilings and {**vars(self.ceilings), "dtype": _plain(self.ceilings.dtype)}
         known |= {"ceilings": ceilings, "results": [vars(result) for result in self.results]}
-        if self.random is not None:
+        if self.random is None:
+            del known["random"]
+        else:
             known["comparisons"] = [one.as_json() for one in random_cases.comparisons(self.results)]
         return known
 

@@ -50,6 +50,8 @@ class OpsetLayer:
     """
 
     opset_kernels: Sequence[Kernels] = ()
+    # Whether the kernels are chosen when the layer is built, so that the report at start-up names them.
+    opset_chooses_when_built = True
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -72,8 +74,8 @@ class OpsetLayer:
         self.opset_is_wanted = (self._enforce_enable or self.enabled()) and self.covered_by_contract()
         self.opset_kernels = []
         self._forward_method = self.use_kernels() if self.opset_is_wanted else self.forward_native
-        for kernels in self.opset_kernels:
-            kernels[dtype]  # chosen now, so that the report at start-up names it
+        for kernels in self.opset_kernels if self.opset_chooses_when_built else ():
+            kernels[dtype]
         # nn.Module calls `forward`. vLLM's own `forward` would only pass the call on.
         self.forward = self._forward_method
 
@@ -148,7 +150,13 @@ class RMSNormGatedLayer(OpsetLayer):
 
 
 class ApplyRotaryEmbLayer(OpsetLayer):
-    """Layer for cosines and sines that were gathered before. It computes in fp32, whether or not vLLM's layer would."""
+    """Layer for cosines and sines that were gathered before. It computes in fp32, whether or not vLLM's layer would.
+
+    Every rotary embedding of vLLM holds such a layer, and RotaryEmbeddingLayer does not call it. So its kernel is chosen
+    at the first call.
+    """
+
+    opset_chooses_when_built = False
 
     def use_kernels(self) -> Callable:
         self._rotate = self.kernels_for(ops.apply_rotary_emb, lambda: {"is_neox_style": self.is_neox_style})

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 def one_step_of_second_runner(runner) -> None:
     """Run a step of one token through the model and the sampler, in vLLM's second model runner."""
-    runner._dummy_run(1)
+    _, last = runner._dummy_run(1)
+    head(runner, last)
     sampler(runner)
     forget_calls()
 
@@ -21,7 +22,8 @@ def one_step_of_second_runner(runner) -> None:
 def one_step(runner: "GPUModelRunner") -> None:
     """The same in vLLM's first model runner, and compute the step's slot mapping."""
     attends = not runner.is_pooling_model
-    runner._dummy_run(1, cudagraph_runtime_mode=CUDAGraphMode.NONE, force_attention=attends)
+    _, last = runner._dummy_run(1, cudagraph_runtime_mode=CUDAGraphMode.NONE, force_attention=attends)
+    head(runner, last)
     sampler(runner)
     if attends:
         slot_mapping(runner)
@@ -32,6 +34,12 @@ def forget_calls() -> None:
     """Reset the counters of calls, because reports count only the calls of requests."""
     for choice in selection.choices():
         choice.calls.clear()
+
+
+def head(runner, last: torch.Tensor) -> None:
+    """Multiply the last token's hidden state by the model's head, which vLLM's dummy run leaves out."""
+    if not runner.is_pooling_model:
+        runner.model.compute_logits(last)
 
 
 def sampler(runner) -> None:

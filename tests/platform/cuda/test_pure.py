@@ -10,8 +10,8 @@ from small_models import LLAMA
 from vllm.config import CompilationMode
 
 from vllm_opset.platform.cuda.refusals import EARLY_RULES, RULES
+from vllm_opset.platform.refusals import MOE, SECOND_RUNNER, Refusal, check, fusions
 from vllm_opset.platform.refusals import RULES as COMMON
-from vllm_opset.platform.refusals import SECOND_RUNNER, Refusal, check, fusions
 
 pytestmark = pytest.mark.window
 
@@ -42,8 +42,14 @@ def test_what_is_not_done_is_refused(feature, attribute, value, config):
         check(RULES, config, "here")
 
 
+def test_mixtures_of_experts_are_refused(config, monkeypatch):
+    monkeypatch.setattr(type(config.model_config), "is_moe", True)
+    with pytest.raises(Refusal, match=r"mixture-of-experts \(MoE\) models"):
+        check(RULES, config, "here")
+
+
 def test_every_rule_of_its_own_is_tested():
-    own = {rule.feature for rule in RULES if rule not in (*COMMON, SECOND_RUNNER)}
+    own = {rule.feature for rule in RULES if rule not in (*COMMON, SECOND_RUNNER, MOE)}
     assert all(any(feature in rule for feature, *_ in REFUSED) for rule in own) and len(own) == len(REFUSED)
 
 

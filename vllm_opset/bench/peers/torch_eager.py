@@ -2,6 +2,8 @@
 
 import torch.nn.functional as F
 
+from vllm_opset.ops.schemes import dequantise
+
 
 def unavailable(device: str) -> str | None:
     """None, because it is always available."""
@@ -21,7 +23,10 @@ def layer_norm(x, weight, bias, epsilon):
     return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
 
-def linear(x, weight, bias=None):
+def linear(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None):
+    if weight_scale is not None:
+        weight = dequantise(weight, weight_scale, out_dtype)
+        x = dequantise(x, x_scale, out_dtype)
     return F.linear(x, weight, bias)
 
 

@@ -54,6 +54,7 @@ def scaled_linear(
         rows.stride(0), rows.stride(1), weight.stride(0), *w_strides, *x_strides,
         COLUMNS=columns, W_ROWS=weight_group[0], W_COLUMNS=weight_group[1], X_COLUMNS=x_group[1], NATIVE=native,
         BLOCK_T=tokens, BLOCK_N=OUTPUTS, BLOCK_K=min([COLUMNS, *widths]), num_warps=WARPS, num_stages=STAGES,
+        **_launch.FUSION,
     )  # fmt: skip
     return out
 
