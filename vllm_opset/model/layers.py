@@ -152,8 +152,8 @@ class RMSNormGatedLayer(OpsetLayer):
 class ApplyRotaryEmbLayer(OpsetLayer):
     """Layer for cosines and sines that were gathered before. It computes in fp32, whether or not vLLM's layer would.
 
-    Every rotary embedding of vLLM holds such a layer, and RotaryEmbeddingLayer does not call it. So its kernel is chosen
-    at the first call.
+    Every rotary embedding of vLLM holds such a layer, and RotaryEmbeddingLayer does not call it. So its kernel is
+    chosen at the first call.
     """
 
     opset_chooses_when_built = False
