@@ -37,6 +37,8 @@ def running(path, **arguments) -> Iterator:
         try:
             yield llm
         finally:
+            # The caller's variable may keep it alive. From 0.33 on, a late end would end the next engine's groups.
+            llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
             cleanup_dist_env_and_memory()
