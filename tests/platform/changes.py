@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 
 import torch
 
-# Imported before the plugin is loaded, so that its changes to them are visible.
+# Imported before the plugin is loaded, so that its changes to them are visible. A release may lack some.
 MODULES = (
     "vllm.engine.arg_utils",
     "vllm.entrypoints.llm",
@@ -26,6 +27,7 @@ MODULES = (
     "vllm.model_executor.layers.rotary_embedding",
     "vllm.model_executor.models.gemma2",
     "vllm.model_executor.models.llama",
+    "vllm.triton_utils.dispatcher",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
@@ -37,6 +39,9 @@ WATCHED = ("vllm", "torch", "torch.accelerator", "torch.cuda", "triton.runtime.j
 COMPILED = "_C"
 # Triton's record of all kernels, which grows when a module with kernels is imported.
 KERNELS = "triton.runtime.jit._triton_jit_function_registry"
+
+# Triton kernels of vLLM's second model runner. vLLM itself puts what its registry has in their places.
+LAUNCHED = re.compile(r"vllm\.v1\.worker\.gpu\..*_kernel")
 
 
 def found(platform: str, **variables: str) -> dict[str, set[str]]:
@@ -64,6 +69,8 @@ _seen: list = []
 
 def snapshot() -> dict[str, tuple]:
     """Identifies every signal's handler, and every attribute of watched modules and their classes and objects."""
+    from vllm import triton_utils
+
     values = {f"signal.{number.name}": identity(signal.getsignal(number)) for number in signal.Signals}
     for name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType) and (name in WATCHED or name.startswith("vllm.")):
@@ -72,6 +79,8 @@ def snapshot() -> dict[str, tuple]:
                 if belongs_to_vllm(value, name):
                     for inner, inner_value in members(value):
                         values[f"{name}.{attribute}.{inner}"] = identity(inner_value)
+    # Where Triton is of no use, vLLM puts an object in its place, and many modules hold that object.
+    values |= {f"vllm.triton_utils.triton.{name}": identity(value) for name, value in members(triton_utils.triton)}
     operators = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
     return values | {f"torch.ops._C.{name}": () for namespace, name in operators if namespace == COMPILED}
 
@@ -105,7 +114,7 @@ def differ(before: dict[str, tuple], after: dict[str, tuple]) -> list[str]:
     added = {name for name in after.keys() - before.keys() if name.rsplit(".", 1)[0] in owners}
     imported = {name for name in added if name in sys.modules}
     changed = {name for name in before.keys() & after.keys() if before[name] != after[name]}
-    return sorted((changed | added) - imported - {KERNELS})
+    return sorted(name for name in (changed | added) - imported - {KERNELS} if not LAUNCHED.fullmatch(name))
 
 
 def load_plugin(platform: str) -> None:
@@ -142,6 +151,8 @@ def in_a_worker(platform: str) -> Iterator[None]:
             from vllm_opset.platform.cpu import quantisation
 
             quantisation.register()
+            if compat.replaces_triton_kernels():
+                serve_with_second_runner()
         if platform == "npu":
             from vllm_opset.platform.npu import graphs
 
@@ -159,6 +170,17 @@ def in_a_worker(platform: str) -> Iterator[None]:
 
             until_the_end.enter_context(precompile())
         yield
+
+
+def serve_with_second_runner() -> None:
+    """Makes the changes of a worker on a CPU that serves with vLLM's second model runner."""
+    from vllm_opset.platform import compat
+    from vllm_opset.platform.cpu import runner_kernels
+
+    compat.configure_without_triton()
+    compat.launch_without_triton()
+    compat.name_cpu_as_cuda()
+    runner_kernels.register()
 
 
 def pretend_a_gpu() -> None:
