@@ -58,7 +58,7 @@ FUSION = {"enable_fp_fusion": True}
 
 
 @functools.cache
-def pdl_options(device: torch.device) -> Mapping[str, bool]:
+def launch_options(device: torch.device) -> Mapping[str, bool]:
     """Launch arguments of every kernel that calls `pdl_wait(PDL)`: FUSION, and whether it may start early.
 
     It may be launched before its predecessor ends on NVIDIA GPUs from Hopper on (programmatic dependent launch), which

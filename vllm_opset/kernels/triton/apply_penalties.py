@@ -29,7 +29,7 @@ def apply_penalties(
         logits, logits.stride(), counts, vocab_size, prompt, *_strides(prompt), prompt.shape[1],
         output, *_strides(output), output.shape[1], (repetition, presence, frequency),
         (repetition.stride(0), presence.stride(0), frequency.stride(0)),
-        TILE=values["tile"], num_warps=values["warps"], **_launch.pdl_options(logits.device),
+        TILE=values["tile"], num_warps=values["warps"], **_launch.launch_options(logits.device),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_n
     _apply_rotary_emb[(seqs * tokens * launch["GROUPS"],)](
         batch, batch.stride(), cos, cos.stride(), sin, sin.stride(), out, tokens,
         SHAPE=Shape.of(head_size, head_size, is_neox_style), NUM_HEADS=heads, GROUPS=launch["GROUPS"],
-        HEADS=launch["HEADS"], num_warps=launch["num_warps"], **_launch.pdl_options(x.device),
+        HEADS=launch["HEADS"], num_warps=launch["num_warps"], **_launch.launch_options(x.device),
     )  # fmt: skip
     return out
 

@@ -25,7 +25,7 @@ def compute_slot_mapping(
     _compute_slot_mapping[(len(query_start_loc),)](
         query_start_loc, positions, len(positions), block_table, block_table.stride(0), block_table.stride(1),
         slot_mapping, len(slot_mapping), BLOCK_SIZE=block_size, PADDING=PADDING, TILE=TILE,
-        **_launch.pdl_options(positions.device),
+        **_launch.launch_options(positions.device),
     )  # fmt: skip
 
 

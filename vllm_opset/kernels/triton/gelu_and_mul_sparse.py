@@ -24,7 +24,7 @@ def gelu_and_mul_sparse(x: torch.Tensor, std_multiplier: float, approximate: str
     launch = whole_rows(columns, **_launch.parameters("gelu_and_mul_sparse", x.device, total))
     _gelu_and_mul_sparse[(_launch.cdiv(total, launch["ROWS"]),)](
         x, rows(x), out, total, std_multiplier, FORMULA=FORMULAS[approximate], COLUMNS=columns, **launch,
-        **_launch.pdl_options(x.device),
+        **_launch.launch_options(x.device),
     )  # fmt: skip
     return out
 

@@ -62,7 +62,7 @@ def linear(
         return ops.linear(x, weight, bias, weight_scale, x_scale, out_dtype)
     num_outputs, columns = weight.shape
     out = x.new_empty((*x.shape[:-1], num_outputs))
-    launch = _launch.pdl_options(x.device) | _parts(columns, **_launch.parameters("linear", x.device, num_outputs))
+    launch = _launch.launch_options(x.device) | _parts(columns, **_launch.parameters("linear", x.device, num_outputs))
     _linear[(_launch.cdiv(num_outputs, launch["OUTPUTS"]),)](
         x, x.stride(-1), weight, weight.stride(0), bias, out, num_outputs, COLUMNS=columns, **launch
     )

@@ -38,7 +38,7 @@ def reshape_and_cache(
         k_scale, v_scale, total,
         NUM_KV_HEADS=key.shape[1], HEAD_SIZE=head_size, BLOCK_SIZE=kv_cache.shape[2],
         FP8=kv_cache.dtype == torch.float8_e4m3fn, ROWS=held, BLOCK=block,
-        num_warps=enough_warps(values["warps"], held * block), **_launch.pdl_options(key.device),
+        num_warps=enough_warps(values["warps"], held * block), **_launch.launch_options(key.device),
     )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def rms_norm_gated(
     _rms_norm_gated[(_launch.cdiv(total, launch["ROWS"]),)](
         x, rows(x), z, None if z is None else rows(z), weight, groups, out, total, epsilon,
         NORM_BEFORE_GATE=norm_before_gate, SILU=activation in SILU, COLUMNS=columns, **launch,
-        **_launch.pdl_options(x.device),
+        **_launch.launch_options(x.device),
     )  # fmt: skip
     return out
 

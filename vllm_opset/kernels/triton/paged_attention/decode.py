@@ -249,7 +249,7 @@ def _launch_ranges(call: Call, launch: str, separate_combine: bool) -> None:
     partials = call.batch.once(_call.workspace, (num_programs + call.num_reqs) * num_kv_heads, rows, block_d)
     shape = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": call.group, "HEAD_SIZE": call.head_size, "BLOCK_M": rows,
-        "BLOCK_D": block_d, **_launch.pdl_options(device),
+        "BLOCK_D": block_d, **_launch.launch_options(device),
     }  # fmt: skip
     attend_decode[(num_programs * num_kv_heads,)](
         *call.attend_arguments(), *partials, None if separate_combine else tickets, *plan, num_programs, switch_cost,

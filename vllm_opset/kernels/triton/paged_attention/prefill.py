@@ -172,7 +172,7 @@ def launch_prefill(call: Call) -> None:
     shape = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": call.head_size, "LEFT": call.left,
         "RIGHT": call.right, "BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_D": call.block_d,
-        **_launch.pdl_options(device),
+        **_launch.launch_options(device),
     }  # fmt: skip
     attend_prefill[(num_tiles * num_splits,)](
         *call.attend_arguments(), *partials, num_splits, split_keys, BLOCK_SIZE=call.block_size,

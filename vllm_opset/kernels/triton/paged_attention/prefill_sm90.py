@@ -338,7 +338,7 @@ def launch_prefill_sm90(call: Call) -> None:
         call.scale, call.sinks, num_tiles, batch.once(_call.tickets, 1),
         NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, BLOCK_SIZE=call.block_size,
         LEFT=call.left, RIGHT=call.right, BLOCK_N=block_n, BLOCK_D=call.block_d, STAGES=values["stages"],
-        num_warps=WARPGROUP, **_launch.pdl_options(device),
+        num_warps=WARPGROUP, **_launch.launch_options(device),
     )  # fmt: skip
 
 

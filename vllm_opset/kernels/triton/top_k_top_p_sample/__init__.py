@@ -34,7 +34,7 @@ def top_k_top_p_sample(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     check_processed(processed)
     num_rows, vocab_size = logits.shape
-    device, pdl = logits.device, _launch.pdl_options(logits.device)
+    device, options = logits.device, _launch.launch_options(logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     out = None if processed is None else torch.empty(logits.shape, dtype=torch.float32, device=device)
     if num_rows == 0:
@@ -71,12 +71,12 @@ def top_k_top_p_sample(
     if filtered:
         read.start[(num_rows,)](
             logits, logits.stride(), vocab_size, given, settings, strides, wants_processed, ints, floats,
-            LIST_LENGTH=values["list_length"], num_warps=values["row_warps"], **pdl,
+            LIST_LENGTH=values["list_length"], num_warps=values["row_warps"], **options,
         )  # fmt: skip
     read.read[(num_rows * num_chunks,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, given, settings, strides, wants_processed,
         ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-        CHUNK=chunk, FILTERED=filtered, num_warps=values["warps"], **registers, **pdl,
+        CHUNK=chunk, FILTERED=filtered, num_warps=values["warps"], **registers, **options,
     )  # fmt: skip
     chunks = max(FEW_CHUNKS, _launch.next_power_of_2(num_chunks))
     if rereads:
@@ -84,17 +84,17 @@ def top_k_top_p_sample(
         reread.reread[(num_rows * programs,)](
             logits, logits.stride(), vocab_size, num_chunks, programs, keys, given, settings, strides, wants_processed,
             ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-            CHUNK=chunk, CHUNKS=chunks, num_warps=values["warps"], **registers, **pdl,
+            CHUNK=chunk, CHUNKS=chunks, num_warps=values["warps"], **registers, **options,
         )  # fmt: skip
     finish.finish[(num_rows,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, wants_processed,
         ints, floats, parts, part_ids, listed, listed_ids, capacity,
         CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered,
-        num_warps=values["row_warps"], **_launch.registers(device, values["row_registers"]), **pdl,
+        num_warps=values["row_warps"], **_launch.registers(device, values["row_registers"]), **options,
     )  # fmt: skip
     if out is not None:
         read.process[(num_rows * num_chunks,)](
             logits, logits.stride(), vocab_size, num_chunks, given, settings, strides, ints, floats, out,
-            CHUNK=chunk, LOGPROBS=processed == "logprobs", num_warps=values["warps"], **pdl,
+            CHUNK=chunk, LOGPROBS=processed == "logprobs", num_warps=values["warps"], **options,
         )  # fmt: skip
     return tokens, out
