@@ -21,8 +21,8 @@ CONFIGURES = ("OMP_", "VLLM_", "OPSET_")
 ALWAYS = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # Lines of an engine's log to show when it ends. vLLM prints an error twice, each time with a traceback.
 LAST_LINES = 60
-# Seconds to wait for an engine's end. An idle vLLM ends within seconds.
-PATIENCE = 60
+# Seconds to wait for an engine's end: until it ends by itself, which takes an idle vLLM seconds, and after it was killed.
+PATIENCE, PATIENCE_WITH_KILLED = 60, 60
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class RunningEngine:
         """Ends the process group and waits for all of it: a killed process holds its memory until it has ended."""
         self._signal(signal.SIGKILL)
         self._process.wait()
-        limit = time.monotonic() + PATIENCE
+        limit = time.monotonic() + PATIENCE_WITH_KILLED
         while self._group_is_alive() and time.monotonic() < limit:
             time.sleep(0.01)
         with suppress(BrokenPipeError):  # data that is still buffered
