@@ -21,7 +21,7 @@ CONFIGURES = ("OMP_", "VLLM_", "OPSET_")
 ALWAYS = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 # Lines of an engine's log to show when it ends. vLLM prints an error twice, each time with a traceback.
 LAST_LINES = 60
-# Seconds to wait for an engine's end: until it ends by itself, which takes an idle vLLM seconds, and after it was killed.
+# Seconds to wait for an engine to end by itself, which takes an idle vLLM seconds, and for one that was killed.
 PATIENCE, PATIENCE_WITH_KILLED = 60, 60
 
 
