@@ -16,7 +16,10 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.window,
     pytest.mark.skipif(torch.cuda.is_available(), reason="of the platform for a CPU: runs where there is no GPU"),
-    pytest.mark.skipif(not compat.replaces_triton_kernels(), reason="this vLLM has no hook for the runner's kernels"),
+    pytest.mark.skipif(
+        not compat.replaces_triton_kernels(),
+        reason="this vLLM has no hook for the runner's kernels: runs with 0.31 and later",
+    ),
 ]
 
 # A prompt takes several steps, and the cache cannot hold all requests at once.

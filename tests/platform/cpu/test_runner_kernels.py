@@ -15,7 +15,9 @@ from vllm_opset.platform.bridges import find
 
 pytestmark = [
     pytest.mark.window,
-    pytest.mark.skipif(not compat.replaces_triton_kernels(), reason="this vLLM has no hook for these kernels"),
+    pytest.mark.skipif(
+        not compat.replaces_triton_kernels(), reason="this vLLM has no hook for these kernels: runs with 0.31 and later"
+    ),
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton's interpreter runs vLLM's kernels"),
 ]
 
