@@ -80,7 +80,12 @@ def snapshot() -> dict[str, tuple]:
                     for inner, inner_value in members(value):
                         values[f"{name}.{attribute}.{inner}"] = identity(inner_value)
     # Where Triton is of no use, vLLM puts an object in its place, and many modules hold that object.
-    values |= {f"vllm.triton_utils.triton.{name}": identity(value) for name, value in members(triton_utils.triton)}
+    # An import of Triton's own modules is no change.
+    values |= {
+        f"vllm.triton_utils.triton.{name}": identity(value)
+        for name, value in members(triton_utils.triton)
+        if not getattr(value, "__name__", "").startswith("triton.")
+    }
     operators = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
     return values | {f"torch.ops._C.{name}": () for namespace, name in operators if namespace == COMPILED}
 

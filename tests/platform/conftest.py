@@ -23,3 +23,18 @@ def configure(tmp_path, monkeypatch) -> Callable:
         return EngineArgs(str(tmp_path), skip_tokenizer_init=True, **arguments).create_engine_config()
 
     return configure
+
+
+@pytest.fixture
+def unprocessed(configure) -> Callable:
+    """`unprocessed(model, **arguments)`: the same, without what the platform of this machine has set."""
+
+    def unprocessed(model: dict, **arguments):
+        made = configure(model, **arguments)
+        made.parallel_config.worker_cls = "auto"
+        made.compilation_config.mode = None
+        if order := getattr(made.kernel_config, "ir_op_priority", None):  # vLLM removes its IR after 0.33
+            vars(order).update(dict.fromkeys(vars(order)))
+        return made
+
+    return unprocessed

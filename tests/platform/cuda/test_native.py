@@ -79,16 +79,13 @@ def test_asked_for_without_compiled_kernels_is_an_error_with_the_cure(machine, m
 
 
 @pytest.fixture
-def config(configure, monkeypatch):
+def config(unprocessed, monkeypatch):
     """`config(**arguments)`: a configuration before vLLM's platform has processed it."""
     monkeypatch.delenv("OPSET_NATIVE", raising=False)
     monkeypatch.delenv("OPSET_CONFIG", raising=False)
 
     def config(**changes):
-        made = configure(QWEN3, load_format="dummy", dtype="bfloat16")
-        # This machine's own platform has set this.
-        made.parallel_config.worker_cls = "auto"
-        made.compilation_config.mode = None
+        made = unprocessed(QWEN3, load_format="dummy", dtype="bfloat16")
         for path, value in changes.items():
             *parts_of, name = path.split("__")
             # This bypasses the checks of pydantic, which would require other settings as well.

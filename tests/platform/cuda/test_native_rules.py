@@ -80,15 +80,13 @@ def rules(name: str, which: str) -> dict[str, parts.Rule]:
 
 
 @pytest.fixture
-def changed(configure, monkeypatch, tmp_path):
+def changed(unprocessed, monkeypatch, tmp_path):
     """`changed(feature)`: a configuration that every part could serve, except for the feature."""
     monkeypatch.setattr(parts, "defaults", lambda: {"sm90": dict.fromkeys(parts.PARTS, True) | {"measured": "a page"}})
     monkeypatch.delenv("OPSET_CONFIG", raising=False)
     monkeypatch.delenv("OPSET_NATIVE", raising=False)
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    made = configure(QWEN3, load_format="dummy", dtype="bfloat16")
-    made.parallel_config.worker_cls = "auto"
-    made.compilation_config.mode = None
+    made = unprocessed(QWEN3, load_format="dummy", dtype="bfloat16")
 
     def changed(feature: str | None):
         example = EXAMPLES[feature] if feature else {}
