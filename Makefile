@@ -8,6 +8,8 @@ VENV = .venv$(addprefix -,$(filter-out $(RELEASE),$*))
 # A process for each core, and one thread in each, since more would fight for that core. tests/conftest.py says what stays
 # together, and in which order.
 SIDE_BY_SIDE := -n auto --no-loadscope-reorder
+# Six processes share a GPU: compiling keeps 16 cores busy, and each engine of the tests takes a few GiB.
+SHARE_A_GPU := -n 6 --no-loadscope-reorder
 # The kinds of GPUs that Triton kernels are compiled for.
 TARGETS := nvidia/sm80 nvidia/sm89 nvidia/sm90 nvidia/sm100 nvidia/sm120 amd/gfx942 amd/gfx950
 # Folders of tests with some that need a GPU.
@@ -38,7 +40,7 @@ test-processors: env ## what depends on the processor, as on this machine's and 
 
 # Beside each other, they would wait for each other's threads.
 test-gpu%: export OMP_NUM_THREADS ?= 4
-test-gpu: test-gpu-parity test-gpu-mutants $(GPU_TESTS:%=test-gpu-%) ## all that needs a GPU, in the environment of PYTHON: stock vLLM, torch for CUDA, pytest and this checkout (-j4 -O: at once)
+test-gpu: test-gpu-parity test-gpu-mutants $(GPU_TESTS:%=test-gpu-%) ## all that needs a GPU, in the environment of PYTHON: stock vLLM, torch for CUDA, pytest, pytest-xdist and this checkout (-j4 -O: at once)
 
 test-gpu-parity:
 	$(PYTHON) -m vllm_opset parity --device cuda --jobs 16
@@ -47,7 +49,7 @@ test-gpu-mutants:
 	$(PYTHON) tests/mutants/run.py --gpu
 
 $(GPU_TESTS:%=test-gpu-%): test-gpu-%:
-	OPSET_PLATFORM=cuda $(PYTHON) -m pytest tests/$* $(ARGS)
+	OPSET_PLATFORM=cuda $(PYTHON) -m pytest $(SHARE_A_GPU) tests/$* $(ARGS)
 
 test-ascend: test-ascend-kernels test-ascend-engine ## all for Ascend, over torch_npu without an NPU: see tests/ascend/README.md
 
