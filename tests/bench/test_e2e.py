@@ -189,23 +189,30 @@ def test_two_engines_side_by_side(tmp_path):
 
 
 @pytest.mark.engine
-def test_one_engine_at_a_time(tmp_path):
-    steps, up = [], []
+def test_one_engine_at_a_time_and_what_was_done_before_an_interruption(tmp_path):
+    steps, up, names = [], [], ("opset", "again")
 
     def look(step: str) -> None:
+        if step.startswith("8x64/32") and step.endswith("again"):
+            raise KeyboardInterrupt
         steps.append(step)
         up.append(sum(str(engines.CHILD) in process.cmdline() for process in psutil.Process().children()))
 
-    shape, names = shapes.load("tiny"), ("opset", "again")
-    pair = [engines.Engine(name) for name in names]
-    plan = Plan(shape, shape.cases[:1], pair, repetitions=1, cold=False, apart=True)
+    shape = shapes.load("tiny")
+    plan = Plan(shape, shape.cases[:2], [engines.Engine(name) for name in names], repetitions=1, cold=False, apart=True)
     found = plan.run(tmp_path, tmp_path, look)
     report = Report(record(plan, found, "the command"))
-    runs = [f"1x64/32, run {number} of 1" for number in range(2)]
-    assert steps == [step for name in names for step in (f"starting {name}", *(f"{run}: {name}" for run in runs))]
-    assert up == [0, 1, 1] * 2
-    assert [result.engine for result in found.results] == list(names)
-    assert found.results[1].same == 1 and "one engine was up at a time" in page([report], None, None)
+    first, second = ([f"{case}, run {number} of 1" for number in range(2)] for case in ("1x64/32", "8x64/32"))
+    assert steps == [
+        *("starting opset", *(f"{run}: opset" for run in (*first, *second))),
+        *("starting again", *(f"{run}: again" for run in first)),
+    ]
+    assert up == [0, 1, 1, 1, 1, 0, 1, 1]
+    assert [(result.engine, result.case.name) for result in found.results] == [(name, "1x64/32") for name in names]
+    assert report.run["missing"] == ["8x64/32"] and found.results[1].same == 1
+    text = page([report], None, None)
+    assert "one engine was up at a time" in text and "Interrupted before 8x64/32." in text
+    assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
 
 
 def comparison(**seconds: float) -> Report:
@@ -249,21 +256,6 @@ def test_an_interruption_before_all_engines_have_done_a_case_is_no_report(tmp_pa
     plan = Plan(shape, shape.cases[:1], [engines.Engine("opset")], repetitions=1, cold=False, apart=True)
     with pytest.raises(KeyboardInterrupt):
         plan.run(tmp_path, tmp_path, interrupt)
-
-
-@pytest.mark.engine
-def test_what_was_done_before_an_interruption_is_reported(tmp_path):
-    def interrupt(step: str) -> None:
-        if step.startswith("8x64/32"):
-            raise KeyboardInterrupt
-
-    shape = shapes.load("tiny")
-    plan = Plan(shape, shape.cases[:2], [engines.Engine("opset")], repetitions=1, cold=False)
-    found = plan.run(tmp_path, tmp_path, interrupt)
-    report = Report(record(plan, found, "the command"))
-    assert [result.case.name for result in found.results] == ["1x64/32"] and report.run["missing"] == ["8x64/32"]
-    assert "Interrupted before 8x64/32." in page([report], None, None)
-    assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
 
 
 def test_an_engine_that_fails_ends_the_command_with_its_log_and_leaves_no_process(tmp_path):
