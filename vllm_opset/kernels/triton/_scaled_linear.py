@@ -13,7 +13,7 @@ from vllm_opset.ops.gemm.linear import LinearProblem
 from vllm_opset.ops.schemes import FP8, WHOLE, group_of
 from vllm_opset.targets import FP8 as FP8_FEATURE
 
-# The sizes of a program's tile. They were not tuned: no GPU has run this kernel yet.
+# The sizes of a program's tile. They were not tuned: a GPU has checked this kernel, and not timed it.
 TOKENS = (16, 64)  # the least that tensor cores take, and the most
 OUTPUTS, COLUMNS = 64, 64
 WARPS, STAGES = 4, 3
