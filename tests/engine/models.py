@@ -94,6 +94,9 @@ def build(name: str, folder: Path, seed: int = 0, **changes) -> PreTrainedModel:
         # transformers leaves norm weights and biases at 1 and 0, where no mistake with them would show.
         if parameter.ndim == 1:
             parameter.data += SPREAD * torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer += SPREAD * torch.randn_like(buffer)
     model.save_pretrained(folder)
     return model
 

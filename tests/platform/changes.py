@@ -152,12 +152,12 @@ def in_a_worker(platform: str) -> Iterator[None]:
 
         experts.register()
     with contextlib.ExitStack() as until_the_end:
-        if platform == "cpu":
-            from vllm_opset.platform.cpu import quantisation
+        if platform in ("cpu", "cuda"):
+            from vllm_opset.platform import quantised_weights
 
-            quantisation.register()
-            if compat.replaces_triton_kernels():
-                serve_with_second_runner()
+            quantised_weights.register()
+        if platform == "cpu" and compat.replaces_triton_kernels():
+            serve_with_second_runner()
         if platform == "npu":
             from vllm_opset.platform.npu import graphs
 

@@ -331,7 +331,7 @@ def forget_shared_layers() -> None:
     has(f"{LINEAR_KERNELS}._POSSIBLE_FP8_BLOCK_KERNELS"),
     ends="the oldest release that is served registers them, as 0.33 does by the kernel type fp8_block",
     changes=(f"{LINEAR_KERNELS}._POSSIBLE_FP8_BLOCK_KERNELS",),
-    worker=("cpu",),
+    worker=("cpu", "cuda"),
 )
 def register_fp8_block_kernel(kernel: type) -> None:
     """Register a kernel for fp8 weights with scales by blocks. vLLM's own registration takes these from 0.33 on.
@@ -351,7 +351,7 @@ def register_fp8_block_kernel(kernel: type) -> None:
     uses(REQUANTISE, "scaled_fp8_quant"),
     ends="vLLM quantises the weights that it loads by PyTorch, where its kernels are absent",
     changes=("vllm._custom_ops.scaled_fp8_quant",),
-    worker=("cpu",),
+    worker=("cpu", "cuda"),
 )
 def quantise_weights(quantise: Callable) -> None:
     """Replace the function by which vLLM quantises weights to fp8 while it loads them. It calls vLLM's own kernels.

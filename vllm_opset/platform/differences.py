@@ -31,11 +31,11 @@ HOOKS = (
     Bridge(
         "kernels of fp8 layers",
         "opset registers its kernel for fp8 weights by `register_linear_kernel`, when such a model is loaded.",
-        "vllm_opset.platform.cpu.quantisation.register",
+        "vllm_opset.platform.quantised_weights.register",
         has("vllm.model_executor.kernels.linear.register_linear_kernel"),
         changes=("vllm.model_executor.kernels.linear._POSSIBLE_FP8_KERNELS",),
         hook=True,
-        worker=("cpu",),
+        worker=("cpu", "cuda"),
     ),
     Bridge(
         "experts",

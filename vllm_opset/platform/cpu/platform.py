@@ -7,9 +7,9 @@ import psutil
 import torch
 from vllm.logger import init_logger
 
-from vllm_opset.platform import compat
+from vllm_opset.platform import compat, quantised_weights
 from vllm_opset.platform.base import OpsetPlatform
-from vllm_opset.platform.cpu import kv_memory, machine, quantisation, refusals, threads
+from vllm_opset.platform.cpu import kv_memory, machine, refusals, threads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -74,8 +74,7 @@ class OpsetCpuPlatform(OpsetPlatform):
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        if quant not in quantisation.METHODS:
-            raise quantisation.QUANTISED_WEIGHTS.of(f"the method {quant}", cls.where)
+        quantised_weights.verify(quant, cls.where)
 
     # Kernels
 

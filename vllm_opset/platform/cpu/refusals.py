@@ -2,9 +2,9 @@
 
 from vllm_opset.model.weights import offloads
 from vllm_opset.platform import compat
-from vllm_opset.platform.cpu.quantisation import QUANTISED_WEIGHTS
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import NVTX, PROFILERS, WITHOUT_COMPILER, unset
+from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import QUANTISED_WEIGHTS as ALL_QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (

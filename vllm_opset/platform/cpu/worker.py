@@ -9,8 +9,8 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.model import packed_linear
-from vllm_opset.platform import compat, warm_up
-from vllm_opset.platform.cpu import kv_memory, quantisation, threads
+from vllm_opset.platform import compat, quantised_weights, warm_up
+from vllm_opset.platform.cpu import kv_memory, threads
 from vllm_opset.platform.worker import OpsetWorker
 
 logger = init_logger(f"vllm.{__name__}")
@@ -46,7 +46,7 @@ class OpsetCpuWorker(OpsetWorker):
 
     def load_model(self, **kwargs) -> None:
         if self.model_config.quantization is not None:
-            quantisation.register()
+            quantised_weights.register()
         super().load_model(**kwargs)
         packed_linear.bind(self.model_runner.get_model())
 

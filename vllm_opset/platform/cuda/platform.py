@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_opset.platform import compat, refusals
+from vllm_opset.platform import compat, quantised_weights, refusals
 from vllm_opset.platform.base import OpsetPlatform
 from vllm_opset.platform.cuda import graphs, nvml
 from vllm_opset.platform.cuda.refusals import EARLY_RULES, RULES
@@ -63,6 +63,10 @@ class OpsetCudaPlatform(OpsetPlatform):
         if vllm_config.compilation_config.mode == CompilationMode.NONE:
             return super().get_default_ir_op_priority(vllm_config)
         return IrOpPriorityConfig.with_default(["native"])
+
+    @classmethod
+    def verify_quantization(cls, quant: str) -> None:
+        quantised_weights.verify(quant, cls.where)
 
     # Kernels and graphs
 

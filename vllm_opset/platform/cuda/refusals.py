@@ -1,7 +1,9 @@
 """The features that opset does not support on NVIDIA GPUs with a vLLM that has no compiled kernels."""
 
+from vllm_opset.model.weights import offloads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, WITHOUT_COMPILER, asks_to_compile, unset
+from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import (
     MOE,
     SECOND_RUNNER,
@@ -9,6 +11,7 @@ from vllm_opset.platform.refusals import (
     Settings,
     caches_neither_alike_nor_in_fp8,
 )
+from vllm_opset.platform.refusals import QUANTISED_WEIGHTS as ALL_QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import RULES as COMMON
 
 # These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
@@ -24,7 +27,8 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 )
 
 RULES: tuple[Rule, ...] = (
-    *COMMON,
+    QUANTISED_WEIGHTS,
+    *(rule for rule in COMMON if rule is not ALL_QUANTISED_WEIGHTS),
     MOE,
     SECOND_RUNNER,
     Rule(
@@ -33,6 +37,11 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.speculative_config is not None and config.speculative_config.method != "ngram",
     ),
     Rule("a KV cache in this dtype", "leave out --kv-cache-dtype, or give fp8_e4m3", caches_neither_alike_nor_in_fp8),
+    Rule(
+        "offloading of quantised weights",
+        "leave out --offload-*",
+        lambda config: config.model_config.quantization is not None and offloads(config),
+    ),
     Rule(
         "weight offloading by a view of the host's memory (UVA)",
         "leave out --cpu-offload-gb",

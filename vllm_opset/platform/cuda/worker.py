@@ -7,7 +7,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import fusion, linear, weights
 from vllm_opset.model.v1 import sampler, slots
-from vllm_opset.platform import compat, compile_cache, refusals
+from vllm_opset.platform import compat, compile_cache, quantised_weights, refusals
 from vllm_opset.platform.cuda import device, graphs, warm_up
 from vllm_opset.platform.cuda.starting import Starting
 from vllm_opset.platform.worker import OpsetWorker
@@ -25,6 +25,8 @@ class OpsetCudaWorker(Starting, OpsetWorker):
     def load_model(self, **kwargs) -> None:
         if graphs.in_pieces(self.vllm_config):
             compat.break_graphs_at_attention()
+        if self.model_config.quantization is not None:
+            quantised_weights.register()
         with precompile():  # while weights load; next vLLM measures memory, for which it samples tokens
             warm_up.sampler(self.model_runner)
             super().load_model(**kwargs)

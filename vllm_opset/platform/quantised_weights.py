@@ -1,4 +1,4 @@
-"""Quantised weights on a CPU: which are served, by vLLM's registrations, and why the others are refused."""
+"""Quantised weights without vLLM's kernels: which are served, by its registrations, and why the others are refused."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -70,6 +70,12 @@ def _described(tensor: Mapping) -> str:
 QUANTISED_WEIGHTS = QuantisedWeights(
     "quantised weights other than fp8", CURE, of_model(lambda model: any(unserved(model)))
 )
+
+
+def verify(method: str, where: str) -> None:
+    """Raise Refusal for a method of quantisation of which no format is served."""
+    if method not in METHODS:
+        raise QUANTISED_WEIGHTS.of(f"the method {method}", where)
 
 
 @functools.cache  # vLLM keeps what is registered for the life of the process
