@@ -123,7 +123,8 @@ def _recorded() -> list[CompiledKernel]:
 
 
 def _launch_samples(op, kernel) -> None:
-    for sample in op.samples("cpu", torch.bfloat16):
+    dtype = torch.bfloat16 if torch.bfloat16 in op.dtypes else op.dtypes[0]
+    for sample in op.samples("cpu", dtype):
         args, kwargs = sample.make()
         if kernel.supports(op.problem_for(*args, **kwargs)) is None:
             kernel.run(*args, **kwargs)

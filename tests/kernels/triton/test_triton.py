@@ -18,7 +18,7 @@ from vllm_opset.kernels import triton
 OPS = [module.name for module in pkgutil.iter_modules(triton.__path__) if not module.name.startswith("_")]
 # Ops that take minutes or nearly so, each in a process of its own and in two dtypes: fp16 takes no other path through a
 # kernel than bf16, and a GPU checks it. All others share one process, which takes seconds to start.
-ALONE = ("paged_attention", "top_k_top_p_sample", "qk_norm_rope_cache", "rope_cache")
+ALONE = ("paged_attention", "top_k_top_p_sample", "qk_norm_rope_cache", "rope_cache", "fused_experts")
 PARITY = "from vllm_opset.cli import main; main()"
 ON_AMPERE = """
 import json, torch

@@ -122,6 +122,8 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("odd features", 7, 4, 2, 77, 33, bias=True)
     yield sample("long sums", 5, 4, 2, 2048, 33)
     yield sample("blocks of 32", 40, 4, 1, 64, 40, block_size=32)
+    yield sample("blocks of 128", 150, 2, 1, 64, 40, block_size=128)
+    yield sample("blocks of three tiles", 150, 2, 1, 64, 40, block_size=300, bias=True)
     yield given("all tokens on one expert", [[2]] * 35, 4, 64, 48, bias=True)
     yield given("padded rows", [[1, 0], [-1, -1], [3, 1], [-1, -1]], 4, 64, 48, bias=True)
 

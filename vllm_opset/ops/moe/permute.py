@@ -122,6 +122,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("Mixtral", 50, 8, 2, 16)
     yield sample("Qwen3-MoE", 40, 128, 8, 32)
     yield sample("60 experts", 21, 60, 4, 16)
+    yield sample("thousands of choices", 300, 16, 8, 16)
     yield given("all tokens on one expert", [[3]] * 33, 8, 16)
     yield given("whole blocks", [[1, 2]] * 32, 4, 16)
     yield given("padded rows", [[1, 0], [2, 1], [-1, -1], [-1, -1]], 4, 4)

@@ -1,0 +1,79 @@
+"""fused_experts as the composition of the other ops of experts: permute, grouped_gemm, an activation, and combine.
+
+- `decode`: few choices for each expert, in blocks of the fewest rows that tensor cores take.
+- `prefill`: more choices, in larger blocks.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.triton import _launch, _supports
+from vllm_opset.kernels.triton.combine import combine
+from vllm_opset.kernels.triton.gelu import gelu
+from vllm_opset.kernels.triton.gelu_and_mul import gelu_and_mul
+from vllm_opset.kernels.triton.gelu_tanh import gelu_tanh
+from vllm_opset.kernels.triton.grouped_gemm import LEAST_ROWS, grouped_gemm
+from vllm_opset.kernels.triton.permute import permute
+from vllm_opset.kernels.triton.relu2 import relu2
+from vllm_opset.kernels.triton.silu_and_mul import silu_and_mul
+from vllm_opset.kernels.triton.silu_and_mul_with_clamp import silu_and_mul_with_clamp
+from vllm_opset.kernels.triton.swigluoai_and_mul import swigluoai_and_mul
+from vllm_opset.kernels.triton.swiglustep_and_mul import swiglustep_and_mul
+from vllm_opset.ops.moe import _activations
+from vllm_opset.ops.moe.fused_experts import check_arguments
+from vllm_opset.variants import Variant, Variants
+
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    run.__name__: run
+    for run in (
+        gelu, gelu_and_mul, gelu_tanh, relu2, silu_and_mul, silu_and_mul_with_clamp, swigluoai_and_mul,
+        swiglustep_and_mul,
+    )
+}  # fmt: skip
+
+
+def choices_per_expert(hidden_states, w1, w2, topk_weights, topk_ids, *_, **__) -> int:
+    """The mean number of choices of an expert that is here, rounded up."""
+    return _launch.cdiv(topk_ids.numel(), len(w1))
+
+
+VARIANTS = Variants(choices_per_expert, Variant("decode", suits=lambda mean: mean <= LEAST_ROWS), Variant("prefill"))
+
+
+@kernel(ops.fused_experts, name="triton", supports=_supports.floats, variants=VARIANTS)
+def fused_experts(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
+    swiglu_beta: float | None = None,
+    shared_output: torch.Tensor | None = None,
+    variant: str | None = None,
+) -> torch.Tensor:
+    act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
+    check_arguments(
+        hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
+        shared_output,
+    )  # fmt: skip
+    mean = choices_per_expert(hidden_states, w1, w2, topk_weights, topk_ids)
+    picked = VARIANTS.pick(mean, variant)
+    block_size = _launch.parameters(f"fused_experts_{picked}", hidden_states.device, mean)["block"]
+    order = permute(topk_ids, len(w1), block_size, expert_map)
+    x, weights = hidden_states, topk_weights
+    if apply_router_weight_on_input:
+        x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
+    middle = grouped_gemm(x, w1, *order, topk_ids.shape[1], w1_bias, variant=picked)
+    middle = ACTIVATIONS[act.name](middle, **parameters)
+    results = grouped_gemm(middle, w2, *order, 1, w2_bias, variant=picked)
+    return combine(results.view(*topk_ids.shape, hidden_states.shape[1]), weights, shared_output)

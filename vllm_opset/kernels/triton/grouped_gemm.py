@@ -1,0 +1,126 @@
+"""grouped_gemm: each program multiplies a tile of one block's rows by a tile of the weight of the block's expert.
+
+Rows are gathered by the sorted choices, so none is copied before. The grid covers as many blocks as the shapes allow;
+programs of empty blocks multiply and write nothing.
+
+- `decode`: blocks of up to 16 choices. Reading the weights takes the time, and each weight is read once.
+- `prefill`: larger blocks, whose programs are ordered so that those of one expert run at the same time.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.triton import _launch, _supports
+from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.ops.moe.grouped_gemm import check_arguments
+from vllm_opset.variants import Variant, Variants
+
+LEAST_ROWS, MOST_ROWS = 16, 128  # of a tile: what tensor cores take, and what registers hold
+LEAST_COLUMNS = 16  # that tensor cores multiply at a time
+
+
+class Call(NamedTuple):
+    """block_size: the choices of a block."""
+
+    block_size: int
+
+
+def describe(x, weight, sorted_token_ids, expert_ids, top_k, bias=None) -> Call:
+    return Call(len(sorted_token_ids) // max(len(expert_ids), 1))
+
+
+VARIANTS = Variants(describe, Variant("decode", can=lambda call: call.block_size <= LEAST_ROWS), Variant("prefill"))
+
+
+@kernel(ops.grouped_gemm, name="triton", supports=_supports.floats, variants=VARIANTS)
+def grouped_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    top_k: int,
+    bias: torch.Tensor | None = None,
+    variant: str | None = None,
+) -> torch.Tensor:
+    block_size = check_arguments(x, weight, sorted_token_ids, expert_ids, top_k, bias)
+    num_outputs, columns = weight.shape[1:]
+    num_choices = x.shape[0] * top_k
+    out = x.new_empty((num_choices, num_outputs))
+    if not len(expert_ids):
+        return out
+    picked = VARIANTS.of(variant, x, weight, sorted_token_ids, expert_ids, top_k)
+    launch = _tile(picked, block_size, num_outputs, columns, x)
+    tiles = _launch.cdiv(block_size, launch["BLOCK_M"])
+    num_tiles = len(expert_ids) * tiles
+    _grouped_gemm[(num_tiles * _launch.cdiv(num_outputs, launch["BLOCK_N"]),)](
+        x, x.stride(0), weight, bias, sorted_token_ids, expert_ids, out, num_choices, num_tiles, top_k,
+        OUTPUTS=num_outputs, COLUMNS=columns, BLOCK_SIZE=block_size, TILES=tiles, READ_ONCE=picked == "decode",
+        **launch, **_launch.launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _tile(variant: str, block_size: int, num_outputs: int, columns: int, x: torch.Tensor) -> dict[str, int]:
+    """Launch arguments: the sizes of a tile, which are not larger than what there is to multiply."""
+    values = _launch.parameters(f"grouped_gemm_{variant}", x.device, block_size)
+    width = max(LEAST_COLUMNS, min(values["bytes"] // x.element_size(), _launch.next_power_of_2(columns)))
+    return {
+        "BLOCK_M": min(max(LEAST_ROWS, _launch.next_power_of_2(block_size)), MOST_ROWS),
+        "BLOCK_N": max(LEAST_COLUMNS, min(values["outputs"], _launch.next_power_of_2(num_outputs))),
+        "BLOCK_K": width,
+        "GROUP": values["group"],
+        "num_warps": values["warps"],
+        "num_stages": values["stages"],
+    }
+
+
+@triton.jit(do_not_specialize=["num_choices", "num_tiles"])
+def _grouped_gemm(
+    x, x_stride, weight, bias, sorted_token_ids, expert_ids, out, num_choices, num_tiles, top_k,
+    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILES: tl.constexpr,
+    READ_ONCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    # GROUP tiles of rows take the same tile of the weight one after the other.
+    in_group = GROUP * tl.cdiv(OUTPUTS, BLOCK_N)
+    first_tile = tl.program_id(0) // in_group * GROUP
+    grouped = tl.minimum(num_tiles - first_tile, GROUP)
+    tile = first_tile + tl.program_id(0) % in_group % grouped
+    output = tl.program_id(0) % in_group // grouped * BLOCK_N + tl.arange(0, BLOCK_N)
+    block, row = tile // TILES, tile % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
+    expert = tl.load(expert_ids + block).to(tl.int64)
+    choice = tl.load(sorted_token_ids + block * BLOCK_SIZE + row, row < BLOCK_SIZE, num_choices)
+    is_choice, is_output = choice < num_choices, output < OUTPUTS
+    place = tl.arange(0, BLOCK_K)
+    x += (choice // top_k).to(tl.int64)[:, None] * x_stride + place[None, :]
+    weight += (expert * OUTPUTS + output)[None, :] * COLUMNS + place[:, None]
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # Absent experts have no weights, and their choices keep a sum of zero.
+    for first in tl.range(0, tl.where(expert < 0, 0, COLUMNS), BLOCK_K):
+        if COLUMNS % BLOCK_K == 0:
+            a = tl.load(x + first, is_choice[:, None], 0.0)
+            b = _load_weight(weight + first, is_output[None, :], READ_ONCE)
+        else:
+            inside = first + place < COLUMNS
+            a = tl.load(x + first, is_choice[:, None] & inside[None, :], 0.0)
+            b = _load_weight(weight + first, is_output[None, :] & inside[:, None], READ_ONCE)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+    if bias is not None:
+        sums += tl.load(bias + expert * OUTPUTS + output, is_output & (expert >= 0), 0.0).to(tl.float32)[None, :]
+    out += choice.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
+    tl.store(out, sums, is_choice[:, None] & is_output[None, :])
+
+
+@triton.jit
+def _load_weight(pointers, mask, READ_ONCE: tl.constexpr):
+    """A tile of the weight. What one program alone reads must not displace other data in the last-level cache."""
+    if READ_ONCE:
+        return tl.load(pointers, mask, 0.0, eviction_policy="evict_first")
+    else:
+        return tl.load(pointers, mask, 0.0)
