@@ -11,7 +11,9 @@ KERNELS = {
 }
 
 
-class _Recorder:
+class Recorder:
+    """Stands for a kernel whose launches are recorded."""
+
     def __init__(self, name: str, record: Callable[[str, tuple, dict], None]) -> None:
         self.name, self.record = name, record
 
@@ -25,4 +27,4 @@ def record_launches(monkeypatch: pytest.MonkeyPatch, record: Callable[[str, tupl
 
     for module, names in KERNELS.items():
         for name in names:
-            monkeypatch.setattr(getattr(paged_attention, module), name, _Recorder(name, record))
+            monkeypatch.setattr(getattr(paged_attention, module), name, Recorder(name, record))

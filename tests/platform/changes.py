@@ -147,7 +147,7 @@ def in_a_worker(platform: str) -> Iterator[None]:
     from vllm_opset.platform import compat
 
     compat.forget_shared_layers()
-    if platform == "cpu":
+    if platform in ("cpu", "cuda"):
         from vllm_opset.model import experts
 
         experts.register()
@@ -211,7 +211,7 @@ def main(platform: str) -> None:
     load_plugin(platform)
     loaded = snapshot()
     rotary_embedding._ROPE_DICT["of another model"] = None
-    if platform == "cpu":
+    if platform in ("cpu", "cuda"):
         # vLLM's module of experts, with the layers that it registers itself. No other platform registers a method.
         importlib.import_module("vllm_opset.model.experts")
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # as when the configuration captures graphs in pieces

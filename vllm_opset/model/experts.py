@@ -16,6 +16,7 @@ from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe.fused_experts import check_expert_map
 from vllm_opset.ops.moe.route import SCORING_FUNCS
 from vllm_opset.unsupported import Refusal
+from vllm_opset.variants import powers_up_to
 
 ANOTHER_MODEL = "choose another model"
 
@@ -35,7 +36,7 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
         self._route = Kernels(ops.route, lambda: known, compiled=False)
         self._experts = Kernels(ops.fused_experts, dict, compiled=False)
         # Chosen now, so that the report at start-up names them.
-        self._route[self.moe.router_logits_dtype or layer.w13_weight.dtype]
+        self._route[self.logits_dtype(layer)]
         self._experts[layer.w13_weight.dtype]
         self._arguments = {
             "activation": layer.activation.value,
@@ -47,6 +48,10 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
             "swiglu_alpha": layer.swiglu_alpha,
             "swiglu_beta": layer.swiglu_beta,
         }
+
+    def logits_dtype(self, layer: torch.nn.Module) -> torch.dtype:
+        """Of the router's logits, as far as the layer knows it."""
+        return self.moe.router_logits_dtype or layer.w13_weight.dtype
 
     def apply_monolithic(
         self,
@@ -97,6 +102,23 @@ def _refuse_unsupported(layer: torch.nn.Module) -> None:
         _activations.find(layer.activation.value, layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta)
     except ValueError as error:
         raise Refusal(f"vllm-opset does not support {layer.layer_name}: {error}; {ANOTHER_MODEL}.") from error
+
+
+def multiply(model: torch.nn.Module, most_tokens: int) -> None:
+    """Call a layer of each shape with 1, 2, 4 … and the most tokens, so that all of its kernels are compiled.
+
+    Each kernel's launches change at numbers of tokens that are at least a factor of two apart, so these reach them all.
+    """
+    kinds = {}
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, ExpertsMethod):
+            kinds[layer.w13_weight.shape, layer.w2_weight.shape] = layer, method
+    for layer, method in kinds.values():
+        for num_tokens in powers_up_to(most_tokens):
+            x = layer.w13_weight.new_zeros((num_tokens, layer.w13_weight.shape[2]))
+            logits = x.new_zeros((num_tokens, layer.global_num_experts), dtype=method.logits_dtype(layer))
+            method.apply_monolithic(layer, x, logits)
 
 
 def register() -> None:

@@ -45,7 +45,7 @@ HOOKS = (
         has("vllm.model_executor.layers.fused_moe.oracle.unquantized.UnquantizedMoeBackend.OOT"),
         changes=("vllm.model_executor.custom_op.op_registry_oot",),
         hook=True,
-        worker=("cpu",),
+        worker=("cpu", "cuda"),
     ),
     Bridge(
         "second registry of layers",

@@ -1,6 +1,7 @@
 """The platform for GPUs without vLLM's compiled kernels, as far as it can be tested without a GPU."""
 
 import functools
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,8 +12,8 @@ from vllm.config import CompilationMode
 
 from vllm_opset.platform.cuda.refusals import EARLY_RULES, RULES
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
-from vllm_opset.platform.refusals import MOE, SECOND_RUNNER, Refusal, check, fusions
 from vllm_opset.platform.refusals import RULES as COMMON
+from vllm_opset.platform.refusals import SECOND_RUNNER, Refusal, check, fusions
 
 pytestmark = pytest.mark.window
 
@@ -47,16 +48,30 @@ def test_what_is_not_done_is_refused(feature, changes, config):
         check(RULES, config, "here")
 
 
-def test_mixtures_of_experts_are_refused(config, monkeypatch):
+OWN_WITH_EXPERTS = [
+    ("adapters (LoRA) for mixtures of experts", "lora_config", object()),
+    ("offloading the weights of mixtures of experts", "offload_config.prefetch.offload_group_size", 2),
+]
+COMMON_WITH_EXPERTS = [
+    ("expert parallelism: leave out --enable-expert-parallel", "parallel_config.enable_expert_parallel", True),
+    ("quantised weights with fp8 experts", "model_config.quantization", "fp8"),
+]
+
+
+@pytest.mark.parametrize(("feature", "attribute", "value"), [*OWN_WITH_EXPERTS, *COMMON_WITH_EXPERTS])
+def test_mixtures_of_experts_are_served_as_far_as_the_kernels_go(feature, attribute, value, config, monkeypatch):
     monkeypatch.setattr(type(config.model_config), "is_moe", True)
-    with pytest.raises(Refusal, match=r"mixture-of-experts \(MoE\) models"):
+    check(RULES, config, "here")
+    *path, name = attribute.split(".")
+    object.__setattr__(functools.reduce(getattr, path, config), name, value)
+    with pytest.raises(Refusal, match=re.escape(feature)):
         check(RULES, config, "here")
 
 
 def test_every_rule_of_its_own_is_tested():
-    own = {rule.feature for rule in RULES if rule not in (*COMMON, SECOND_RUNNER, MOE, QUANTISED_WEIGHTS)}
-    tested = [feature for feature, _ in REFUSED if "the method" not in feature]
-    assert all(any(feature in rule for feature in tested) for rule in own) and len(own) == len(tested)
+    own = {rule.feature for rule in RULES if rule not in (*COMMON, SECOND_RUNNER, QUANTISED_WEIGHTS)}
+    tried = [feature for feature, *_ in (*REFUSED, *OWN_WITH_EXPERTS) if "the method" not in feature]
+    assert all(any(feature in rule for feature in tried) for rule in own) and len(own) == len(tried)
 
 
 def test_fp8_weights_are_served(config):

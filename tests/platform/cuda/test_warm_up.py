@@ -83,7 +83,7 @@ def worker(served: SimpleNamespace, most_tokens: int, most_requests: int, longes
     return SimpleNamespace(
         model_runner=runner,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=most_tokens, max_num_seqs=most_requests),
-        model_config=SimpleNamespace(max_model_len=longest),
+        model_config=SimpleNamespace(max_model_len=longest, is_moe=False),
     )
 
 

@@ -2,6 +2,9 @@
 
 Each program needs the number of choices of the experts before its own. Few choices are counted by every program. Many
 are counted once, a chunk in a program of another kernel. Nobody reads a number back from the device.
+
+The size of blocks is no constant of the kernels: what is compiled depends on the number of choices alone, and the size
+of blocks on their number for each expert. So a warm-up over powers of two reaches all (`model/experts.py`).
 """
 
 import torch
@@ -43,7 +46,7 @@ def permute(
         _count[(num_chunks,)](topk_ids, expert_map, counts, num_choices, num_experts, **launch)
     _place[(num_experts + 1,)](
         topk_ids, expert_map, counts, sorted_token_ids, expert_ids, num_choices, num_chunks, num_blocks, num_experts,
-        BLOCK_SIZE=block_size, PLACES=PLACES, **launch,
+        block_size, PLACES=PLACES, **launch,
     )  # fmt: skip
     return sorted_token_ids, expert_ids
 
@@ -69,10 +72,10 @@ def _count(
     tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), found)
 
 
-@triton.jit(do_not_specialize=["num_choices", "num_chunks", "num_blocks", "num_experts"])
+@triton.jit(do_not_specialize=["num_choices", "num_chunks", "num_blocks", "num_experts", "block_size"])
 def _place(
     topk_ids, expert_map, counts, sorted_token_ids, expert_ids, num_choices, num_chunks, num_blocks, num_experts,
-    BINS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
+    block_size, BINS: tl.constexpr, CHUNK: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     own, lane, bin = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, BINS)
@@ -82,12 +85,12 @@ def _place(
         found = tl.zeros([BINS], tl.int32)
         for chunk in tl.range(0, num_chunks):
             found += tl.load(counts + chunk * BINS + bin)
-    blocks = (found + BLOCK_SIZE - 1) // BLOCK_SIZE
+    blocks = (found + block_size - 1) // block_size
     first_block = tl.sum(tl.where(bin < own, blocks, 0))
     last_block = first_block + tl.sum(tl.where(bin == own, blocks, 0))
     if own == num_experts:
         last_block = num_blocks  # the empty blocks come after those of absent experts
-    place = first_block * BLOCK_SIZE
+    place = first_block * block_size
     for first in tl.range(0, num_choices, CHUNK):
         choice = first + lane
         is_own = (_experts(topk_ids, expert_map, choice, num_choices, num_experts) == own).to(tl.int32)
@@ -95,8 +98,8 @@ def _place(
         tl.store(sorted_token_ids + place + rank, choice, is_own != 0)
         place += tl.sum(is_own)
     slot = tl.arange(0, PLACES)
-    for first in tl.range(place, last_block * BLOCK_SIZE, PLACES):
-        tl.store(sorted_token_ids + first + slot, num_choices, first + slot < last_block * BLOCK_SIZE)
+    for first in tl.range(place, last_block * block_size, PLACES):
+        tl.store(sorted_token_ids + first + slot, num_choices, first + slot < last_block * block_size)
     expert = tl.where(own < num_experts, own, -1)
     for first in tl.range(first_block, last_block, PLACES):
         tl.store(expert_ids + first + slot, expert, first + slot < last_block)

@@ -1,7 +1,7 @@
 """route: each program holds the scores of whole rows in registers, and takes the largest ones by one.
 
-Scores are compared as integers that hold the score and the expert. So no two are equal, of equal scores the lower
-expert wins, and each choice is an expert that exists even where logits are NaN, as in memory that no kernel wrote.
+Scores are compared as integers of their order. So what was taken differs from −∞. Each choice is another expert, and
+exists, even where logits are NaN, as in memory that no kernel wrote.
 """
 
 import torch
@@ -15,8 +15,10 @@ from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import enough_warps
 from vllm_opset.ops.moe.route import RouteProblem, check_arguments
 
-MAX_EXPERTS = 4096  # a row of them is held in registers, with its keys of 8 bytes
-NOTHING = tl.constexpr(-(2**63))  # a key below that of any expert
+MAX_EXPERTS = 4096  # a row of them is held in registers, beside their order
+NOTHING = tl.constexpr(-(2**31))  # the order of what cannot be taken, below that of −∞
+LEAST = tl.constexpr(-0x7F800001)  # the order of −∞
+NAN = tl.constexpr(0x7FC00000)
 
 
 def supports(problem: RouteProblem) -> str | None:
@@ -57,44 +59,50 @@ def route(
 
 
 @triton.jit
-def _keys(values, index):
-    """int64 keys that have the order of fp32 values, of equal ones the lower index first. NaN is above all numbers."""
+def _order(values):
+    """int32 numbers that have the order of fp32 values. NaN comes after all numbers."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # the sum makes 0 of −0
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+    bits = tl.where(values == values, bits, NAN)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
-def _index(key):
-    """The index in a key."""
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+def _first_of_largest(order, index, COUNT: tl.constexpr):
+    """For each row, the least index of its largest elements."""
+    largest = tl.max(order, 1, keep_dims=True)
+    return tl.min(tl.where(order == largest, index, COUNT), 1, keep_dims=True)
+
+
+@triton.jit
+def _at(values, index, wanted):
+    """For each row, the value at the wanted index."""
+    return tl.sum(tl.where(index == wanted, values, 0.0), 1, keep_dims=True)
 
 
 @triton.jit
 def _of_best_groups(
-    choice, keys, column, ROWS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, SUM_OF_TWO: tl.constexpr,
+    choice, order, column, ROWS: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, SUM_OF_TWO: tl.constexpr,
     GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """keys, with those of −∞ for experts outside of the best groups."""
+    """order, with that of −∞ for experts outside of the best groups."""
     GROUP_SIZE: tl.constexpr = EXPERTS // GROUPS
     group = tl.arange(0, GROUP_BLOCK)[None, :]
     values = tl.zeros([ROWS, GROUP_BLOCK], tl.float32)
     for number in tl.range(0, GROUPS):
-        within = tl.where(column // GROUP_SIZE == number, keys, NOTHING)
-        first = tl.max(within, 1, keep_dims=True)
-        value = tl.sum(tl.where(column == _index(first), choice, 0.0), 1, keep_dims=True)
+        within = tl.where(column // GROUP_SIZE == number, order, NOTHING)
+        first = _first_of_largest(within, column, BLOCK)
+        value = _at(choice, column, first)
         if SUM_OF_TWO and GROUP_SIZE > 1:
-            second = tl.max(tl.where(within == first, NOTHING, within), 1, keep_dims=True)
-            value += tl.sum(tl.where(column == _index(second), choice, 0.0), 1, keep_dims=True)
+            second = _first_of_largest(tl.where(column == first, NOTHING, within), column, BLOCK)
+            value += _at(choice, column, second)
         values = tl.where(group == number, value, values)
-    left = tl.where(group < GROUPS, _keys(values, group), NOTHING)
+    left = tl.where(group < GROUPS, _order(values), NOTHING)
     competes = tl.zeros([ROWS, BLOCK], tl.int1)
     for _ in tl.range(0, TOP_GROUPS):
-        best = tl.max(left, 1, keep_dims=True)
-        competes |= column // GROUP_SIZE == _index(best)
-        left = tl.where(left == best, NOTHING, left)
-    excluded = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
-    return tl.where(competes, keys, _keys(excluded, column))
+        best = _first_of_largest(left, group, GROUP_BLOCK)
+        competes |= column // GROUP_SIZE == best
+        left = tl.where(group == best, NOTHING, left)
+    return tl.where(competes, order, LEAST)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -120,7 +128,7 @@ def _route(
     choice = value
     if bias is not None:
         choice = score + tl.load(bias + column, is_expert, 0.0).to(tl.float32)
-    left = tl.where(is_expert, _keys(choice, column), NOTHING)
+    left = tl.where(is_expert, _order(choice), NOTHING)
     if GROUPS > 1:
         left = _of_best_groups(
             choice, left, column, ROWS, BLOCK, EXPERTS, bias is not None, GROUPS, TOP_GROUPS, GROUP_BLOCK
@@ -130,11 +138,10 @@ def _route(
     chosen = tl.zeros([ROWS, CHOSEN], tl.int32)
     weight = tl.zeros([ROWS, CHOSEN], tl.float32)
     for number in tl.range(0, TOP_K):
-        best = tl.max(left, 1, keep_dims=True)
-        expert = _index(best)
-        left = tl.where(left == best, NOTHING, left)
+        expert = _first_of_largest(left, column, BLOCK)
+        left = tl.where(column == expert, NOTHING, left)
         chosen = tl.where(rank == number, expert, chosen)
-        weight = tl.where(rank == number, tl.sum(tl.where(column == expert, score, 0.0), 1, keep_dims=True), weight)
+        weight = tl.where(rank == number, _at(score, column, expert), weight)
     if RENORMALIZE:
         weight = weight / tl.sum(weight, 1, keep_dims=True)
     out = row.to(tl.int64) * TOP_K + rank

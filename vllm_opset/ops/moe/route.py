@@ -189,4 +189,14 @@ def a_softmax_of_the_chosen_logits(run, device: str, dtype: torch.dtype) -> None
     _properties.equal("the weights are no softmax of the chosen logits", weights, want, rtol=1e-5, atol=1e-6)
 
 
+@route.property_
+def different_experts_whatever_the_logits(run, device: str, dtype: torch.dtype) -> None:
+    """A row of NaN gets experts that exist too: a start-up may route memory that no kernel wrote."""
+    logits = torch.full((3, 20), torch.nan, dtype=dtype, device=device)
+    logits[1, ::2], logits[2] = 1.0, -torch.inf
+    _, ids = run(logits, 15)
+    found = torch.tensor([len(set(row) & set(range(20))) for row in ids.tolist()])
+    _properties.equal("an expert was chosen twice, or is none", found, torch.full_like(found, 15))
+
+
 _properties.rows_are_independent(route, lambda run, x: run(x, 4)[0])

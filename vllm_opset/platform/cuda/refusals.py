@@ -4,15 +4,18 @@ from vllm_opset.model.weights import offloads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, WITHOUT_COMPILER, asks_to_compile, unset
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
+from vllm_opset.platform.refusals import QUANTISED_WEIGHTS as ALL_QUANTISED_WEIGHTS
+from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
-    MOE,
     SECOND_RUNNER,
     Rule,
     Settings,
     caches_neither_alike_nor_in_fp8,
+    given,
+    of_model,
 )
-from vllm_opset.platform.refusals import QUANTISED_WEIGHTS as ALL_QUANTISED_WEIGHTS
-from vllm_opset.platform.refusals import RULES as COMMON
+
+has_experts = of_model(lambda model: model.is_moe)
 
 # These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
 EARLY_RULES: tuple[Rule | Settings, ...] = (
@@ -24,13 +27,23 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
         unless=asks_to_compile,
     ),
     *unset("all-reduce over symmetric memory", "VLLM_ALLREDUCE_USE_SYMM_MEM"),
+    *unset("simulated routing of experts", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
 )
 
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     *(rule for rule in COMMON if rule is not ALL_QUANTISED_WEIGHTS),
-    MOE,
     SECOND_RUNNER,
+    Rule(
+        "adapters (LoRA) for mixtures of experts",
+        "merge the adapter into the weights, and leave out --enable-lora",
+        lambda config: has_experts(config) and given("lora_config")(config),
+    ),
+    Rule(
+        "offloading the weights of mixtures of experts",
+        "leave out --offload-*, or use --tensor-parallel-size",
+        lambda config: has_experts(config) and offloads(config),
+    ),
     Rule(
         "speculative decoding with a model that drafts",
         'give --speculative-config with {"method": "ngram"}, or leave it out',

@@ -46,11 +46,20 @@ def model(worker: Worker) -> None:
     with precompile():
         _attention(worker)
         linear.multiply_one_row(runner.get_model())
+        if worker.model_config.is_moe:
+            _experts(runner, most_tokens)
         if _takes_any_values(runner):
             _steps(runner, min(most_tokens, PRECOMPILED_TOKENS))
     _attention(worker)
     _steps(runner, most_tokens)
     runner.maybe_remove_all_loras(runner.lora_config)
+
+
+def _experts(runner: GPUModelRunner, most_tokens: int) -> None:
+    # Imported late: vLLM's module of experts imports thousands of others.
+    from vllm_opset.model import experts
+
+    experts.multiply(runner.get_model(), most_tokens)
 
 
 def _takes_any_values(runner: GPUModelRunner) -> bool:

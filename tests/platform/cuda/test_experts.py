@@ -1,0 +1,122 @@
+"""Mixtures of experts on a GPU that is not there: the choice of kernels, and the launches of the warm-up."""
+
+import importlib
+import importlib.util
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from paged_launches import Recorder
+
+from vllm_opset import ops, selection, targets
+from vllm_opset.ops.contract import DTYPES
+from vllm_opset.ops.moe.route import RouteProblem
+from vllm_opset.platform.refusals import check_graphs
+from vllm_opset.targets import Target
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or not importlib.util.find_spec("triton"),
+    reason="launches nothing, for a Hopper GPU that is not there: runs where there is Triton, and no GPU",
+)
+
+NUM_STEPS = 200
+HIDDEN_SIZE, WIDTH = 64, 32
+# Experts, those of a token, and the most tokens of a step.
+MODELS = {
+    "Qwen3-MoE": (128, 8, 8192),
+    "Mixtral": (8, 2, 2048),
+    "Qwen2-MoE": (60, 4, 5000),
+    "six of 160": (160, 6, 3000),
+    "OLMoE, small steps": (64, 8, 100),
+}
+KERNELS = {
+    "route": ("_route",),
+    "permute": ("_count", "_place"),
+    "grouped_gemm": ("_grouped_gemm",),
+    "combine": ("_combine",),
+    "_activation": ("_gated",),
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A set that collects all that Triton compiles anew for: the name, integers and constants of each launch."""
+    found = set()
+
+    def recorder(name: str, kernel) -> Recorder:
+        specialised = [not parameter.do_not_specialize for parameter in kernel.params]
+
+        def record(name: str, inputs: tuple, options: dict) -> None:
+            values = (
+                value if isinstance(value, int | None) and counts else type(value)
+                for value, counts in zip(inputs, specialised, strict=False)
+            )
+            found.add((name, *values, *sorted(options.items())))
+
+        return Recorder(name, record)
+
+    for module, names in KERNELS.items():
+        loaded = importlib.import_module(f"vllm_opset.kernels.triton.{module}")
+        for name in names:
+            monkeypatch.setattr(loaded, name, recorder(name, getattr(loaded, name)))
+    return found
+
+
+def experts_layer(num_experts: int, top_k: int) -> torch.nn.Module:
+    """What the method uses of a layer of experts, with the method and the kernels for GPUs."""
+    from vllm_opset.kernel import kernels_of
+    from vllm_opset.model.experts import ExpertsMethod
+
+    method = ExpertsMethod.__new__(ExpertsMethod)
+    torch.nn.Module.__init__(method)
+    method.moe = SimpleNamespace(router_logits_dtype=torch.float32)
+    method._route = {torch.float32: kernels_of("route")["triton"].run}
+    method._experts, method._arguments = {torch.bfloat16: kernels_of("fused_experts")["triton"].run}, {}
+    layer = torch.nn.Module()
+    layer.w13_weight = torch.nn.Parameter(torch.zeros(num_experts, 2 * WIDTH, HIDDEN_SIZE, dtype=torch.bfloat16))
+    layer.w2_weight = torch.nn.Parameter(torch.zeros(num_experts, HIDDEN_SIZE, WIDTH, dtype=torch.bfloat16))
+    layer.quant_method, layer.custom_routing_function, layer.use_grouped_topk = method, None, False
+    layer.top_k, layer.global_num_experts, layer.num_expert_group = top_k, num_experts, None
+    layer.scoring_func, layer.renormalize, layer.routed_scaling_factor = "softmax", True, 1.0
+    layer.e_score_correction_bias = None
+    return layer
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_all_that_serving_launches_was_launched_before(model, launched):
+    from vllm_opset.model import experts
+
+    num_experts, top_k, most_tokens = MODELS[model]
+    layer = experts_layer(num_experts, top_k)
+    experts.multiply(torch.nn.ModuleList([layer]), most_tokens)
+    warm = set(launched)
+    assert {name for name, *_ in warm} >= {name for names in KERNELS.values() for name in names} - {"_count"}
+    draw = random.Random(0)
+    for _ in range(NUM_STEPS):
+        num_tokens = min(most_tokens, draw.randint(1, draw.choice((16, 300, most_tokens))))
+        x = torch.zeros(num_tokens, HIDDEN_SIZE, dtype=torch.bfloat16)
+        layer.quant_method.apply_monolithic(layer, x, torch.zeros(num_tokens, num_experts))
+        assert launched == warm, f"{num_tokens} tokens"
+
+
+@pytest.mark.parametrize(("num_tokens", "variant"), [(1, "decode"), (64, "decode"), (4096, "prefill")])
+def test_few_tokens_decode(num_tokens, variant):
+    """At Qwen3-30B-A3B's number of experts."""
+    from vllm_opset.kernels.triton.fused_experts import VARIANTS
+
+    ids = torch.zeros(num_tokens, 8, dtype=torch.int32)
+    assert VARIANTS.of(None, None, torch.zeros(128, 1, 1), None, None, ids) == variant
+
+
+@pytest.mark.parametrize("target", ["nvidia/sm80", "nvidia/sm90", "nvidia/sm120"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_gets_kernels_that_a_graph_can_capture(target, dtype):
+    problems = {
+        ops.route: RouteProblem("cuda", dtype, 128, 8),
+        ops.fused_experts: ops.fused_experts.problem("cuda", dtype),
+    }
+    with targets.instead(Target(*target.split("/"))):
+        choices = [selection.select(op, problem) for op, problem in problems.items()]
+    assert [choice.kernel.name for choice in choices] == ["triton", "triton"]
+    check_graphs(choices)
