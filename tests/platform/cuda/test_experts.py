@@ -64,7 +64,7 @@ def launched(monkeypatch):
 
 
 def experts_layer(num_experts: int, top_k: int) -> torch.nn.Module:
-    """What the method uses of a layer of experts, with the method and the kernels for GPUs."""
+    """A layer of experts with the attributes that the method reads. Its kernels are those for GPUs."""
     from vllm_opset.kernel import kernels_of
     from vllm_opset.model.experts import ExpertsMethod
 

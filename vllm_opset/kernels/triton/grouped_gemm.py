@@ -119,7 +119,7 @@ def _grouped_gemm(
 
 @triton.jit
 def _load_weight(pointers, mask, READ_ONCE: tl.constexpr):
-    """A tile of the weight. What one program alone reads must not displace other data in the last-level cache."""
+    """A tile of the weight. If only one program reads it, it must not displace other data in the last-level cache."""
     if READ_ONCE:
         return tl.load(pointers, mask, 0.0, eviction_policy="evict_first")
     else:

@@ -15,9 +15,9 @@ from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import enough_warps
 from vllm_opset.ops.moe.route import RouteProblem, check_arguments
 
-MAX_EXPERTS = 4096  # a row of them is held in registers, beside their order
-NOTHING = tl.constexpr(-(2**31))  # the order of what cannot be taken, below that of −∞
-LEAST = tl.constexpr(-0x7F800001)  # the order of −∞
+MAX_EXPERTS = 4096  # registers hold a row of scores and its order
+LEAST = tl.constexpr(-0x7F800001)  # it is the order of −∞
+NOTHING = tl.constexpr(-(2**31))  # experts that cannot be taken have this order, below that of −∞
 NAN = tl.constexpr(0x7FC00000)
 
 

@@ -54,7 +54,8 @@ def route(
       renormalised softmax.
 
     router_logits: [num_tokens, num_experts], any strides. e_score_correction_bias: [num_experts], of any float dtype.
-    Zero rows are allowed. Returns (topk_weights, topk_ids), contiguous [num_tokens, top_k] in fp32 and int32.
+    Zero rows are allowed. Returns (topk_weights, topk_ids), contiguous [num_tokens, top_k] in fp32 and int32. A row
+    with NaN gets any experts that exist, each once.
 
     Raises ValueError for another scoring_func, for fewer experts than top_k in the groups that compete, if the groups
     are not of equal size, and if the bias has another shape.
