@@ -1,4 +1,4 @@
-"""What a random launch is made of: a grid and arguments, for requests of a random batch."""
+"""A random launch has a grid and arguments, which describe the requests of a random batch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
