@@ -7,7 +7,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
-from engines import NUM_TOKENS, generate, runner, tokens
+from engines import NUM_TOKENS, generate, is_first_runner, runner, tokens
 from processes import run
 
 from vllm_opset.platform import compat
@@ -34,10 +34,11 @@ REQUESTS = {
     "of these tokens": {"logprob_token_ids": [7, 9, 11]},
     "bias": {"logit_bias": {5: 20.0, 6: -100.0}, **SAMPLED},
     "allowed tokens": {"allowed_token_ids": [10, 20, 30], **SAMPLED},
-    # The second runner takes 128 stop tokens at most.
-    "at least": {"min_tokens": 20, "stop_token_ids": list(range(3, 130)), "ignore_eos": False},
+    "at least": {"min_tokens": 20, "stop_token_ids": list(range(3, 100)), "ignore_eos": False},
     "bad words": {"bad_words": ["a", "b", "c d"], **SAMPLED},
 }
+# The second runner has room for 128, and vLLM adds the tokenizer's own end.
+TOO_MANY = {"min_tokens": 2, "stop_token_ids": list(range(3, 131))}
 WITHOUT_FIRST = Path(__file__).with_name("without_first_runner.py")
 STRUCTURED = {"regex": r"[a-f]{4}-\d{3}"}
 
@@ -60,8 +61,18 @@ def asked(folder, engine, variable: str) -> tuple[str, dict[str, list]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
         with engine(folder, **LIMITS) as llm:
+            if not is_first_runner(llm):
+                assert_a_bad_request_is_refused(llm)
             answers = {name: generate(llm, models.prompts() * 2, **sampling) for name, sampling in requests.items()}
             return type(runner(llm)).__module__, answers
+
+
+def assert_a_bad_request_is_refused(llm) -> None:
+    """It does not reach the engine, which answers the fixture's requests afterwards."""
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match=r"stop tokens with min_tokens, .* has room for 128: give fewer"):
+        generate(llm, models.prompts()[:1], **TOO_MANY)
 
 
 def test_each_runner_is_a_class_of_its_own(answers):

@@ -29,7 +29,7 @@ def expected(tmp_path_factory) -> dict[str, list[dict[str, torch.Tensor]]]:
     # With this empty list of devices, vLLM uses Triton without a GPU.
     variables = environment(TRITON_INTERPRET=1, CUDA_VISIBLE_DEVICES="", OPSET_PLATFORM="cpu")
     program = subprocess.run(
-        [sys.executable, Path(launches.__file__), path],
+        [sys.executable, Path(__file__).with_name("launches_by_vllm.py"), path],
         env=variables,
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 
 from vllm_opset.platform import compat, quantised_weights
 from vllm_opset.platform.base import OpsetPlatform
-from vllm_opset.platform.cpu import kv_memory, machine, refusals, threads
+from vllm_opset.platform.cpu import kv_memory, machine, refusals, runners, threads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,6 +50,8 @@ class OpsetCpuPlatform(OpsetPlatform):
         super().check_and_update_config(vllm_config)
         if vllm_config.use_v2_model_runner:
             compat.configure_without_triton()
+            runners.remember_ends(vllm_config.model_config)
+        logger.info_once("%s", runners.which(vllm_config))
         cls._schedule_in_step(vllm_config.scheduler_config)
 
     @classmethod
@@ -75,6 +77,13 @@ class OpsetCpuPlatform(OpsetPlatform):
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
         quantised_weights.verify(quant, cls.where)
+
+    @classmethod
+    def validate_request(cls, processed_inputs, params) -> None:
+        from vllm import SamplingParams
+
+        if isinstance(params, SamplingParams) and refusals.environment("VLLM_USE_V2_MODEL_RUNNER"):
+            runners.check_request(params)
 
     # Kernels
 

@@ -3,11 +3,19 @@
 A seeded request draws with the keys of vllm-opset's sampler for the first model runner, so both give the same tokens.
 """
 
+import functools
+
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from vllm_opset.model.sampler import OpsetSampler
 from vllm_opset.ops.sampling import philox
+
+# NumPy makes this many keys of a request in the time of one. The cache holds more requests than a CPU serves at once.
+KEYS_AT_A_TIME, REQUESTS = 64, 4096
+# The package of the logits processors that are vLLM's own.
+OF_VLLM = Sampler.__module__.rpartition(".")[0]
 
 
 class OpsetCpuSampler(OpsetSampler):
@@ -15,17 +23,43 @@ class OpsetCpuSampler(OpsetSampler):
 
     def __init__(self, stock: Sampler, device: torch.device) -> None:
         super().__init__(stock, torch.float32, device)
+        self._has_new_requests = True
+        self._writes_each_step = any(not type(own).__module__.startswith(OF_VLLM) for own in self.logits_processors)
+
+    def add_request(self, *args) -> None:
+        super().add_request(*args)
+        self._has_new_requests = True
+
+    def apply_staged_writes(self) -> None:
+        """vLLM's method, only where there is something to write: it copies the parameters of all requests.
+
+        vLLM's own parts write for new requests alone. A user's logits processor may write in each step.
+        """
+        if self._has_new_requests or self._writes_each_step:
+            super().apply_staged_writes()
+            self._has_new_requests = False
 
     def _sample_random(self, logits: torch.Tensor, *args) -> tuple[torch.Tensor, torch.Tensor]:
         return super()._sample_random(logits.float(), *args)
 
     def _keys(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        draws = positions + 1 - self.req_states.prompt_len.gpu[rows]
-        return draw_keys(self.sampling_states.seeds.gpu[rows], draws)
+        requests = rows.numpy()
+        if not self.sampling_states.temperature.np[requests].any():  # all are greedy
+            return torch.zeros(len(requests), dtype=torch.int64)
+        draws = positions.numpy() + 1 - self.req_states.prompt_len.np[requests]
+        return draw_keys(self.sampling_states.seeds.np[requests], draws)
 
 
-def draw_keys(seeds: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+def draw_keys(seeds: np.ndarray, draws: np.ndarray) -> torch.Tensor:
     """The keys of the draws with these numbers, int64. The first token of an answer is draw 0."""
-    counters, of_seeds = draws.long().numpy(), seeds.numpy()
-    low, high, *_ = philox.block(counters, 0, 0, 0, of_seeds & philox.MASK, of_seeds >> 32 & philox.MASK)
-    return torch.from_numpy(low | high << 32)
+    parts, places = np.divmod(draws, KEYS_AT_A_TIME)
+    of_draws = zip(seeds.tolist(), parts.tolist(), places.tolist(), strict=True)
+    return torch.tensor([_keys_of(seed, part)[place] for seed, part, place in of_draws], dtype=torch.int64)
+
+
+@functools.lru_cache(maxsize=REQUESTS)
+def _keys_of(seed: int, part: int) -> list[int]:
+    """The keys of draws from part · KEYS_AT_A_TIME on."""
+    counters = np.arange(KEYS_AT_A_TIME) + part * KEYS_AT_A_TIME
+    low, high, *_ = philox.block(counters, 0, 0, 0, seed & philox.MASK, seed >> 32 & philox.MASK)
+    return (low | high << 32).tolist()

@@ -1,20 +1,35 @@
 """Tensors and index arithmetic that several kernels share. Small operations in NumPy cost a tenth of PyTorch's."""
 
 import ctypes
+import functools
+import math
 
 import numpy as np
 import torch
 
 
+@functools.lru_cache(maxsize=1024)
 def int32_at(address: int, *shape: int) -> np.ndarray:
-    """The int32 array of this shape at an address. Whoever calls keeps the memory alive."""
-    count = int(np.prod(shape))
-    return np.frombuffer((ctypes.c_int32 * count).from_address(int(address)), dtype=np.int32).reshape(shape)
+    """The int32 array of this shape at an address. Whoever calls keeps the memory alive.
+
+    It is made once for an address and a shape, because it owns no memory, and a step needs the same ones as the last.
+    """
+    count = math.prod(shape)
+    return np.frombuffer((ctypes.c_int32 * count).from_address(address), dtype=np.int32).reshape(shape)
+
+
+def differences(starts: torch.Tensor) -> np.ndarray:
+    """The lengths of rows that begin at these places, with the end of the last row. `np.diff` costs four times more."""
+    values = starts.numpy()
+    return values[1:] - values[:-1]
 
 
 def ragged(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The row of each element of rows with these lengths, and its place in its row: two arrays [lengths.sum()]."""
-    rows = np.arange(len(lengths)).repeat(lengths)
+    rows = np.arange(len(lengths))
+    if (lengths == 1).all():  # as in a step that only decodes
+        return rows, np.zeros_like(rows)
+    rows = rows.repeat(lengths)
     starts = lengths.cumsum() - lengths
     return rows, np.arange(len(rows)) - starts[rows]
 

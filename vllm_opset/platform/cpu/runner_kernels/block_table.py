@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from vllm_opset.platform.cpu.runner_kernels._launches import implements
-from vllm_opset.platform.cpu.runner_kernels._memory import int32_at
+from vllm_opset.platform.cpu.runner_kernels._memory import differences, int32_at
 
 
 @implements("gpu.block_table._gather_block_tables_kernel")
@@ -26,11 +26,11 @@ def gather_block_tables(
     tokens. The kernel also clears rows that pad a batch for a CUDA graph; on a CPU, no batch is padded.
     """
     requests = batch_idx_to_req_idx.numpy()[:num_reqs]
-    for group, stride in enumerate(block_table_strides.tolist()):
-        lengths = num_blocks.numpy()[group, requests]
-        width = int(lengths.max(initial=0))
-        source = int32_at(src_block_table_ptrs[group], num_blocks.shape[1], stride)
-        target = int32_at(dst_block_table_ptrs[group], num_reqs, stride)
+    tables = (block_table_strides, src_block_table_ptrs, dst_block_table_ptrs)
+    for group, (stride, source, target) in enumerate(zip(*(of.tolist() for of in tables), strict=True)):
+        width = max(num_blocks.numpy()[group, requests].tolist(), default=0)
+        source = int32_at(source, num_blocks.shape[1], stride)
+        target = int32_at(target, num_reqs, stride)
         target[:, :width] = source[requests, :width]
         if MASK_SLIDING_WINDOW and (reach := int(sliding_window_reach[group])):
             left = np.maximum(num_computed_tokens.numpy()[requests] - reach, 0) // int(block_sizes[group])
@@ -58,18 +58,17 @@ def compute_slot_mappings(
     refused.
     """
     assert CP_SIZE == 1
-    starts = query_start_loc.numpy()[: len(idx_mapping) + 1]
-    num_tokens = int(starts[-1])
-    requests = idx_mapping.numpy().repeat(np.diff(starts))
+    requests = idx_mapping.numpy().repeat(differences(query_start_loc[: len(idx_mapping) + 1]))
+    num_tokens = len(requests)
     positions = pos.numpy()[:num_tokens]
-    rows = int(requests.max(initial=0)) + 1
+    rows = max(0, *idx_mapping.tolist()) + 1
     for group, enabled in enumerate(slot_mapping_enabled.tolist()):
         slots = slot_mappings.numpy()[group]
         slots[num_tokens if enabled else 0 :] = PAD_ID
         if not enabled:
             continue
         block_size = int((block_sizes if kernel_block_sizes is None else kernel_block_sizes)[group])
-        table = int32_at(block_table_ptrs[group], rows, int(block_table_strides[group]))
+        table = int32_at(block_table_ptrs.tolist()[group], rows, block_table_strides.tolist()[group])
         blocks, offsets = np.divmod(positions, block_size)
         np.multiply(table[requests, blocks], block_size, out=slots[:num_tokens], dtype=np.int64)
         slots[:num_tokens] += offsets

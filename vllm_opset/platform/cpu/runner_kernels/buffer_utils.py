@@ -31,7 +31,7 @@ def apply_write(
         if MULTI_GROUP:
             group = int(write_group_ids[write])
             first = row * int(output_stride[group]) + start
-            int32_at(int(output[group]) + first * contents.itemsize, length)[:] = contents[begin:end]
+            int32_at(output.tolist()[group] + first * contents.itemsize, length)[:] = contents[begin:end]
         else:
             first = row * output_stride + start
             flat[first : first + length] = contents[begin:end]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vllm_opset.platform.cpu.runner_kernels._launches import implements
-from vllm_opset.platform.cpu.runner_kernels._memory import ragged
+from vllm_opset.platform.cpu.runner_kernels._memory import differences, ragged
 
 
 @implements("gpu.input_batch._prepare_prefill_inputs_kernel")
@@ -29,7 +29,7 @@ def prepare_prefill_inputs(
     inputs, known, following = input_ids.numpy(), all_token_ids.numpy(), next_prefill_tokens.numpy()
     requests, starts = idx_mapping.numpy(), query_start_loc.numpy()
     lengths, computed = prefill_lens.numpy()[requests], num_computed_tokens.numpy()[requests]
-    for i in np.flatnonzero(computed < lengths):
+    for i in (computed < lengths).nonzero()[0]:
         row, begin = known[requests[i]], computed[i]
         end = begin + starts[i + 1] - starts[i]
         inputs[starts[i] : starts[i + 1]] = row[begin:end]
@@ -48,7 +48,7 @@ def prepare_pos_seq_lens(
 ) -> None:
     """The position of each token, and the length of each request with this step's tokens; 0 where no request is."""
     num_reqs = len(idx_mapping)
-    lengths = np.diff(query_start_loc.numpy()[: num_reqs + 1])
+    lengths = differences(query_start_loc[: num_reqs + 1])
     computed = num_computed_tokens.numpy()[idx_mapping.numpy()]
     all_lengths = seq_lens.numpy()
     np.add(computed, lengths, out=all_lengths[:num_reqs])
@@ -75,18 +75,17 @@ def combine_sampled_and_draft_tokens(
     NUM_NEW_SAMPLED_TOKENS: tokens that a step samples beyond accepted drafts, 0 or 1.
     """
     requests, inputs = idx_mapping.numpy(), input_ids.numpy()
-    ends, logits_ends = query_start_loc.numpy()[1 : len(requests) + 1], cu_num_logits.numpy()[1:]
-    num_logits = np.diff(cu_num_logits.numpy())
+    ends, num_logits = query_start_loc.numpy()[1 : len(requests) + 1], differences(cu_num_logits)
     firsts = ends - num_logits
     rows, places = ragged(num_logits)
-    logits_indices.numpy()[: logits_ends[-1]] = firsts[rows] + places
+    logits_indices.numpy()[: len(rows)] = firsts[rows] + places
 
     lengths, known = seq_lens.numpy()[: len(requests)], prefill_len.numpy()[requests]
     if NUM_NEW_SAMPLED_TOKENS:
         generates = (lengths > known) & (lengths - num_logits >= known)
         inputs[firsts[generates]] = last_sampled_tokens.numpy()[requests[generates], 0]
     drafted, drafts = num_logits - NUM_NEW_SAMPLED_TOKENS, draft_tokens.numpy()
-    for i in np.flatnonzero((lengths > known) & (drafted > 0)):
+    for i in ((lengths > known) & (drafted > 0)).nonzero()[0]:
         inputs[ends[i] - drafted[i] : ends[i]] = drafts[requests[i], : drafted[i]]
 
 
@@ -103,7 +102,7 @@ def get_num_sampled_and_rejected(
     requests, sampled, rejected = idx_mapping.numpy(), num_sampled.numpy(), num_rejected.numpy()
     prefills = seq_lens.numpy()[: len(requests)] < prefill_len.numpy()[requests]
     sampled[prefills] = 0
-    np.subtract(np.diff(cu_num_logits.numpy()), sampled, out=rejected)
+    np.subtract(differences(cu_num_logits), sampled, out=rejected)
     rejected[prefills] = 0
 
 
@@ -123,20 +122,21 @@ def post_update(
     draft_tokens_out: torch.Tensor | None = None,
 ) -> None:
     """Add the sampled tokens to the state of their requests. A negative idx_mapping stands for no request."""
-    batch = np.flatnonzero(idx_mapping.numpy() >= 0)
+    batch = (idx_mapping.numpy() >= 0).nonzero()[0]
     requests, sampled = idx_mapping.numpy()[batch], num_sampled.numpy()[batch]
     if draft_tokens is not None:
         draft_tokens_out.numpy()[requests] = draft_tokens.numpy()[batch]
-    rows, places = ragged(sampled)
-    tokens, of = sampled_tokens.numpy()[batch[rows], places], requests[rows]
-    all_token_ids.numpy()[of, total_len.numpy()[of] + places] = tokens
-    if output_bin_counts is not None:
-        np.add.at(output_bin_counts.numpy(), (of, tokens), 1)
-    last = sampled > 0
-    last_sampled_tokens.numpy()[requests[last], 0] = sampled_tokens.numpy()[batch[last], sampled[last] - 1]
-    total_len.numpy()[requests] += sampled
-    lengths = 0 if query_start_loc is None else np.diff(query_start_loc.numpy())[batch]
-    num_computed_tokens.numpy()[requests] += lengths - num_rejected.numpy()[batch]
+    known, lengths = all_token_ids.numpy(), total_len.numpy()
+    for place in range(sampled_tokens.shape[1]):
+        has_one = sampled > place
+        tokens, of = sampled_tokens.numpy()[batch[has_one], place], requests[has_one]
+        known[of, lengths[of] + place] = tokens
+        last_sampled_tokens.numpy()[of, 0] = tokens
+        if output_bin_counts is not None:
+            output_bin_counts.numpy()[of, tokens] += 1
+    lengths[requests] += sampled
+    computed = 0 if query_start_loc is None else differences(query_start_loc)[batch]
+    num_computed_tokens.numpy()[requests] += computed - num_rejected.numpy()[batch]
 
 
 @implements("gpu.input_batch._post_update_num_computed_tokens_kernel")
@@ -144,7 +144,7 @@ def post_update_num_computed_tokens(
     idx_mapping: torch.Tensor, num_computed_tokens: torch.Tensor, query_start_loc: torch.Tensor
 ) -> None:
     """Count this step's tokens as computed."""
-    lengths = np.diff(query_start_loc.numpy()[: len(idx_mapping) + 1])
+    lengths = differences(query_start_loc[: len(idx_mapping) + 1])
     num_computed_tokens.numpy()[idx_mapping.numpy()] += lengths
 
 
@@ -156,6 +156,6 @@ def expand_idx_mapping(
     cu_num_logits: torch.Tensor,
 ) -> None:
     """The request of each row of the logits, and the row's place among those of its request."""
-    rows, places = ragged(np.diff(cu_num_logits.numpy()))
+    rows, places = ragged(differences(cu_num_logits))
     expanded_idx_mapping.numpy()[: len(rows)] = idx_mapping.numpy()[rows]
     expanded_local_pos.numpy()[: len(rows)] = places
