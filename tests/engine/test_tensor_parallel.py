@@ -1,4 +1,4 @@
-"""Two workers, in processes that a plain script forked or spawned."""
+"""Two workers, in processes that a plain script forked or spawned. On a CPU, each has half of a mixture's experts."""
 
 import json
 import os
@@ -13,6 +13,8 @@ from engines import ON_GPU
 NUM_TOKENS = 16
 CLOSE = 1e-3  # log-probabilities in fp32, with another order of sums
 MEMORY = ON_GPU if torch.cuda.is_available() else {}
+# On GPUs, expert parallelism is refused.
+EXPERTS = {"enable_expert_parallel": not torch.cuda.is_available()}
 
 pytestmark = [
     pytest.mark.engine,
@@ -25,7 +27,8 @@ import json, sys, torch
 (torch.randn(600, 600) @ torch.randn(600, 600)).exp().sum()  # starts OpenMP's threads
 from vllm import LLM, SamplingParams
 llm = LLM(
-    sys.argv[1], skip_tokenizer_init=True, dtype="float32", max_model_len=512, tensor_parallel_size=2, **{MEMORY}
+    sys.argv[1], skip_tokenizer_init=True, dtype="float32", max_model_len=512, tensor_parallel_size=2,
+    **json.loads(sys.argv[3]), **{MEMORY}
 )
 prompts = [{{"prompt_token_ids": prompt}} for prompt in json.loads(sys.argv[2])]
 def answers(temperature):
@@ -44,18 +47,21 @@ GUARDED = "def main():" + PLAIN.replace("\n", "\n    ") + '\nif __name__ == "__m
 
 
 @pytest.mark.parametrize(
-    ("script", "method"),
-    [pytest.param(PLAIN, "fork", id="forked", marks=pytest.mark.window), pytest.param(GUARDED, "spawn", id="spawned")],
+    ("script", "method", "model", "arguments"),
+    [
+        pytest.param(PLAIN, "fork", "glm4_moe", EXPERTS, id="forked, experts", marks=pytest.mark.window),
+        pytest.param(GUARDED, "spawn", "qwen3", {}, id="spawned"),
+    ],
 )
-def test_two_workers(script, method, tmp_path):
-    reference = models.build("qwen3", tmp_path)
+def test_two_workers(script, method, model, arguments, tmp_path):
+    reference = models.build(model, tmp_path)
     prompts = models.prompts()
     (tmp_path / "script.py").write_text(script)
     # Like a user's environment: threads are started.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "VLLM_ENABLE_V1"))}
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = method
     process = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), str(tmp_path), json.dumps(prompts)],
+        [sys.executable, str(tmp_path / "script.py"), str(tmp_path), *map(json.dumps, (prompts, arguments))],
         env=environment,
         capture_output=True,
         text=True,
@@ -73,5 +79,7 @@ def test_two_workers(script, method, tmp_path):
     assert [ids for ids, _ in drawn] != [ids for ids, _ in greedy]
     attention = [row for report in reports for row in report if row["op"] == "paged_attention"]
     assert ["num_heads=2, " in row["problem"] or row["problem"] for row in attention] == [True, True]
+    experts = [row for report in reports for row in report if row["op"] == "fused_experts"]
+    assert len(experts) == (2 if model in models.MIXTURES else 0)
     # This includes any process that ends after the answers.
     assert "Traceback" not in process.stderr and "vllm_opset/" not in process.stderr, process.stderr[-4000:]

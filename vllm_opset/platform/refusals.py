@@ -172,6 +172,11 @@ CUMEM_ALLOCATOR = Rule(
     of_model(lambda model: model.enable_cumem_allocator),
 )
 MOE = Rule("mixture-of-experts (MoE) models", ANOTHER_MODEL, of_model(lambda model: model.is_moe))
+EXPERT_PARALLELISM = Rule(
+    "expert parallelism",
+    "leave out --enable-expert-parallel, and use --tensor-parallel-size",
+    lambda config: config.parallel_config.enable_expert_parallel,
+)
 MULTIMODAL = Rule("multimodal models", ANOTHER_MODEL, of_model(lambda model: model.is_multimodal_model))
 
 SECOND_RUNNER = Rule(
@@ -221,10 +226,11 @@ RULES: tuple[Rule, ...] = (
     # Several processes
     Rule("pipeline parallelism", WIDER, several("pipeline_parallel_size")),
     Rule("data parallelism", WIDER, several("data_parallel_size")),
+    EXPERT_PARALLELISM,
     Rule(
-        "expert parallelism",
-        "leave out --enable-expert-parallel and --enable-eplb, and use --tensor-parallel-size",
-        lambda config: config.parallel_config.enable_expert_parallel or config.parallel_config.enable_eplb,
+        "balancing experts between workers (EPLB)",
+        "leave out --enable-eplb",
+        lambda config: config.parallel_config.enable_eplb,
     ),
     Rule(
         "returning the chosen experts",

@@ -82,6 +82,10 @@ def test_fp8_weights_are_not_refused(quantised, configure):
     assert configure(LLAMA | quantised, dtype="bfloat16").model_config.quantization is not None
 
 
+def test_expert_parallelism_is_not_refused(configure):
+    assert configure(MIXTRAL, enable_expert_parallel=True).parallel_config.enable_expert_parallel
+
+
 def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     config = configure(LLAMA, async_scheduling=True, compilation_config={"cudagraph_mode": "NONE"})
@@ -92,7 +96,6 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
     ("feature", "cure", "model", "arguments"),
     [
         ("latent attention", "choose another model", DEEPSEEK, {}),
-        ("expert parallelism", "--enable-expert-parallel", MIXTRAL, {"enable_expert_parallel": True}),
         (
             "returning the chosen experts",
             "--enable-return-routed-experts",
@@ -199,6 +202,7 @@ def test_environment_is_refused(feature, variable, configure, monkeypatch):
         ("prefill context parallelism", "parallel_config.prefill_context_parallel_size", 2),
         ("several machines", "parallel_config.nnodes", 2),
         ("DBO", "parallel_config.enable_dbo", True),
+        ("balancing experts", "parallel_config.enable_eplb", True),
         ("Ray", "parallel_config.distributed_executor_backend", "ray"),
     ],
 )
