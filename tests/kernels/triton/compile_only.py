@@ -123,7 +123,7 @@ def _recorded() -> list[CompiledKernel]:
 
 
 def _launch_samples(op, kernel) -> None:
-    dtype = torch.bfloat16 if torch.bfloat16 in op.dtypes else op.dtypes[0]
+    dtype = torch.bfloat16 if op.dtypes[0].is_floating_point else op.dtypes[0]
     for sample in op.samples("cpu", dtype):
         args, kwargs = sample.make()
         if kernel.supports(op.problem_for(*args, **kwargs)) is None:

@@ -26,8 +26,8 @@ class OpsetCpuSampler(OpsetSampler):
         self._has_new_requests = True
         self._writes_each_step = any(not type(own).__module__.startswith(OF_VLLM) for own in self.logits_processors)
 
-    def add_request(self, *args) -> None:
-        super().add_request(*args)
+    def add_request(self, *args, **kwargs) -> None:
+        super().add_request(*args, **kwargs)
         self._has_new_requests = True
 
     def apply_staged_writes(self) -> None:

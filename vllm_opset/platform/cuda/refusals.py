@@ -16,6 +16,7 @@ from vllm_opset.platform.refusals import (
 )
 
 has_experts = of_model(lambda model: model.is_moe)
+is_quantised = of_model(lambda model: model.quantization is not None)
 
 # These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
 EARLY_RULES: tuple[Rule | Settings, ...] = (
@@ -53,7 +54,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "offloading of quantised weights",
         "leave out --offload-*",
-        lambda config: config.model_config.quantization is not None and offloads(config),
+        lambda config: is_quantised(config) and offloads(config),
     ),
     Rule(
         "weight offloading by a view of the host's memory (UVA)",
