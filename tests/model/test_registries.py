@@ -12,7 +12,9 @@ from vllm.model_executor.layers import activation, layernorm
 from vllm_opset.model import layers
 
 pytestmark = pytest.mark.window
-hw_agnostic = pytest.importorskip("vllm.model_executor.hw_agnostic.custom_op", reason="came with 0.28")
+hw_agnostic = pytest.importorskip(
+    "vllm.model_executor.hw_agnostic.custom_op", reason="came with 0.28: ends with it as the oldest"
+)
 
 from vllm.model_executor.hw_agnostic.layers import activation as hw_activation  # noqa: E402
 from vllm.model_executor.hw_agnostic.layers import layernorm as hw_layernorm  # noqa: E402

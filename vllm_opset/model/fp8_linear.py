@@ -64,7 +64,8 @@ class OpsetFp8LinearKernel(FP8ScaledMMLinearKernel):
         if self._quantise is None:
             return self._linear(x, self._weight, bias)
         values, scales = self._quantise(x.reshape(-1, x.shape[-1]))
-        return self._linear(values, self._weight, bias, x_scale=scales).view(*x.shape[:-1], -1)
+        out = self._linear(values, self._weight, bias, x_scale=scales)
+        return out.view(*x.shape[:-1], out.shape[1])
 
     def _activation(self) -> Quantised | None:
         """How the layer's activations are stored: in fp8 where the device multiplies in it."""

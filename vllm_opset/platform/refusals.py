@@ -187,7 +187,6 @@ SECOND_RUNNER = Rule(
 
 RULES: tuple[Rule, ...] = (
     # The model
-    QUANTISED_WEIGHTS,
     Rule("multi-head latent attention (MLA)", ANOTHER_MODEL, of_model(lambda model: model.use_mla)),
     Rule("Mamba, state-space and linear attention", ANOTHER_MODEL, of_model(lambda model: model.has_inner_state)),
     MULTIMODAL,
@@ -226,7 +225,6 @@ RULES: tuple[Rule, ...] = (
     # Several processes
     Rule("pipeline parallelism", WIDER, several("pipeline_parallel_size")),
     Rule("data parallelism", WIDER, several("data_parallel_size")),
-    EXPERT_PARALLELISM,
     Rule(
         "balancing experts between workers (EPLB)",
         "leave out --enable-eplb",

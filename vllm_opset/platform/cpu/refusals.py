@@ -5,8 +5,8 @@ from vllm_opset.platform import compat
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import NVTX, PROFILERS, WITHOUT_COMPILER, unset
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
+from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
-    EXPERT_PARALLELISM,
     Rule,
     Settings,
     caches_in_another_dtype,
@@ -15,8 +15,6 @@ from vllm_opset.platform.refusals import (
     environment,
     given,
 )
-from vllm_opset.platform.refusals import QUANTISED_WEIGHTS as ALL_QUANTISED_WEIGHTS
-from vllm_opset.platform.refusals import RULES as COMMON
 
 # These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
 EARLY_RULES: tuple[Rule | Settings, ...] = (
@@ -52,7 +50,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
-    *(rule for rule in COMMON if rule not in (ALL_QUANTISED_WEIGHTS, EXPERT_PARALLELISM)),
+    *COMMON,
     Rule(
         "vLLM's second model runner before vLLM 0.31",
         "unset VLLM_USE_V2_MODEL_RUNNER",

@@ -4,9 +4,8 @@ from vllm_opset.model.weights import offloads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, WITHOUT_COMPILER, asks_to_compile, unset
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
-from vllm_opset.platform.refusals import QUANTISED_WEIGHTS as ALL_QUANTISED_WEIGHTS
-from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
+    EXPERT_PARALLELISM,
     SECOND_RUNNER,
     Rule,
     Settings,
@@ -14,6 +13,7 @@ from vllm_opset.platform.refusals import (
     given,
     of_model,
 )
+from vllm_opset.platform.refusals import RULES as COMMON
 
 has_experts = of_model(lambda model: model.is_moe)
 is_quantised = of_model(lambda model: model.quantization is not None)
@@ -33,7 +33,8 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
-    *(rule for rule in COMMON if rule is not ALL_QUANTISED_WEIGHTS),
+    *COMMON,
+    EXPERT_PARALLELISM,
     SECOND_RUNNER,
     Rule(
         "adapters (LoRA) for mixtures of experts",

@@ -7,7 +7,9 @@ from vllm_opset.model.weights import offloads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, NVTX, PROFILERS, WITHOUT_COMPILER
 from vllm_opset.platform.refusals import (
+    EXPERT_PARALLELISM,
     MOE,
+    QUANTISED_WEIGHTS,
     SECOND_RUNNER,
     Rule,
     Settings,
@@ -65,7 +67,9 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 )
 
 RULES: tuple[Rule, ...] = (
+    QUANTISED_WEIGHTS,
     *COMMON,
+    EXPERT_PARALLELISM,
     MOE,
     SECOND_RUNNER,
     Rule("adapters (LoRA)", "merge the adapter into the weights, and leave out --enable-lora", given("lora_config")),
