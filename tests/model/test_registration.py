@@ -1,4 +1,4 @@
-"""Which of vLLM's layers are replaced: what is registered, taken back and found."""
+"""The replacements of vLLM's layers are registered, are taken back, and name classes that exist."""
 
 import pytest
 import torch
