@@ -24,7 +24,9 @@ KV_BYTES = {
     "llama-3.1-8b": 128,
     "llama-3.2-1b": 32,
     "mistral-7b": 128,
+    "qwen3-0.6b": 112,
     "qwen3-14b": 160,
+    "qwen3-30b-a3b": 96,
     "qwen3-8b": 144,
     "tiny": 2,
 }
@@ -125,7 +127,7 @@ def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
     script = tmp_path / "compiles.py"
     script.write_text(COMPILES)
     finished = run(sys.executable, script, PYTHONPATH=engines.CHILD.parent, TRITON_CACHE_DIR=tmp_path)
-    assert finished.out.split() == ["doubled", "doubled"], finished
+    assert finished.out.split() == ["doubled", "doubled"], finished.output
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_two_engines_side_by_side(tmp_path):
     wanted = ("--model", "tiny", "--case", "8x*", "--repetitions", "2", "--warm")
     wanted += ("--variant", f"again={json.dumps(again)}")
     finished = command(*wanted, *outputs)
-    assert finished.code == 0, finished
+    assert finished.code == 0, finished.output
     assert "8x64/32 sampled" in finished.out and "again to opset" in finished.out
 
     (report,) = json.loads(files["results.json"].read_text())
@@ -262,7 +264,7 @@ def test_an_engine_that_fails_ends_the_command_with_its_log_and_leaves_no_proces
     """The first failing engine ends the command: starting another would take as long as the rest of the test."""
     broken = 'opset={"no_such_argument": 1}'
     finished = command("--model", "tiny", "--warm", "--variant", broken, "--logs", tmp_path)
-    assert finished.code == 1, finished
+    assert finished.code == 1, finished.output
     assert "opset ended" in finished.err and "no_such_argument" in finished.err
     assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
 

@@ -19,7 +19,7 @@ pytestmark = [
 
 def test_every_kernel_of_a_layer_is_timed():
     finished = run(sys.executable, SCRIPT, 128, 2, PYTHONPATH=os.pathsep.join(map(str, FOLDERS)), COLUMNS=100)
-    assert finished.code == 0, finished
+    assert finished.code == 0, finished.output
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in finished.out.splitlines() if "│" in line]
     calls = {op: number for op, number, *_ in rows}
     assert calls["all"] == "" and calls["paged_attention"] == calls["qk_norm_rope_cache"] == "36"

@@ -107,7 +107,7 @@ def test_ops_shows_a_users_kernel_with_what_it_supports(users_kernels):
 
 def test_doctor_accounts_for_every_kernel_of_every_op_for_the_device():
     finished = command("doctor", "--json")
-    assert finished.code == 0, finished
+    assert finished.code == 0, finished.output
     found = json.loads(finished.out)
     assert found["platform"] == "vllm_opset.platform.cpu.platform.OpsetCpuPlatform"
     assert found["faults"] == []
@@ -159,7 +159,7 @@ def test_doctor_names_the_cure_where_two_platform_plugins_meet(tmp_path):
     (info / "entry_points.txt").write_text("[vllm.platform_plugins]\nother = other_platform:activate\n")
     script = "from vllm_opset.cli import doctor; print(doctor._active_platform())"
     finished = run("python", "-c", script, PYTHONPATH=tmp_path)
-    assert "vLLM finds no platform: Only one platform plugin can be activated" in finished.out, finished
+    assert "vLLM finds no platform: Only one platform plugin can be activated" in finished.out, finished.output
     assert "cure='set VLLM_PLUGINS=opset, which leaves out other platform plugins: other'" in finished.out
 
 
@@ -184,14 +184,14 @@ def test_doctor_lists_the_variants_of_a_kernel():
 
 def test_doctor_counts_what_an_override_cannot_do():
     finished = command("doctor", "--json", OPSET_KERNELS="paged_attention=cpu")
-    assert finished.code == 0, finished
+    assert finished.code == 0, finished.output
     rows = {row["kernel"]: row for row in json.loads(finished.out)["kernels"] if row["op"] == "paged_attention"}
     assert set(rows) == {"cpu", "none"} and "asks for paged_attention=cpu, which cannot do it" in rows["none"]["why"]
 
 
 def test_doctor_says_why_the_platform_cannot_be_had():
     finished = command("doctor", "--json", OPSET_PLATFORM="of")
-    assert finished.code == 1, finished
+    assert finished.code == 1, finished.output
     (fault,) = json.loads(finished.out)["faults"]
     assert "OPSET_PLATFORM='of' is not a choice; known: auto, cpu, cuda, native, npu, off" in fault["what"]
 
@@ -217,7 +217,7 @@ def test_doctor_says_why_torch_cannot_be_imported_where_cann_is_absent(torch_npu
     torch_npu(NO_CANN)
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD" in run("python", "-c", "import torch", PYTHONPATH=tmp_path).err
     finished = command("doctor", "--json", PYTHONPATH=tmp_path, ASCEND_HOME_PATH="/nowhere")
-    assert finished.code == 1, finished
+    assert finished.code == 1, finished.output
     found = json.loads(finished.out)
     (fault,) = found["faults"]
     assert "`import torch` fails in this environment" in fault["what"] and "libascendcl.so" in fault["what"]
@@ -229,7 +229,7 @@ def test_doctor_says_why_torch_cannot_be_imported_where_cann_is_absent(torch_npu
 def test_doctor_is_content_where_torch_does_not_load_torch_npu(torch_npu, tmp_path):
     torch_npu(NO_CANN)
     finished = command("doctor", "--json", PYTHONPATH=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD=0)
-    assert finished.code == 0, finished
+    assert finished.code == 0, finished.output
     assert "CANN's libascendcl.so" in json.loads(finished.out)["unavailable"]["ascend"]
 
 
@@ -242,7 +242,7 @@ def test_doctor_says_that_torch_npu_cannot_be_imported(torch_npu, tmp_path):
     variables = {"PYTHONPATH": tmp_path, "LD_LIBRARY_PATH": tmp_path, "TORCH_DEVICE_BACKEND_AUTOLOAD": 0}
     finished = command("doctor", **variables)
     assert "torch_npu cannot be imported (undefined symbol: aclrtWhatever): install" in finished.output
-    assert finished.code == 0, finished
+    assert finished.code == 0, finished.output
 
 
 # parity
@@ -250,7 +250,7 @@ def test_doctor_says_that_torch_npu_cannot_be_imported(torch_npu, tmp_path):
 
 def test_parity_agrees_with_a_right_kernel():
     finished = command("parity", "silu_and_mul", "rms_norm", "--dtype", "float32", "--dtype", "bfloat16", "--json")
-    assert finished.code == 0, finished
+    assert finished.code == 0, finished.output
     found = json.loads(finished.out)
     kernels = {(check["op"], check["kernel"]) for check in found["checks"]}
     assert kernels >= {("silu_and_mul", "cpu"), ("rms_norm", "reference")}
@@ -260,16 +260,16 @@ def test_parity_agrees_with_a_right_kernel():
 
 def test_parity_finds_a_wrong_kernel_out(users_kernels):
     finished = command("parity", "silu_and_mul", "--kernel", "wrong", "--jobs", "2", **users_kernels)
-    assert finished.code == 1, finished
+    assert finished.code == 1, finished.output
     assert "FAILED silu_and_mul=wrong" in finished.output
     assert "times the tolerance" in finished.output
-    assert re.fullmatch(r"\d+ passed, \d+ failed, \d+ skipped", finished.out.splitlines()[-1]), finished
+    assert re.fullmatch(r"\d+ passed, \d+ failed, \d+ skipped", finished.out.splitlines()[-1]), finished.output
 
 
 def test_parity_counts_what_a_kernel_does_not_support_apart(users_kernels):
     """The user's kernel supports one dtype of three, so two thirds of the checks have neither passed nor failed."""
     finished = command("parity", "silu_and_mul", "--kernel", "wrong", "--json", **users_kernels)
-    assert finished.code == 1, finished
+    assert finished.code == 1, finished.output
     found = json.loads(finished.out)
     outcomes = [check["outcome"] for check in found["checks"]]
     assert [found[outcome] for outcome in OUTCOMES] == [outcomes.count(outcome) for outcome in OUTCOMES]
@@ -346,7 +346,7 @@ def test_demo_says_where_there_is_a_model(command_here, tmp_path):
 @pytest.mark.engine
 def test_demo_answers_and_counts_the_calls_of_every_op():
     finished = command("demo", "--questions", "8")
-    assert finished.code == 0, finished
+    assert finished.code == 0, finished.output
     assert "8 of 8 right" in finished.output
     assert "tokens/s" in finished.output
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in finished.output.splitlines() if "│" in line]

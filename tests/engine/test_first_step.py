@@ -7,7 +7,7 @@ from engines import generate
 
 from vllm_opset import kernel as registry
 from vllm_opset import ops, selection
-from vllm_opset.platform import warm_up
+from vllm_opset.model import warm_up
 
 pytestmark = [
     pytest.mark.engine,

@@ -42,5 +42,5 @@ def test_a_script_that_has_used_threads(script, variables, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(USES_THREADS + script)
     finished = run("python", path, OMP_NUM_THREADS=4, **variables)
-    assert finished.code == 0, finished
-    assert any(line.strip() == "46" for line in finished.output.splitlines()), finished
+    assert finished.code == 0, finished.output
+    assert any(line.strip() == "46" for line in finished.output.splitlines()), finished.output

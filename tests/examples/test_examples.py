@@ -13,12 +13,12 @@ ANSWERS = ["reverse: plugin = nigulp", "add: 12 + 34 = 46", "upper: kernel = KER
 @pytest.mark.engine
 def test_my_kernel_is_checked_and_serves_the_offline_example():
     finished = run("bash", "-ec", block("", "export PYTHONPATH=examples"))
-    assert finished.code == 0, finished
-    assert re.search(r"\d+ passed, 0 failed", finished.output), finished
+    assert finished.code == 0, finished.output
+    assert re.search(r"\d+ passed, 0 failed", finished.output), finished.output
     for answer in ANSWERS:
-        assert answer in finished.output, finished
-    assert re.search(r"\bsilu_and_mul +mine +asked for by OPSET_KERNELS", finished.output), finished
-    assert re.search(r"\brms_norm +(cpp|cpu) +first kernel for cpu", finished.output), finished
+        assert answer in finished.output, finished.output
+    assert re.search(r"\bsilu_and_mul +mine +asked for by OPSET_KERNELS", finished.output), finished.output
+    assert re.search(r"\brms_norm +(cpp|cpu) +first kernel for cpu", finished.output), finished.output
 
 
 def test_the_examples_own_text_says_the_same():
@@ -31,7 +31,7 @@ def test_the_examples_own_text_says_the_same():
 @pytest.mark.serve
 def test_ask(server):
     finished = run("python", "examples/ask.py", "Write plugin backwards.", "--url", f"{server.http.base_url}/v1")
-    assert finished.out.splitlines()[-1] == "nigulp", finished
+    assert finished.out.splitlines()[-1] == "nigulp", finished.output
 
 
 @pytest.mark.serve

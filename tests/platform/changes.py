@@ -164,6 +164,7 @@ def in_a_worker(platform: str) -> Iterator[None]:
             compat.name_npu_as_cuda(graphs.DecodeGraph, graphs.capture)
         if platform == "cuda":
             compat.break_graphs_at_attention()
+            compat.view_pinned_memory(torch.clone)
         if platform in ("cuda", "npu"):
             until_the_end.enter_context(compat.own_warm_up(print))
         if platform == "native":

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 REGISTRY = "vllm.model_executor.models.registry"
 REQUANTISE = "vllm.model_executor.layers.quantization.utils.w8a8_utils.requantize_with_max_scale"
 LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
+PINNED_VIEW = "vllm.v1.worker.gpu.buffer_utils.get_accelerator_view_from_cpu_tensor"
 OVERRIDES = "vllm.platforms.interface.Platform.register_triton_kernel_overrides"
 # Whether vLLM asks its platform for implementations of the Triton kernels that it launches (0.31 and later).
 replaces_triton_kernels = has(OVERRIDES)
@@ -286,6 +287,24 @@ class _EventOfCpu(torch.cpu.Event):
 
 def _ignored(stream: torch.cpu.Stream) -> None:
     pass
+
+
+@patch(
+    has(PINNED_VIEW),
+    ends="vLLM views pinned memory on out-of-tree platforms too",
+    changes=(PINNED_VIEW,),
+    worker=("cuda",),
+)
+def view_pinned_memory(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let the buffers of vLLM's second model runner be views of pinned memory, on a platform out of vLLM's tree.
+
+    vLLM's own function for this raises there, and calls one of its compiled operators on its own platforms.
+
+    Parameters: view returns the device's view of a tensor in pinned memory.
+    """
+    from vllm.v1.worker.gpu import buffer_utils
+
+    buffer_utils.get_accelerator_view_from_cpu_tensor = view
 
 
 @patch(

@@ -179,12 +179,6 @@ EXPERT_PARALLELISM = Rule(
 )
 MULTIMODAL = Rule("multimodal models", ANOTHER_MODEL, of_model(lambda model: model.is_multimodal_model))
 
-SECOND_RUNNER = Rule(
-    "vLLM's second model runner",
-    "unset VLLM_USE_V2_MODEL_RUNNER",
-    lambda config: config.use_v2_model_runner,
-)
-
 RULES: tuple[Rule, ...] = (
     # The model
     Rule("multi-head latent attention (MLA)", ANOTHER_MODEL, of_model(lambda model: model.use_mla)),

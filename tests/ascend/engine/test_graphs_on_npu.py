@@ -66,7 +66,7 @@ def test_kernels_are_replayed_as_the_hardware_command_asks(strict, monkeypatch):
 
 def test_tokens_are_the_same_with_graphs_as_the_hardware_command_asks():
     finished = run(sys.executable, TESTS / "ascend_hardware" / "decode.py", **emulated_npu.variables())
-    assert finished.code == 0 and finished.out.splitlines()[-1] == "null", finished
+    assert finished.code == 0 and finished.out.splitlines()[-1] == "null", finished.output
 
 
 def test_what_is_captured_is_not_done_before_it_is_replayed():

@@ -52,7 +52,7 @@ assert not torch.npu.is_initialized()
 def test_a_configuration_leaves_the_npu_to_the_engines_process():
     """vLLM forks the engine's process. A process cannot use an NPU if the process it was forked from uses one."""
     finished = run(sys.executable, "-c", CONFIGURE, MODEL, **emulated_npu.variables())
-    assert finished.code == 0, finished
+    assert finished.code == 0, finished.output
 
 
 def test_what_is_not_asked_for_is_decided():

@@ -35,7 +35,7 @@ EXPECTED = {
 def test_kernels_are_those_documented_for_the_product(product):
     soc = DEVICES[product]
     finished = run(sys.executable, HERE / "kernels_here.py", **emulated_npu.variables(), EMULATED_NPU_SOC=soc)
-    assert finished.code == 0, finished
+    assert finished.code == 0, finished.output
     assert json.loads(finished.out.splitlines()[-1]) == EXPECTED[product]
 
 
@@ -60,7 +60,7 @@ def ask(folder: Path, dtype: str, soc: str):
 def test_an_engine_runs_where_most_falls_to_the_references(tmp_path):
     asking.build("qwen3", tmp_path)
     finished = ask(tmp_path, "float16", DEVICES["310P"])
-    assert finished.code == 0 and "TOKENS [[" in finished.out, finished
+    assert finished.code == 0 and "TOKENS [[" in finished.out, finished.output
     assert "paged_attention       reference" in finished.output
 
 

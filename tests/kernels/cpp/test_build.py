@@ -32,7 +32,7 @@ print(choice.kernel.name, "|", kernel.unavailable().get("cpp"))
 def choice(**variables) -> tuple[str, str]:
     """The kernel that serves silu_and_mul in a process of its own, and the reason why it has no C++ kernels."""
     finished = run(sys.executable, "-c", SHOW, **variables)
-    assert finished.code == 0, finished
+    assert finished.code == 0, finished.output
     name, _, reason = finished.out.strip().partition(" | ")
     return name, reason
 

@@ -12,12 +12,12 @@ from vllm.config import CompilationMode
 
 from vllm_opset.platform.cuda.refusals import EARLY_RULES, RULES
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
-from vllm_opset.platform.refusals import EXPERT_PARALLELISM, SECOND_RUNNER, Refusal, check, fusions
+from vllm_opset.platform.refusals import EXPERT_PARALLELISM, Refusal, check, fusions
 from vllm_opset.platform.refusals import RULES as COMMON
 
 pytestmark = pytest.mark.window
 # Rules that some platforms share.
-SHARED = (EXPERT_PARALLELISM, SECOND_RUNNER, QUANTISED_WEIGHTS)
+SHARED = (EXPERT_PARALLELISM, QUANTISED_WEIGHTS)
 
 
 @pytest.fixture

@@ -243,3 +243,13 @@ def test_steps_are_precompiled_where_any_values_will_do(knows, monkeypatch):
     expected = ["attention", "linear", *(sizes[:12] if knows == "attention alone" else [])]
     assert [what for what, inside in called if inside] == expected
     assert [what for what, inside in called if not inside] == ["attention", *sizes]
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 20, 47, 1024])
+def test_every_number_of_logprobs_is_warm(most):
+    def variants(numbers) -> set[tuple]:
+        return {(1 << n.bit_length(), n == 0, (n + 1) % 16 == 0) for n in numbers}
+
+    numbers = warm_up._numbers_of_logprobs(most)
+    assert max(numbers) <= most and len(numbers) <= 40
+    assert variants(numbers) == variants(range(most + 1))

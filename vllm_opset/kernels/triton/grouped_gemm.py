@@ -54,7 +54,7 @@ def grouped_gemm(
     if not len(expert_ids):
         return out
     picked = VARIANTS.of(variant, x, weight, sorted_token_ids, expert_ids, top_k)
-    launch = _tile(picked, block_size, num_outputs, columns, x)
+    launch = _tile(picked, block_size, len(expert_ids), num_outputs, columns, x)
     tiles = _launch.cdiv(block_size, launch["BLOCK_M"])
     num_tiles = len(expert_ids) * tiles
     _grouped_gemm[(num_tiles * _launch.cdiv(num_outputs, launch["BLOCK_N"]),)](
@@ -65,9 +65,12 @@ def grouped_gemm(
     return out
 
 
-def _tile(variant: str, block_size: int, num_outputs: int, columns: int, x: torch.Tensor) -> dict[str, int]:
+def _tile(
+    variant: str, block_size: int, num_blocks: int, num_outputs: int, columns: int, x: torch.Tensor
+) -> dict[str, int]:
     """Launch arguments: the sizes of a tile, which are not larger than what there is to multiply."""
-    values = _launch.parameters(f"grouped_gemm_{variant}", x.device, block_size)
+    size = num_blocks if variant == "decode" else block_size
+    values = _launch.parameters(f"grouped_gemm_{variant}", x.device, size)
     width = max(LEAST_COLUMNS, min(values["bytes"] // x.element_size(), _launch.next_power_of_2(columns)))
     return {
         "BLOCK_M": min(max(LEAST_ROWS, _launch.next_power_of_2(block_size)), MOST_ROWS),

@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.model import packed_linear
-from vllm_opset.platform import compat, quantised_weights, warm_up
+from vllm_opset.platform import compat, quantised_weights
 from vllm_opset.platform.cpu import kv_memory, threads
 from vllm_opset.platform.worker import OpsetWorker
 
@@ -56,7 +56,10 @@ class OpsetCpuWorker(OpsetWorker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         # Nothing is compiled.
         self.log_choices()
-        step = warm_up.one_step_of_second_runner if self.vllm_config.use_v2_model_runner else warm_up.one_step
-        step(self.model_runner)
+        if self.vllm_config.use_v2_model_runner:
+            from vllm_opset.model import warm_up
+        else:
+            from vllm_opset.model.v1 import warm_up
+        warm_up.one_step(self.model_runner)
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=0.0, encoder=0.0)

@@ -6,7 +6,6 @@ from vllm_opset.platform.early_rules import GRAPHS, WITHOUT_COMPILER, asks_to_co
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import (
     EXPERT_PARALLELISM,
-    SECOND_RUNNER,
     Rule,
     Settings,
     caches_neither_alike_nor_in_fp8,
@@ -35,7 +34,6 @@ RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     *COMMON,
     EXPERT_PARALLELISM,
-    SECOND_RUNNER,
     Rule(
         "adapters (LoRA) for mixtures of experts",
         "merge the adapter into the weights, and leave out --enable-lora",

@@ -5,27 +5,22 @@ launches also depend on the number of queries and requests (`_batches`).
 """
 
 import itertools
-from types import SimpleNamespace
 
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.sample.rejection_sampler import apply_sampling_constraints, rejection_sample
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import linear
+from vllm_opset.model.warm_up import sampler
 from vllm_opset.ops.attention.paged_batch import BatchSizes, PagedBatch
-from vllm_opset.platform.warm_up import sampler, slot_mapping
 from vllm_opset.variants import Limits, powers_up_to
 
 # In a step: longer ones run long, and beyond it only one activation's launch parameters change.
 PRECOMPILED_TOKENS = 2048
-DRAFTING = (1, 9, 16)  # requests: Triton compiles anew for 1 and for multiples of 16; vLLM has two versions of top-k
 
 
 def kernels(worker: Worker) -> None:
@@ -33,10 +28,16 @@ def kernels(worker: Worker) -> None:
     runner = worker.model_runner
     model(worker)
     sampler(runner)
-    if not runner.is_pooling_model:
-        slot_mapping(runner)
+    if runner.is_pooling_model:
+        return
+    if worker.vllm_config.use_v2_model_runner:
+        _scores(runner)
+    else:
+        from vllm_opset.model.v1 import warm_up as first
+
+        first.slot_mapping(runner)
         if runner.speculative_config is not None:
-            _rejection(runner)
+            first.rejection(runner)
 
 
 def model(worker: Worker) -> None:
@@ -55,26 +56,26 @@ def model(worker: Worker) -> None:
     runner.maybe_remove_all_loras(runner.lora_config)
 
 
-def _experts(runner: GPUModelRunner, most_tokens: int) -> None:
+def _experts(runner, most_tokens: int) -> None:
     # Imported late: vLLM's module of experts imports thousands of others.
     from vllm_opset.model import experts
 
     experts.multiply(runner.get_model(), most_tokens)
 
 
-def _takes_any_values(runner: GPUModelRunner) -> bool:
+def _takes_any_values(runner) -> bool:
     """Whether a step may compute on memory that no kernel wrote: some layers would pick experts or states by it."""
     return all(isinstance(layer, Attention) for layer in runner.compilation_config.static_forward_context.values())
 
 
-def _steps(runner: GPUModelRunner, most_tokens: int) -> None:
+def _steps(runner, most_tokens: int) -> None:
     for num_tokens in powers_up_to(most_tokens):
         _step(runner, num_tokens)
         if runner.lora_config is not None and num_tokens > 1:
             _step(runner, num_tokens - 1)  # Triton compiles vLLM's kernels for adapters anew for multiples of 16
 
 
-def _step(runner: GPUModelRunner, num_tokens: int) -> None:
+def _step(runner, num_tokens: int) -> None:
     """Run a step over the most requests it may have. It includes attention if the block table is large enough."""
     num_reqs = min(num_tokens, runner.max_num_reqs)
     longest = num_tokens // num_reqs + num_tokens % num_reqs  # as vLLM divides the tokens among requests
@@ -120,7 +121,7 @@ def _attend(layer: torch.nn.Module, sizes: BatchSizes, width: int, device: torch
     impl.attend(layer, query, layer.kv_cache, batch, torch.empty_like(query))
 
 
-def _block_table_widths(runner: GPUModelRunner) -> dict[str, int]:
+def _block_table_widths(runner) -> dict[str, int]:
     """The blocks that a request has room for, by layer. Triton compiles anew for a stride that 16 does not divide."""
     if hasattr(runner, "block_tables"):  # vLLM's second model runner
         tables = runner.block_tables.input_block_tables
@@ -135,19 +136,22 @@ def _decodes(layer: torch.nn.Module) -> bool:
     return isinstance(impl, OpsetAttentionImpl) and impl.attn_type == AttentionType.DECODER
 
 
-def _rejection(runner: GPUModelRunner) -> None:
-    """Run vLLM's kernels for drafts in variants that its dummy run omits: only greedy requests, and top-k as int32."""
-    greedy = SimpleNamespace(all_greedy=True, all_random=False)
-    for num_reqs in DRAFTING:
-        drafts = SpecDecodeMetadata.make_dummy([[0]] * num_reqs, runner.device)
-        ones = torch.ones(num_reqs, device=runner.device)
-        sampled = SimpleNamespace(
-            all_greedy=False, all_random=False, generators={}, temperature=ones, top_k=ones.int(), top_p=ones
-        )
-        for metadata in (greedy, sampled):
-            logits = torch.zeros(num_reqs, runner.model_config.get_vocab_size(), device=runner.device)
-            rejection_sample(
-                drafts.draft_token_ids, drafts.num_draft_tokens, drafts.max_spec_len, drafts.cu_num_draft_tokens,
-                None, apply_sampling_constraints(logits, drafts.cu_num_draft_tokens, metadata),
-                ones[:, None].int(), metadata,
-            )  # fmt: skip
+def _scores(runner) -> None:
+    """Run the second model runner's kernels for log-probabilities, for every number of them that a request may want."""
+    from vllm.v1.worker.gpu.sample import logprob
+
+    config = runner.model_config
+    most = config.get_vocab_size() if config.max_logprobs < 0 else config.max_logprobs
+    for dtype in {config.dtype, torch.float32}:
+        logits = torch.zeros(1, config.get_vocab_size(), dtype=dtype, device=runner.device)
+        for others in _numbers_of_logprobs(min(most, logprob._MAX_TOPK_BLOCK)):
+            logprob.compute_topk_scores(logits, others, torch.zeros(1, dtype=torch.int64, device=runner.device))
+
+
+def _numbers_of_logprobs(most: int) -> list[int]:
+    """The numbers of log-probabilities beside the chosen token's, at most `most`, that compile all of the variants.
+
+    The kernel's tile is the next power of two of all of them. Triton compiles anew for 1 and for multiples of 16.
+    """
+    totals = {total for tile in powers_up_to(2 * most + 2) for total in (tile // 2 + 1, tile // 2 + 16, tile)}
+    return sorted(total - 1 for total in totals if total - 1 <= most)

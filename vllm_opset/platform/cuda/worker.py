@@ -5,10 +5,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.kernels.triton._precompile import precompile
-from vllm_opset.model import fusion, linear, weights
-from vllm_opset.model.v1 import sampler, slots
+from vllm_opset.model import fusion, linear, sampler, weights
+from vllm_opset.model.warm_up import sampler as call_sampler
 from vllm_opset.platform import compat, compile_cache, quantised_weights, refusals
-from vllm_opset.platform.cuda import device, graphs, warm_up
+from vllm_opset.platform.cuda import device, graphs, pinned, warm_up
 from vllm_opset.platform.cuda.starting import Starting
 from vllm_opset.platform.worker import OpsetWorker
 
@@ -16,11 +16,12 @@ from vllm_opset.platform.worker import OpsetWorker
 class OpsetCudaWorker(Starting, OpsetWorker):
     def init_device(self) -> None:
         graphs.check(self.vllm_config)
+        if self.vllm_config.use_v2_model_runner:
+            compat.view_pinned_memory(pinned.view_on_gpu)
         super().init_device()
         if reason := device.too_old(self.device):
             raise RuntimeError(reason)
         current_platform.begin_graph_pool()
-        sampler.install(self.model_runner)
 
     def load_model(self, **kwargs) -> None:
         if graphs.in_pieces(self.vllm_config):
@@ -28,8 +29,12 @@ class OpsetCudaWorker(Starting, OpsetWorker):
         if self.model_config.quantization is not None:
             quantised_weights.register()
         with precompile():  # while weights load; next vLLM measures memory, for which it samples tokens
-            warm_up.sampler(self.model_runner)
-            super().load_model(**kwargs)
+            if self.vllm_config.use_v2_model_runner:  # it has a sampler once it has a model
+                super().load_model(**kwargs)
+                self._replace_sampler()
+            else:
+                self._replace_sampler()
+                super().load_model(**kwargs)
         model = self.model_runner.get_model()
         fusion.bind(model, self.vllm_config, precompile)
         if not weights.offloads(self.vllm_config):  # vLLM itself must handle weights that it moves
@@ -38,9 +43,16 @@ class OpsetCudaWorker(Starting, OpsetWorker):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
-        slots.bind(self.model_runner.input_batch.block_table)
+        if not self.vllm_config.use_v2_model_runner:
+            from vllm_opset.model.v1 import slots
+
+            slots.bind(self.model_runner.input_batch.block_table)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.check_choices()
         with compat.own_warm_up(warm_up.kernels), device.named_out_of_memory():
             return super().compile_or_warm_up_model()
+
+    def _replace_sampler(self) -> None:
+        sampler.install(self.model_runner)
+        call_sampler(self.model_runner)

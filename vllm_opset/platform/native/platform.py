@@ -1,6 +1,7 @@
 """vLLM's own CUDA platform, with its compiled kernels and all of its features.
 
-If every part (`parts`) is off, it behaves exactly like vLLM.
+If every part (`parts`) is off, it serves exactly like vLLM. An engine still starts where vLLM's would wait forever,
+in a process that has used OpenMP threads (`platform/forking.py`).
 """
 
 from typing import TYPE_CHECKING
@@ -57,10 +58,9 @@ class OpsetNativePlatform(CudaPlatform):
         decisions = {} if vllm_config.model_config is None else cls.decide(vllm_config)
         on = {name for name, part in decisions.items() if part.on}
         parallel = vllm_config.parallel_config
-        if on:
-            forking.make_safe()
-            if parallel.worker_cls in ("auto", parts.STOCK_WORKER):
-                parallel.worker_cls = parts.WORKER
+        forking.make_safe()
+        if on and parallel.worker_cls in ("auto", parts.STOCK_WORKER):
+            parallel.worker_cls = parts.WORKER
         if seen_by_compiler := [name for name in ("attention", "linear", "ops") if name in on]:
             compile_cache.keep_apart(vllm_config, f"{cls.__qualname__} with {' and '.join(seen_by_compiler)}")
         for name, part in decisions.items():

@@ -9,7 +9,8 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from vllm_opset import selection
-from vllm_opset.platform import compat, refusals, warm_up
+from vllm_opset.model.v1 import warm_up
+from vllm_opset.platform import compat, refusals
 from vllm_opset.platform.npu.memory import Budget
 from vllm_opset.platform.npu.runner import OpsetNpuRunner
 from vllm_opset.platform.worker import OpsetWorker
