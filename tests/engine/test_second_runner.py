@@ -106,7 +106,10 @@ def log_probabilities(output) -> list[dict]:
 
 
 def test_the_second_runner_serves_without_the_first_one(tmp_path):
-    """The day that vLLM removes its first model runner, `vllm_opset.model.v1` can go, and nothing breaks on a CPU."""
+    """The day that vLLM removes its first model runner, `vllm_opset.model.v1` can go, and nothing breaks on a CPU.
+
+    The workers for GPUs are imported without it.
+    """
     models.build("qwen3", tmp_path)
     program = run(sys.executable, WITHOUT_FIRST, tmp_path, VLLM_USE_V2_MODEL_RUNNER=1, OPSET_PLATFORM="cpu")
     assert program.code == 0, program.output[-4000:]
