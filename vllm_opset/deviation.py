@@ -34,10 +34,10 @@ def deviation(
 ) -> Deviation:
     """The deviation of the kernel's tensor `have` from the reference's `want`. Both have the same shape and device.
 
-    tolerances: by the dtype of `have`. A dtype that is not floating point needs none, since its values must be equal.
+    tolerances: by the dtype of `have`. Integers without one must be equal.
     scale: a factor for the absolute tolerance.
     """
-    if not have.is_floating_point():
+    if not have.is_floating_point() and have.dtype not in tolerances:
         return _of_integers(name, have, want)
     tolerance = tolerances[have.dtype]
     atol = scale * tolerance.atol
@@ -72,7 +72,8 @@ def _of_integers(name: str, have: torch.Tensor, want: torch.Tensor) -> Deviation
 
 def _same(have: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """True where both are NaN, or equal in the kernel's dtype: by contract, values that overflow it become infinite."""
-    return (want.to(have.dtype) == have) | (want.isnan() & have.isnan())
+    rounded = want.to(have.dtype) if have.is_floating_point() else want.round().to(have.dtype)
+    return (rounded == have) | (want.isnan() & have.isnan())
 
 
 def _index_of_largest(values: torch.Tensor) -> tuple[int, ...]:

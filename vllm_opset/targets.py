@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 FP8 = "fp8"  # converts to and from e4m3
+INT8 = "int8"  # multiplies matrices of it
 PDL = "pdl"  # programmatic dependent launch
 WGMMA = "wgmma"  # Hopper's matrix instructions and copy engine
 # The dtypes in which oneDNN multiplies matrices on the processor. Without fp32, PyTorch has no oneDNN.
@@ -61,6 +62,7 @@ class Target:
 
 _FEATURES = {
     FP8: lambda target: target.generation >= {"nvidia": 89, "amd": 0x950}.get(target.vendor, 0),
+    INT8: lambda target: target.vendor in ("nvidia", "amd"),
     PDL: lambda target: target.vendor == "nvidia" and target.generation >= 90,
     WGMMA: lambda target: target.vendor == "nvidia" and target.generation == 90,
 }

@@ -1,8 +1,8 @@
-"""Checkpoints with fp8 weights, in the formats of llm-compressor (compressed-tensors) and of DeepSeek (by blocks).
+"""Checkpoints with fp8 and int8 weights, in the formats of llm-compressor (compressed-tensors) and of DeepSeek.
 
-All stand for exactly the same weights, which `save_plain` writes in bf16, so that an engine must give the same tokens
-for each of them. The weights are fp8 values times a power of two. The scales of a format differ by powers of two from
-channel to channel or from block to block.
+All of a dtype stand for exactly the same weights, which `save_plain` writes in bf16, so that an engine must give the
+same tokens for each of them. The weights are values of the dtype times a power of two. The scales of a format differ by
+powers of two from channel to channel, from block to block, or from layer to layer.
 """
 
 import json
@@ -12,16 +12,18 @@ import models
 import torch
 from safetensors.torch import load_file, save_file
 
-FP8 = torch.float8_e4m3fn
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 BLOCK = 128
-STEP = 2.0**-9  # scale of the plain weights: the largest fp8 value becomes 0.875
+# The scale of the plain weights: the largest value becomes 0.875 for fp8, and 0.97 for int8.
+STEPS = {FP8: 2.0**-9, INT8: 2.0**-7}
+INPUT_SCALE = 2.0**-5  # of activations, where the checkpoint gives it
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
 
 
-def save_plain(folder: Path) -> dict[str, torch.Tensor]:
-    """A small model in bf16, whose linear layers fp8 can hold. Returns its weights."""
+def save_plain(folder: Path, dtype: torch.dtype = FP8) -> dict[str, torch.Tensor]:
+    """A small model in bf16, whose linear layers the dtype can hold. Returns its weights."""
     models.build("qwen3", folder, tie_word_embeddings=True, **SIZES)
-    weights = {name: _on_grid(weight) if is_linear(name) else weight for name, weight in _load(folder).items()}
+    weights = {name: GRIDS[dtype](weight) if is_linear(name) else weight for name, weight in _load(folder).items()}
     _save(folder, weights)
     return weights
 
@@ -30,27 +32,43 @@ def is_linear(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def _on_grid(weight: torch.Tensor) -> torch.Tensor:
-    """Values that fp8 holds exactly with scales of STEP, 2 * STEP and 4 * STEP. The largest is fp8's, times STEP."""
+def _fp8_grid(weight: torch.Tensor) -> torch.Tensor:
+    """Values that fp8 holds exactly with scales of a step, 2 and 4 steps. The largest is fp8's, times a step."""
     stored = (weight.float() / weight.abs().max() * 448).to(FP8).float()
     stored[stored.abs() < 2**-4] = 0  # divided by 4, these would lose bits
     stored[0, 0] = 448
-    return stored * STEP
+    return stored * STEPS[FP8]
 
 
-def save_channelwise(plain: Path, folder: Path) -> None:
-    """llm-compressor's FP8_DYNAMIC: a scale for each output channel, activations quantised for each token."""
-    of_weight = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
-    of_input = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
-    group = {"targets": ["Linear"], "weights": of_weight, "input_activations": of_input}
+def _int8_grid(weight: torch.Tensor) -> torch.Tensor:
+    """Values that int8 holds exactly with scales of a step, 2 and 4 steps."""
+    return (weight.float() / weight.abs().max() * 31).round() * 4 * STEPS[INT8]
+
+
+GRIDS = {FP8: _fp8_grid, INT8: _int8_grid}
+
+
+def save_compressed(plain: Path, folder: Path, dtype: torch.dtype, strategy: str = "channel") -> None:
+    """llm-compressor's FP8_DYNAMIC and W8A8: a scale for each output channel, activations quantised for each token.
+
+    strategy: "tensor" gives a weight one scale, and all activations one that the checkpoint holds.
+    """
+    kind, static = "float" if dtype.is_floating_point else "int", strategy == "tensor"
+    bits = {"num_bits": 8, "type": kind, "symmetric": True}
+    of_weight = bits | {"strategy": strategy, "dynamic": False}
+    of_input = bits | {"strategy": "tensor" if static else "token", "dynamic": not static}
     config = {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": f"{kind}-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": of_weight, "input_activations": of_input}},
         "ignore": ["lm_head"],
     }
-    _save_quantised(plain, folder, config, "weight_scale", lambda weight: (weight.shape[0], 1))
+
+    def scale_shape(weight: torch.Tensor) -> tuple[int, ...]:
+        return (1,) if static else (weight.shape[0], 1)
+
+    _save_quantised(plain, folder, config, "weight_scale", scale_shape, dtype, INPUT_SCALE if static else None)
 
 
 def save_blockwise(plain: Path, folder: Path) -> None:
@@ -61,21 +79,31 @@ def save_blockwise(plain: Path, folder: Path) -> None:
     )
 
 
-def _save_quantised(plain: Path, folder: Path, config: dict, scale_name: str, scale_shape) -> None:
+def _save_quantised(
+    plain: Path,
+    folder: Path,
+    config: dict,
+    scale_name: str,
+    scale_shape,
+    dtype: torch.dtype = FP8,
+    input_scale: float | None = None,
+) -> None:
     generator, weights = torch.Generator().manual_seed(0), {}
     for name, weight in _load(plain).items():
         if not is_linear(name):
             weights[name] = weight
             continue
         exponents = torch.randint(0, 3, scale_shape(weight), generator=generator)
-        scale = STEP * 2.0**exponents
+        scale = STEPS[dtype] * 2.0**exponents
         wide = scale
-        for dimension, size in enumerate(weight.shape):
+        for dimension, size in enumerate(weight.shape if wide.ndim > 1 else ()):
             repeats = 1 if wide.shape[dimension] in (1, size) else BLOCK
             wide = wide.repeat_interleave(repeats, dimension)
-        stored = (weight.float() / wide).to(FP8)
+        stored = (weight.float() / wide).to(dtype)
         assert torch.equal(stored.float() * wide, weight.float()), "the format cannot hold these weights"
         weights[name], weights[name.replace(".weight", f".{scale_name}")] = stored, scale.float()
+        if input_scale is not None:
+            weights[name.replace(".weight", ".input_scale")] = torch.tensor([input_scale])
     text = json.loads((plain / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
     _save(folder, weights)
@@ -92,4 +120,4 @@ def _save(folder: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _is_quantised(name: str, tensor: torch.Tensor) -> bool:
-    return tensor.dtype is FP8 or "scale" in name
+    return tensor.dtype in (FP8, INT8) or "scale" in name

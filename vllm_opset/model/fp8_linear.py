@@ -5,16 +5,12 @@ quantised as the checkpoint says on devices that multiply in fp8. On others they
 quantising them would only add an error.
 """
 
-import functools
-from collections.abc import Callable
-
 import torch
-from vllm.config import CompilationMode, get_current_vllm_config
 from vllm.model_executor.kernels.linear import FP8ScaledMMLinearKernel, FP8ScaledMMLinearLayerConfig
 from vllm.platforms import current_platform
 
-from vllm_opset import operators, ops, selection, targets
-from vllm_opset.model.packed_linear import choice, run_of
+from vllm_opset import ops, selection
+from vllm_opset.model.scaled_linear import ScaledLinear, activation, call_of_layers
 from vllm_opset.ops.quantisation.quantise import QuantiseProblem
 from vllm_opset.ops.schemes import FP8, PER_ROW, PER_TENSOR, GroupShape, Quantised, Scheme, check_scale
 
@@ -27,8 +23,7 @@ class OpsetFp8LinearKernel(FP8ScaledMMLinearKernel):
 
     def __init__(self, c: FP8ScaledMMLinearLayerConfig, *args, **kwargs) -> None:
         super().__init__(c, *args, **kwargs)
-        compiled = get_current_vllm_config().compilation_config.mode not in (None, CompilationMode.NONE)
-        self._call = operators.of if compiled else run_of
+        self._call = call_of_layers()
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -50,42 +45,28 @@ class OpsetFp8LinearKernel(FP8ScaledMMLinearKernel):
         else:
             group = PER_TENSOR if scale is None or scale.numel() == 1 else PER_ROW
             scale = None if scale is None else scale.view(-1, 1)
-        check_scale(f"{getattr(layer, 'prefix', 'a layer')}.{name}", scale, weight.shape, group)
-        dtype, activation = self.config.out_dtype, self._activation()
-        chosen = choice(weight, dtype, Scheme(Quantised(FP8, group), activation))
-        weight = weight.contiguous()
-        self._weight = chosen.kernel.prepared("weight", weight, weight_scale=scale, out_dtype=dtype)
-        self._linear = functools.partial(self._call(chosen), weight_scale=scale, out_dtype=dtype)
-        self._quantise = None if activation is None else self._quantiser(layer, activation.group)
-        if self._weight is not weight:
+        prefix = getattr(layer, "prefix", "a layer")
+        check_scale(f"{prefix}.{name}", scale, weight.shape, group)
+        scheme = Scheme(Quantised(FP8, group), self._activation())
+        x_scale = self._static_scale(layer, prefix)
+        self._linear = ScaledLinear(self._call, weight, scale, scheme, self.config.out_dtype, x_scale)
+        if not self._linear.holds(layer.weight.data):
             layer.weight.data = weight.new_empty(0)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self._quantise is None:
-            return self._linear(x, self._weight, bias)
-        values, scales = self._quantise(x.reshape(-1, x.shape[-1]))
-        out = self._linear(values, self._weight, bias, x_scale=scales)
-        return out.view(*x.shape[:-1], out.shape[1])
+        return self._linear(x, bias)
 
     def _activation(self) -> Quantised | None:
-        """How the layer's activations are stored: in fp8 where the device multiplies in it."""
-        if targets.FP8 not in targets.of(current_platform.device_type).features:
-            return None
         group = self.config.activation_quant_key.scale.group_shape
-        return Quantised(FP8, GroupShape(group.row, group.col))
+        return activation(FP8, GroupShape(group.row, group.col))
 
-    def _quantiser(self, layer: torch.nn.Module, group: GroupShape) -> Callable:
-        """The function that quantises activations, by the scale of the checkpoint if that has one."""
-        scale = None
-        if self.config.activation_quant_key.scale.static:
-            scale = layer.input_scale.data.float().view(1, 1)
-            check_scale(f"{getattr(layer, 'prefix', 'a layer')}.input_scale", scale, (1, 1), group)
-        columns = self._weight.shape[1]
-        problem = QuantiseProblem(
-            current_platform.device_type, self.config.input_dtype, FP8, group, scale is not None, columns
-        )
-        run = self._call(selection.select(ops.quantise, problem))
-        return functools.partial(run, to_dtype=FP8, group_shape=list(group), scale=scale)
+    def _static_scale(self, layer: torch.nn.Module, prefix: str) -> torch.Tensor | None:
+        """The scale of activations, if the checkpoint gives it."""
+        if not self.config.activation_quant_key.scale.static:
+            return None
+        scale = layer.input_scale.data.float().view(1, 1)
+        check_scale(f"{prefix}.input_scale", scale, (1, 1), PER_TENSOR)
+        return scale
 
     def apply_scaled_mm(self, **arguments) -> torch.Tensor:
         raise NotImplementedError("apply_weights multiplies")

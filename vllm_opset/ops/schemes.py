@@ -15,8 +15,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-FP8 = torch.float8_e4m3fn
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
 WHOLE = -1
+# The smallest scales of dynamic quantisation, so that zeros can be divided by them. They are vLLM's.
+SMALLEST_SCALES = {FP8: 1 / (512 * 448), INT8: 1e-10 / 127}
 
 
 class GroupShape(NamedTuple):
@@ -100,7 +102,7 @@ def dequantise(tensor: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dt
 def scales_of(values: torch.Tensor, dtype: torch.dtype, group: GroupShape) -> torch.Tensor:
     """The smallest scales, in fp32, with which a matrix fits the range of `dtype`. fp64 values have fp64 scales.
 
-    They are at least 1 / (512 * the largest value of `dtype`), as vLLM's are, so that zeros can be divided by them.
+    They are at least SMALLEST_SCALES of the dtype. Those of integers are symmetric: the least integer is not used.
     """
     wide = torch.float64 if values.dtype is torch.float64 else torch.float32
     numbers = group.scale_shape(values.shape)
@@ -108,19 +110,27 @@ def scales_of(values: torch.Tensor, dtype: torch.dtype, group: GroupShape) -> to
     missing = [number * size - all_ for number, size, all_ in zip(numbers, sizes, values.shape, strict=True)]
     blocks = F.pad(values.abs().to(wide), (0, missing[1], 0, missing[0]))
     blocks = blocks.view(numbers[0], sizes[0], numbers[1], sizes[1])
-    limit = torch.finfo(dtype).max
-    return (blocks.amax((1, 3)) / limit).clamp(min=1 / (512 * limit))
+    return (blocks.amax((1, 3)) / limits(dtype).max).clamp(min=SMALLEST_SCALES[dtype])
+
+
+def limits(dtype: torch.dtype) -> torch.finfo | torch.iinfo:
+    """The least and the largest value of a dtype, as `min` and `max`."""
+    return torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
 
 
 def stored(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A matrix divided by its scales and rounded to `dtype`. What is out of its range becomes its largest value.
+    """A matrix divided by its scales and rounded to nearest in `dtype`, ties to even.
+
+    What is out of the dtype's range becomes its least or its largest value.
 
     The quotients of fp64 values are not rounded, so that parity measures the rounding of a kernel.
     """
-    limit = torch.finfo(dtype).max
     wide = torch.float64 if values.dtype is torch.float64 else torch.float32
-    quotients = (values.to(wide) / expanded(scale, values.shape).to(wide)).clamp(-limit, limit)
-    return quotients if wide is torch.float64 else quotients.to(dtype)
+    range_ = limits(dtype)
+    quotients = (values.to(wide) / expanded(scale, values.shape).to(wide)).clamp(range_.min, range_.max)
+    if wide is torch.float64:
+        return quotients
+    return (quotients if dtype.is_floating_point else quotients.round()).to(dtype)
 
 
 def expanded(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 METHODS = ("fp8", "compressed-tensors")
-STRATEGIES = ("tensor", "channel", "block")
+# The types of 8 bits in compressed-tensors, and the groups of weights that share a scale.
+STRATEGIES = {"float": ("tensor", "channel", "block"), "int": ("tensor", "channel")}
 CURE = (
     "choose a checkpoint in float32, bfloat16 or float16, alone or with --quantization fp8, or one whose linear layers "
-    "are in fp8 e4m3 with scales per tensor, per channel or by blocks"
+    "are in fp8 e4m3 with scales per tensor, per channel or by blocks, or in symmetric int8 with scales per tensor or "
+    "per channel"
 )
 
 
@@ -52,23 +54,26 @@ def _unserved_by_compressed_tensors(checkpoint: Mapping) -> Iterator[str]:
             yield f"a {key}"
     for name, group in checkpoint.get("config_groups", {}).items():
         weights, activations = group.get("weights") or {}, group.get("input_activations")
-        if not _is_fp8(weights) or weights.get("strategy") not in STRATEGIES:
+        kind = weights.get("type")
+        if not _is_stored(weights, kind) or weights.get("strategy") not in STRATEGIES.get(kind, ()):
             yield f"{_described(weights)} weights ({name} of compressed-tensors)"
-        if activations is None or not _is_fp8(activations):
-            kind = "unquantised" if activations is None else _described(activations)
-            yield f"fp8 weights for {kind} activations ({name} of compressed-tensors)"
+        elif activations is None or not _is_stored(activations, kind):
+            of_x = "unquantised" if activations is None else _described(activations)
+            yield f"{_described(weights)} weights for {of_x} activations ({name} of compressed-tensors)"
 
 
-def _is_fp8(tensor: Mapping) -> bool:
-    return tensor.get("type") == "float" and tensor.get("num_bits") == 8
+def _is_stored(tensor: Mapping, kind: str | None) -> bool:
+    """Whether a tensor is stored in 8 bits of this type, without a zero point."""
+    return tensor.get("type") == kind and tensor.get("num_bits") == 8 and tensor.get("symmetric", True)
 
 
 def _described(tensor: Mapping) -> str:
-    return f"{tensor.get('num_bits')}-bit {tensor.get('type')} {tensor.get('strategy')}"
+    symmetry = "" if tensor.get("symmetric", True) else "asymmetric "
+    return f"{symmetry}{tensor.get('num_bits')}-bit {tensor.get('type')} {tensor.get('strategy')}"
 
 
 QUANTISED_WEIGHTS = QuantisedWeights(
-    "quantised weights other than fp8", CURE, of_model(lambda model: any(unserved(model)))
+    "quantised weights other than fp8 and int8", CURE, of_model(lambda model: any(unserved(model)))
 )
 
 
@@ -80,12 +85,14 @@ def verify(method: str, where: str) -> None:
 
 @functools.cache  # vLLM keeps what is registered for the life of the process
 def register() -> None:
-    """Let vLLM give its fp8 layers opset's kernel, before a model with quantised weights is built."""
+    """Let vLLM give its fp8 and int8 layers opset's kernels, before a model with quantised weights is built."""
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.platforms.interface import PlatformEnum
 
     from vllm_opset.model.fp8_linear import OpsetFp8LinearKernel, scaled_fp8_quant
+    from vllm_opset.model.int8_linear import OpsetInt8LinearKernel
 
     register_linear_kernel(OpsetFp8LinearKernel, PlatformEnum.OOT, "fp8")
+    register_linear_kernel(OpsetInt8LinearKernel, PlatformEnum.OOT, "int8")
     compat.register_fp8_block_kernel(OpsetFp8LinearKernel)
     compat.quantise_weights(scaled_fp8_quant)

@@ -59,7 +59,8 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dyna
 GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}}
 FP8_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
 FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
+INT8_CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": False}
+INT8_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 
 
@@ -77,8 +78,12 @@ def test_what_is_supported_is_configured(configure):
     assert config.scheduler_config.async_scheduling is False
 
 
-@pytest.mark.parametrize("quantised", [FP8, compressed(FP8_CHANNEL, FP8_TOKEN)], ids=["fp8", "compressed-tensors"])
-def test_fp8_weights_are_not_refused(quantised, configure):
+@pytest.mark.parametrize(
+    "quantised",
+    [FP8, compressed(FP8_CHANNEL, FP8_TOKEN), compressed(INT8_CHANNEL, INT8_TOKEN)],
+    ids=["fp8", "fp8 of compressed-tensors", "int8"],
+)
+def test_weights_of_eight_bits_are_not_refused(quantised, configure):
     assert configure(LLAMA | quantised, dtype="bfloat16").model_config.quantization is not None
 
 
@@ -107,8 +112,19 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         ("multimodal", "choose another model", LLAVA, {}),  # its module imports torchvision
         ("quantised weights with the method .*gptq", "--quantization fp8", LLAMA | GPTQ, {}),
         ("quantised weights with 4-bit int group weights", "fp8 e4m3", LLAMA | compressed(INT4, None), {}),
-        ("quantised weights with 8-bit int channel weights", "fp8 e4m3", LLAMA | compressed(INT8, INT8), {}),
-        ("fp8 weights for unquantised activations", "fp8 e4m3", LLAMA | compressed(FP8_CHANNEL, None), {}),
+        (
+            "8-bit int channel weights for asymmetric 8-bit int token activations",
+            "symmetric int8",
+            LLAMA | compressed(INT8_CHANNEL, INT8_TOKEN | {"symmetric": False}),
+            {},
+        ),
+        ("8-bit int channel weights for unquantised", "fp8 e4m3", LLAMA | compressed(INT8_CHANNEL, None), {}),
+        (
+            "8-bit float channel weights for unquantised activations",
+            "fp8 e4m3",
+            LLAMA | compressed(FP8_CHANNEL, None),
+            {},
+        ),
         ("quantised weights with a kv_cache_scheme", "fp8 e4m3", LLAMA | compressed(FP8_CHANNEL, FP8_TOKEN, True), {}),
         ("LoRA", "--enable-lora", LLAMA, {"enable_lora": True}),
         (

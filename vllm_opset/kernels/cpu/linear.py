@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from vllm_opset import ops, targets
 from vllm_opset.kernel import kernel
 from vllm_opset.ops.gemm.linear import LinearProblem, check_arguments
-from vllm_opset.ops.schemes import FP8, dequantise
+from vllm_opset.ops.schemes import FP8, INT8, dequantise
 from vllm_opset.targets import ONEDNN
 
 onednn = torch.ops.mkldnn
@@ -22,10 +22,11 @@ CACHED_BYTES = 512 << 10
 
 
 def supports(problem: LinearProblem) -> str | None:
-    """fp32, and bf16 and fp16 where oneDNN multiplies in them; fp8 weights, dequantised once, on every processor."""
+    """fp32, and bf16 and fp16 where oneDNN multiplies in them; fp8 and int8 weights, dequantised once, everywhere."""
     features = problem.target.features
     if problem.scheme.weight is not None:
-        return None if problem.scheme.weight.dtype is FP8 else f"it dequantises fp8 e4m3, not {problem.scheme.weight}"
+        known = problem.scheme.weight.dtype in (FP8, INT8)
+        return None if known else f"it dequantises fp8 e4m3 and int8, not {problem.scheme.weight}"
     if ONEDNN[torch.float32] not in features:
         return "this PyTorch has no oneDNN"
     if ONEDNN.get(problem.dtype) not in features:

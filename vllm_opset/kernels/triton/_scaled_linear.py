@@ -1,7 +1,8 @@
-"""linear with fp8 weights: a matrix product by tiles, which multiplies the sum of each tile by its scales.
+"""linear with fp8 or int8 weights: a matrix product by tiles, which multiplies the sum of each tile by its scales.
 
-Tensor cores multiply quantised activations in fp8 on targets that can. On others both factors are widened to fp16,
-which holds every value of e4m3. A weight is widened to the dtype of activations that are not quantised.
+Tensor cores multiply activations in int8 on all targets, and in fp8 on those that can. On others both factors are
+widened to fp16, which holds every value of e4m3. A weight is widened to the dtype of activations that are not
+quantised.
 """
 
 import torch
@@ -10,22 +11,25 @@ import triton.language as tl
 
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.ops.gemm.linear import LinearProblem
-from vllm_opset.ops.schemes import FP8, WHOLE, group_of
+from vllm_opset.ops.schemes import FP8, INT8, WHOLE, Quantised, group_of
 from vllm_opset.targets import FP8 as FP8_FEATURE
 
 # The sizes of a program's tile. They were not tuned: a GPU has checked this kernel, and not timed it.
 TOKENS = (16, 64)  # the least that tensor cores take, and the most
 OUTPUTS, COLUMNS = 64, 64
 WARPS, STAGES = 4, 3
-# The fewest columns that fp8 tensor cores multiply at a time.
+# The fewest columns of 8 bits that tensor cores multiply at a time.
 LEAST_COLUMNS = 32
 
 
 def supports(problem: LinearProblem) -> str | None:
-    """fp8 e4m3 weights, by activations as they are or in fp8, with scales for 32 columns or more."""
-    for stored in filter(None, (problem.scheme.weight, problem.scheme.activation)):
-        if stored.dtype is not FP8:
-            return f"it multiplies fp8 e4m3, not {stored}"
+    """fp8 e4m3 and int8 weights, by activations as they are or in the same dtype; scales for 32 columns or more."""
+    quantised: list[Quantised] = [*filter(None, (problem.scheme.weight, problem.scheme.activation))]
+    for stored in quantised:
+        if stored.dtype not in (FP8, INT8):
+            return f"it multiplies fp8 e4m3 and int8, not {stored}"
+        if stored.dtype is not quantised[0].dtype:
+            return f"both factors must be stored in the same dtype, not in {problem.scheme}"
         if stored.group.columns != WHOLE and stored.group.columns < LEAST_COLUMNS:
             return f"a tile has {LEAST_COLUMNS} columns of one scale, and here {stored} has fewer"
     return None
@@ -83,6 +87,23 @@ def _widened(bits, dtype: tl.constexpr):
     return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(dtype)
 
 
+@triton.jit
+def _product(a, b, QUANTISED: tl.constexpr, NATIVE: tl.constexpr):
+    """The product of stored values, in fp32. fp8 comes as bytes."""
+    if b.dtype == tl.int8:
+        if QUANTISED:
+            product = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)
+        else:  # by way of fp32, which the interpreter converts to bf16
+            product = tl.dot(a, b.to(tl.float32).to(a.dtype), input_precision="ieee")
+    elif NATIVE:
+        product = tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True))
+    elif QUANTISED:
+        product = tl.dot(_widened(a, tl.float16), _widened(b, tl.float16), input_precision="ieee")
+    else:
+        product = tl.dot(a, _widened(b, a.dtype), input_precision="ieee")
+    return product
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_outputs"])
 def _scaled_linear(
     x, weight, bias, out, weight_scale, x_scale, num_tokens, num_outputs,
@@ -102,13 +123,7 @@ def _scaled_linear(
         inside = column < COLUMNS
         a = tl.load(x + column[None, :] * x_column_stride, is_token[:, None] & inside[None, :], 0)
         b = tl.load(weight + column[:, None], inside[:, None] & is_output[None, :], 0)
-        if NATIVE:
-            a, b = a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True)
-        elif x_scale is not None:
-            a, b = _widened(a, tl.float16), _widened(b, tl.float16)
-        else:
-            b = _widened(b, a.dtype)
-        product = tl.dot(a, b, input_precision="ieee")
+        product = _product(a, b, x_scale is not None, NATIVE)
         scales = weight_scale + output // W_ROWS * ws_row + first // W_COLUMNS * ws_column
         product *= tl.load(scales, is_output, 0.0)[None, :]
         if x_scale is not None:

@@ -1,6 +1,6 @@
-"""linear for one row, the decode step of a single request, and for fp8 weights. PyTorch does the rest.
+"""linear for one row, the decode step of a single request, and for quantised weights. PyTorch does the rest.
 
-- `scaled`: multiplies fp8 weights (`_scaled_linear`).
+- `scaled`: multiplies fp8 and int8 weights (`_scaled_linear`).
 - `one_row`: sums products in registers, as fast as the weight can be read.
 - `torch`: calls PyTorch (cuBLAS), which uses the tensor cores.
 """
@@ -32,7 +32,7 @@ def describe(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=No
 
 
 def supports(problem: LinearProblem) -> str | None:
-    """fp32, bf16 and fp16, accumulated in fp32; fp8 e4m3 weights, with scales for 32 columns or more."""
+    """fp32, bf16 and fp16, accumulated in fp32; fp8 e4m3 and int8 weights, with scales for 32 columns or more."""
     return _supports.floats(problem) or _scaled_linear.supports(problem)
 
 

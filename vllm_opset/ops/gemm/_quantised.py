@@ -6,7 +6,7 @@ import torch
 
 from vllm_opset.ops import _samples
 from vllm_opset.ops.contract import Sample
-from vllm_opset.ops.schemes import FP8, PER_ROW, PER_TENSOR, GroupShape, scales_of, stored
+from vllm_opset.ops.schemes import FP8, INT8, PER_ROW, PER_TENSOR, GroupShape, scales_of, stored
 
 BLOCK = GroupShape(128, 128)
 TOKEN_BLOCK = GroupShape(1, 128)
@@ -16,25 +16,32 @@ ROUNDED_FACTORS = 4.0
 
 
 def quantised_normal(
-    shape: tuple[int, ...], group: GroupShape, device: str, rng: torch.Generator, std: float = 1.0
+    shape: tuple[int, ...],
+    group: GroupShape,
+    device: str,
+    rng: torch.Generator,
+    std: float = 1.0,
+    dtype: torch.dtype = FP8,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random values in fp8 with their scales. Each row is larger than the one before, so that scales differ."""
+    """Random values in fp8 or int8 with their scales. Each row is larger than the last, so that scales differ."""
     values = _samples.normal(shape, torch.float32, device, rng, std)
     values *= torch.linspace(0.25, 1, shape[0], device=device)[:, None]
-    scale = scales_of(values, FP8, group)
-    return stored(values, scale, FP8), scale
+    scale = scales_of(values, dtype, group)
+    return stored(values, scale, dtype), scale
 
 
 def samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name, num_tokens, in_features, out_features, weight_group, x_group=None, bias=False) -> Sample:
+    def sample(
+        name, num_tokens, in_features, out_features, weight_group, x_group=None, bias=False, stored_dtype=FP8
+    ) -> Sample:
         def make():
             rng = _samples.generator(name)
             weight, weight_scale = quantised_normal(
-                (out_features, in_features), weight_group, device, rng, in_features**-0.5
+                (out_features, in_features), weight_group, device, rng, in_features**-0.5, stored_dtype
             )
             x, x_scale = _samples.normal((num_tokens, in_features), dtype, device, rng), None
             if x_group is not None:
-                x, x_scale = quantised_normal((num_tokens, in_features), x_group, device, rng)
+                x, x_scale = quantised_normal((num_tokens, in_features), x_group, device, rng, dtype=stored_dtype)
             arguments = x, weight, _samples.normal((out_features,), dtype, device, rng) if bias else None
             return arguments, {"weight_scale": weight_scale, "x_scale": x_scale, "out_dtype": dtype}
 
@@ -51,6 +58,12 @@ def samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("fp8 per channel and token, odd features", 3, 77, 33, PER_ROW, PER_ROW, bias=True)
     yield sample("fp8 by blocks", 17, 384, 256, BLOCK, TOKEN_BLOCK)
     yield sample("fp8 by incomplete blocks, bias", 3, 200, 150, BLOCK, TOKEN_BLOCK, bias=True)
+    yield sample("int8 weight per channel, bias", 5, 96, 48, PER_ROW, bias=True, stored_dtype=INT8)
+    yield sample("int8 per tensor", 5, 96, 48, PER_TENSOR, PER_TENSOR, bias=True, stored_dtype=INT8)
+    yield sample("int8 per channel and tensor", 2, 96, 48, PER_ROW, PER_TENSOR, stored_dtype=INT8)
+    yield sample("int8 per channel and token", 17, 160, 80, PER_ROW, PER_ROW, stored_dtype=INT8)
+    yield sample("int8 per channel and token, one token", 1, 640, 512, PER_ROW, PER_ROW, stored_dtype=INT8)
+    yield sample("int8 per channel and token, odd features", 3, 77, 33, PER_ROW, PER_ROW, True, stored_dtype=INT8)
 
 
 def illegal_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:

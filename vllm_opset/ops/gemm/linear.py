@@ -52,6 +52,8 @@ def linear(
     stands for weight * weight_scale. Then out_dtype is the dtype of the bias and the result, and x is of that dtype. Or
     x is quantised too: [num_tokens, in_features] with its x_scale, fp32, and it stands for x * x_scale.
 
+    Quantised values are in fp8 e4m3 or int8.
+
     Raises ValueError if widths or dtypes differ, if bias is not [out_features] and would broadcast unnoticed, or if a
     scale is of no granularity that divides its tensor.
     """

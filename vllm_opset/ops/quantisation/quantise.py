@@ -1,7 +1,7 @@
 """quantise: stores a matrix in a narrow dtype, with a scale for each group of its values.
 
-Semantics: vLLM's `QuantFP8.forward_native` and `scaled_fp8_quant`, with scales that are always matrices. In some
-places vLLM multiplies by the reciprocal of a scale. This op divides.
+Semantics: vLLM's `QuantFP8.forward_native`, `scaled_fp8_quant` and symmetric `scaled_int8_quant`, with scales that are
+always matrices. In some places vLLM multiplies by the reciprocal of a scale. This op divides.
 """
 
 from collections.abc import Iterator
@@ -11,13 +11,15 @@ import torch
 
 from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import ROUND_ONCE, Cost, Problem, Sample, Tolerance, op
-from vllm_opset.ops.schemes import FP8, PER_ROW, PER_TENSOR, WHOLE, GroupShape, scales_of, stored
+from vllm_opset.ops.schemes import FP8, INT8, PER_ROW, PER_TENSOR, WHOLE, GroupShape, scales_of, stored
 
 TOLERANCES = {
     **ROUND_ONCE,
     # A little more than half a step, since a quotient near the middle of one moves with the last bit of its scale.
     FP8: Tolerance(2**-4 * 1.001, 2**-10, "rounded to 4 bits of mantissa, or to a multiple of 2**-9"),
+    INT8: Tolerance(0.0, 0.5 * 1.001, "rounded to an integer"),
 }
+STORED = (FP8, INT8)
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,12 @@ def quantise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x / scale, rounded to nearest even and limited to the range of to_dtype; scale), computed in fp32.
 
-    x: [rows, columns], any strides. to_dtype: torch.float8_e4m3fn. group_shape: the numbers of rows and columns that
-    share a scale. They are powers of two, or −1 for all. [−1, −1] is one scale, [1, −1] one for each row, and [1, 128]
-    one for 128 values of a row.
+    x: [rows, columns], any strides. to_dtype: torch.float8_e4m3fn or torch.int8. group_shape: the numbers of rows and
+    columns that share a scale. They are powers of two, or −1 for all. [−1, −1] is one scale, [1, −1] one for each row,
+    and [1, 128] one for 128 values of a row.
 
     scale: fp32, of the shape that `ops/schemes` gives these groups. Without it, a scale is the largest magnitude of its
-    group divided by the largest value of to_dtype, and at least 1 / (512 * that value).
+    group divided by the largest value of to_dtype, and at least `SMALLEST_SCALES`.
 
     Returns new contiguous tensors: [rows, columns] of to_dtype, and fp32 scales. Zero rows are allowed. Values in fp64
     have scales in fp64, and their quotients are not rounded. A group that holds NaN may become any values.
@@ -53,8 +55,8 @@ def quantise(
 
 
 def check_arguments(x: torch.Tensor, to_dtype: torch.dtype, group_shape: list[int], scale: torch.Tensor | None) -> None:
-    if x.ndim != 2 or to_dtype is not FP8:
-        raise ValueError(f"a matrix can be quantised to {FP8}, not {list(x.shape)} to {to_dtype}")
+    if x.ndim != 2 or to_dtype not in STORED:
+        raise ValueError(f"a matrix can be quantised to {FP8} or {INT8}, not {list(x.shape)} to {to_dtype}")
     if len(group_shape) != 2 or any(size != WHOLE and size.bit_count() != 1 for size in group_shape):
         raise ValueError(f"groups have powers of two for sizes, or -1 for all, not {list(group_shape)}")
     wanted = GroupShape(*group_shape).scale_shape(x.shape)
@@ -76,13 +78,13 @@ def _(x, to_dtype, group_shape, scale=None) -> Cost:
 
 @quantise.sample_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name, shape, group, *, static=False, std=1.0, layout=lambda x: x) -> Sample:
+    def sample(name, shape, group, *, to_dtype=FP8, static=False, std=1.0, layout=lambda x: x) -> Sample:
         def make():
             rng = _samples.generator(name)
             x = _samples.normal(shape, dtype, device, rng, std)
             # Static scales are too small for some values, which are then limited to the range.
-            scale = scales_of(x.float(), FP8, group) * 0.75 if static else None
-            return (layout(x), FP8, list(group), scale), {}
+            scale = scales_of(x.float(), to_dtype, group) * 0.75 if static else None
+            return (layout(x), to_dtype, list(group), scale), {}
 
         return Sample(name, make)
 
@@ -98,6 +100,11 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("fp8 per row, large values", (3, 64), PER_ROW, std=1000.0)
     yield sample("fp8 per row, values below the smallest scale", (3, 64), PER_ROW, std=1e-4)
     yield sample("fp8 per row, Qwen3-8B hidden size", (2, 4096), PER_ROW)
+    yield sample("int8 per tensor", (5, 256), PER_TENSOR, to_dtype=INT8)
+    yield sample("int8 per tensor, static", (5, 256), PER_TENSOR, to_dtype=INT8, static=True)
+    yield sample("int8 per row", (5, 256), PER_ROW, to_dtype=INT8)
+    yield sample("int8 per row, odd columns", (3, 77), PER_ROW, to_dtype=INT8, layout=_samples.row_view)
+    yield sample("int8 per row, small values", (3, 64), PER_ROW, to_dtype=INT8, std=1e-4)
 
 
 @quantise.illegal_inputs
@@ -137,6 +144,16 @@ def powers_of_two_are_kept(run, device: str, dtype: torch.dtype) -> None:
     values, scale = run(x, FP8, list(PER_ROW), torch.ones(1, 1, device=device))
     want = [[1.0, -2.0, 0.25, 2**-9, 448.0, 16.0, 20.0, 0.0, 2**-8]]
     _properties.equal("a value is rounded wrongly", values.float(), torch.tensor(want, device=device))
+    _properties.equal("a given scale changes", scale, torch.ones(1, 1, device=device))
+
+
+@quantise.property_
+def integers_are_kept(run, device: str, dtype: torch.dtype) -> None:
+    """Integers are stored as they are, ties go to the even neighbour, and the least integer is one that is reached."""
+    x = torch.tensor([[1.0, -2.0, 0.5, 1.5, -2.5, 127.0, 128.0, -128.0, -200.0]], dtype=dtype, device=device)
+    values, scale = run(x, INT8, list(PER_ROW), torch.ones(1, 1, device=device))
+    want = [[1, -2, 0, 2, -2, 127, 127, -128, -128]]
+    _properties.equal("a value is rounded wrongly", values.int(), torch.tensor(want, dtype=torch.int32, device=device))
     _properties.equal("a given scale changes", scale, torch.ones(1, 1, device=device))
 
 

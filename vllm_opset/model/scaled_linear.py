@@ -1,0 +1,76 @@
+"""The product of one linear layer with a quantised weight, by ops.linear, and the quantisation of its activations."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from vllm.config import CompilationMode, get_current_vllm_config
+from vllm.platforms import current_platform
+
+from vllm_opset import operators, ops, selection, targets
+from vllm_opset.model.packed_linear import choice, run_of
+from vllm_opset.ops.quantisation.quantise import QuantiseProblem
+from vllm_opset.ops.schemes import FP8, INT8, GroupShape, Quantised, Scheme
+
+# The feature of targets that multiply quantised activations. Others take activations as they are, because quantising
+# them would only add an error.
+FEATURES = {FP8: targets.FP8, INT8: targets.INT8}
+
+
+def call_of_layers() -> Callable[[selection.Choice], Callable]:
+    """What gives a layer the function to call for a choice: an operator if vLLM compiles the model that it builds."""
+    compiled = get_current_vllm_config().compilation_config.mode not in (None, CompilationMode.NONE)
+    return operators.of if compiled else run_of
+
+
+def activation(dtype: torch.dtype, group: GroupShape) -> Quantised | None:
+    """How activations are stored that a checkpoint wants so; None where the device does not multiply them."""
+    can = FEATURES[dtype] in targets.of(current_platform.device_type).features
+    return Quantised(dtype, group) if can else None
+
+
+class ScaledLinear:
+    """weight: [out_features, in_features] with its `scale`, a matrix that was checked. dtype: of x and the result.
+
+    x_scale: [1, 1], of activations whose scale the checkpoint gives. call: see `call_of_layers`.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[selection.Choice], Callable],
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        scheme: Scheme,
+        dtype: torch.dtype,
+        x_scale: torch.Tensor | None = None,
+    ) -> None:
+        chosen = choice(weight, dtype, scheme)
+        self._weight = chosen.kernel.prepared("weight", weight.contiguous(), weight_scale=scale, out_dtype=dtype)
+        self._linear = functools.partial(call(chosen), weight_scale=scale, out_dtype=dtype)
+        self._quantise = None
+        if scheme.activation is not None:
+            self._quantise = _quantiser(call, scheme.activation, dtype, weight.shape[1], x_scale)
+
+    def holds(self, weight: torch.Tensor) -> bool:
+        """Whether it multiplies this very memory, which must then stay."""
+        return self._weight.data_ptr() == weight.data_ptr() if not self._weight.is_mkldnn else False
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._quantise is None:
+            return self._linear(x, self._weight, bias)
+        values, scales = self._quantise(x.reshape(-1, x.shape[-1]))
+        out = self._linear(values, self._weight, bias, x_scale=scales)
+        return out.view(*x.shape[:-1], out.shape[1])
+
+
+def _quantiser(
+    call: Callable[[selection.Choice], Callable],
+    stored: Quantised,
+    dtype: torch.dtype,
+    columns: int,
+    scale: torch.Tensor | None,
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    device = current_platform.device_type
+    problem = QuantiseProblem(device, dtype, stored.dtype, stored.group, scale is not None, columns)
+    run = call(selection.select(ops.quantise, problem))
+    return functools.partial(run, to_dtype=stored.dtype, group_shape=list(stored.group), scale=scale)
