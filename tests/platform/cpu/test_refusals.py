@@ -118,7 +118,6 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
             LLAMA | compressed(INT8_CHANNEL, INT8_TOKEN | {"symmetric": False}),
             {},
         ),
-        ("8-bit int channel weights for unquantised", "fp8 e4m3", LLAMA | compressed(INT8_CHANNEL, None), {}),
         (
             "8-bit float channel weights for unquantised activations",
             "fp8 e4m3",
