@@ -53,7 +53,7 @@ class ScaledLinear:
 
     def holds(self, weight: torch.Tensor) -> bool:
         """Whether it multiplies this very memory, which must then stay."""
-        return self._weight.data_ptr() == weight.data_ptr() if not self._weight.is_mkldnn else False
+        return not self._weight.is_mkldnn and self._weight.data_ptr() == weight.data_ptr()
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._quantise is None:
