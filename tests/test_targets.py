@@ -11,19 +11,19 @@ from vllm_opset import ops, targets
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.gemm.linear import LinearProblem
-from vllm_opset.targets import FP8, ONEDNN, PDL, WGMMA, Target
+from vllm_opset.targets import FP8, INT8, ONEDNN, PDL, WGMMA, Target
 
 
 @pytest.mark.parametrize(
     ("name", "features"),
     [
-        ("nvidia/sm80", set()),
-        ("nvidia/sm89", {FP8}),
-        ("nvidia/sm90", {FP8, PDL, WGMMA}),
-        ("nvidia/sm100", {FP8, PDL}),
-        ("amd/gfx90a", set()),
-        ("amd/gfx942", set()),
-        ("amd/gfx950", {FP8}),
+        ("nvidia/sm80", {INT8}),
+        ("nvidia/sm89", {INT8, FP8}),
+        ("nvidia/sm90", {INT8, FP8, PDL, WGMMA}),
+        ("nvidia/sm100", {INT8, FP8, PDL}),
+        ("amd/gfx90a", {INT8}),
+        ("amd/gfx942", {INT8}),
+        ("amd/gfx950", {INT8, FP8}),
     ],
 )
 def test_features_follow_from_vendor_and_architecture(name, features):

@@ -29,11 +29,12 @@ HOOKS = (
         worker=("native",),
     ),
     Bridge(
-        "kernels of fp8 layers",
-        "opset registers its kernel for fp8 weights by `register_linear_kernel`, when such a model is loaded.",
+        "kernels of fp8 and int8 layers",
+        "opset registers its kernels for fp8 and int8 weights by `register_linear_kernel`, "
+        "when such a model is loaded.",
         "vllm_opset.platform.quantised_weights.register",
         has("vllm.model_executor.kernels.linear.register_linear_kernel"),
-        changes=("vllm.model_executor.kernels.linear._POSSIBLE_FP8_KERNELS",),
+        changes=tuple(f"vllm.model_executor.kernels.linear._POSSIBLE_{name}_KERNELS" for name in ("FP8", "INT8")),
         hook=True,
         worker=("cpu", "cuda"),
     ),
