@@ -1,6 +1,7 @@
 """vLLM's experts with unquantised weights, by ops.route and ops.fused_experts.
 
-vLLM leaves the experts of an out-of-tree platform to a plugin, by the registry of custom ops. Its runner keeps what
+vLLM leaves the experts of an out-of-tree platform to a plugin, by the registry of custom ops. Where vLLM has kernels of
+its own, layers get the method after they were loaded (`bound_experts`). Its runner keeps what
 is around them: shared experts, transforms of the input, and the sum over tensor-parallel ranks. The method here is
 "monolithic" in vLLM's words: it gets the logits of the router, so that opset also chooses the experts.
 """
@@ -27,9 +28,14 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
     is_monolithic = True
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Choose the kernels. Raises Refusal for what they do not cover, ValueError for a wrong expert map."""
+        """Choose the kernels. Raises Refusal for what they do not cover."""
         super().process_weights_after_loading(layer)
-        _refuse_unsupported(layer)
+        if reason := why_not(layer):
+            raise Refusal(f"vllm-opset does not support {reason} in {layer.layer_name}: {ANOTHER_MODEL}.")
+        self.choose(layer)
+
+    def choose(self, layer: torch.nn.Module) -> None:
+        """Choose the kernels for weights that are ready. Raises ValueError for a wrong expert map."""
         if layer.expert_map is not None:
             check_expert_map(layer.expert_map, len(layer.w13_weight), f"{layer.layer_name}.expert_map")
         known = {"num_experts": layer.global_num_experts, "top_k": layer.top_k}
@@ -92,16 +98,15 @@ def _groups(layer: torch.nn.Module, num_experts: int) -> tuple[int, int]:
     return groups, layer.topk_group
 
 
-def _refuse_unsupported(layer: torch.nn.Module) -> None:
-    """Raise Refusal for experts that the contracts do not express."""
+def why_not(layer: torch.nn.Module) -> str | None:
+    """What the contracts do not express of a layer's experts; None if they express all."""
     if layer.custom_routing_function is None and layer.scoring_func not in SCORING_FUNCS:
-        raise Refusal(
-            f"vllm-opset does not support the scores {layer.scoring_func} of {layer.layer_name}: {ANOTHER_MODEL}."
-        )
+        return f"the scores {layer.scoring_func}"
     try:
         _activations.find(layer.activation.value, layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta)
     except ValueError as error:
-        raise Refusal(f"vllm-opset does not support {layer.layer_name}: {error}; {ANOTHER_MODEL}.") from error
+        return f"this activation ({error})"
+    return None
 
 
 def multiply(model: torch.nn.Module, most_tokens: int) -> None:
