@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from vllm_opset.bench.format import TIMES
 from vllm_opset.platform.cpu import refusals as cpu
 from vllm_opset.platform.cuda import refusals as cuda
 from vllm_opset.platform.native import evidence
@@ -44,7 +45,7 @@ def kinds() -> list[str]:
             row.kind,
             row.part,
             "on" if row.on else "off",
-            ", ".join(f"{case}: {ratio:.3f}×" for case, ratio in row.ratios.items()),
+            ", ".join(f"{case}: {ratio:.3f}{TIMES}" for case, ratio in row.ratios.items()),
             *(row.model, row.machine, row.versions, row.commit),
         )
         for row in found

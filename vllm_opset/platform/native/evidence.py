@@ -27,7 +27,8 @@ class Evidence:
 
     @property
     def summary(self) -> str:
-        return f"{self.model}, {min(self.ratios.values()):.3f}× to {max(self.ratios.values()):.3f}× of its time"
+        least, most = min(self.ratios.values()), max(self.ratios.values())
+        return f"{self.model} took {least:.3f} to {most:.3f} of the time without the part"
 
 
 @functools.cache
