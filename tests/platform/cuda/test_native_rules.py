@@ -166,7 +166,8 @@ NOT_BY_DEFAULT = {
     "ops": REPLACES_LAYERS,
     "moe": (
         "speculative decoding", "Mamba, state-space and linear attention", "encoder-decoder models",
-        "multimodal models", "fp8 weights", "quantised weights other than fp8", "tensor parallelism of 2", "wider tensor parallelism",
+        "multimodal models", "fp8 weights", "quantised weights other than fp8", "tensor parallelism of 2",
+        "wider tensor parallelism",
         "pipeline parallelism", "pooling models", "multi-head latent attention (MLA)", "expert parallelism", "fp32",
     ),
 }  # fmt: skip
