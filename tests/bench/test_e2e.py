@@ -23,7 +23,6 @@ KIB, GIB = 2**10, 2**30
 # Bytes of one token, from the published configurations.
 KV_BYTES = {
     "gemma-2-9b": 336,
-    "gpt-oss-20b": 48,
     "llama-3.1-8b": 128,
     "llama-3.2-1b": 32,
     "mistral-7b": 128,

@@ -37,7 +37,7 @@ def parts() -> list[str]:
 
 
 def kinds() -> list[str]:
-    """What was measured of the parts with other models and engines than the first ones."""
+    """The evidence for each part and kind of model or engine."""
     columns = ("kind", "part", "by default", "time to stock vLLM's", "model", "machine", "versions", "commit")
     found = [row for family in evidence.defaults() for row in evidence.evidence(int(family.removeprefix("sm")))]
     rows = (

@@ -1,9 +1,9 @@
 """vLLM's experts with unquantised weights, by ops.route and ops.fused_experts.
 
-vLLM leaves the experts of an out-of-tree platform to a plugin, by the registry of custom ops. Where vLLM has kernels of
-its own, layers get the method after they were loaded (`bound_experts`). Its runner keeps what
-is around them: shared experts, transforms of the input, and the sum over tensor-parallel ranks. The method here is
-"monolithic" in vLLM's words: it gets the logits of the router, so that opset also chooses the experts.
+vLLM leaves the experts of an out-of-tree platform to a plugin, by the registry of custom ops. On vLLM's own
+platform, loaded layers get it otherwise (`bound_experts`). vLLM's runner keeps what is around them: shared experts,
+transforms of the input, and the sum over tensor-parallel ranks. The method here is "monolithic" in vLLM's words: it
+gets the logits of the router, so that opset also chooses the experts.
 """
 
 import torch

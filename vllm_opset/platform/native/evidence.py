@@ -1,4 +1,4 @@
-"""What was measured of the parts on stock vLLM: the defaults of a GPU family, and of each kind of model and engine."""
+"""The measurements behind the defaults of the parts on stock vLLM, by GPU family, and by kind of model and engine."""
 
 import functools
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ import yaml
 class Evidence:
     """One part, measured with one kind of model or engine. kind: the feature that a rule of the part names.
 
-    on: whether the part is on by default with that kind. model, machine, versions, commit: what was measured. ratios:
-    the time with the part to the time of stock vLLM without it, by quantity and case, such as "TPOT 1x1024/32".
+    on: whether the part is on by default with that kind. model, machine, versions, commit: the conditions. ratios: time
+    with the part over time without it, by quantity and case, such as "TPOT 1x1024/32".
     """
 
     part: str

@@ -53,9 +53,9 @@ OF_ANOTHER_BACKEND = frozenset(
 class Part:
     """The rules of a part. unsupported: configurations that the part does not support.
 
-    kinds: configurations in which it is off by default unless the evidence of their own says otherwise (`evidence`);
-    users can ask for it. slower: the same, if vLLM's own code was measured to be faster in some cases. A rule in
-    `slower` does not depend on the model or the configuration.
+    kinds: configurations that need evidence of their own (`evidence`). Without it, the part is off by default, and
+    users can ask for it. slower: configurations in which vLLM's own code was faster in some cases. Users can ask for
+    the part there, too. A rule in `slower` does not depend on the model or the configuration.
     """
 
     unsupported: tuple[Rule, ...]
