@@ -23,7 +23,7 @@ COMPILED = {
 }
 # With it, vLLM does not measure the GPU's free memory, which other tests' engines change meanwhile.
 FIXED_MEMORY = {"kv_cache_memory_bytes": 1 << 30}
-# What vLLM says if another engine has returned memory while this one measured, and how often a test then starts anew.
+# vLLM says this if another engine returned memory while this one measured. A test then starts its engine anew.
 MEMORY_RETURNED, ATTEMPTS = "Error in memory profiling", 3
 # A workspace of the largest size: as many heads of keys as of queries, and eight queries a request.
 NUM_REQS = 1024
