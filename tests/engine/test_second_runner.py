@@ -10,14 +10,14 @@ import torch
 from engines import NUM_TOKENS, generate, is_first_runner, runner, tokens
 from processes import run
 
-from vllm_opset.platform import compat
+from vllm_opset.platform import second_runner
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.window,
     pytest.mark.skipif(torch.cuda.is_available(), reason="of the platform for a CPU: runs where there is no GPU"),
     pytest.mark.skipif(
-        not compat.replaces_triton_kernels(),
+        not second_runner.replaces_triton_kernels(),
         reason="this vLLM has no hook for the runner's kernels: runs with 0.31 and later",
     ),
 ]

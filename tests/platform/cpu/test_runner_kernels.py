@@ -10,13 +10,14 @@ import pytest
 import torch
 from processes import PATIENCE, environment
 
-from vllm_opset.platform import compat
+from vllm_opset.platform import second_runner
 from vllm_opset.platform.bridges import find
 
 pytestmark = [
     pytest.mark.window,
     pytest.mark.skipif(
-        not compat.replaces_triton_kernels(), reason="this vLLM has no hook for these kernels: runs with 0.31 and later"
+        not second_runner.replaces_triton_kernels(),
+        reason="this vLLM has no hook for these kernels: runs with 0.31 and later",
     ),
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton's interpreter runs vLLM's kernels"),
 ]
