@@ -1,1 +1,1 @@
-"""What serves vLLM's first model runner alone on an NPU, and goes with it. It is imported where that runner is built."""
+"""What serves only vLLM's first model runner on an NPU, and goes with it. It is imported where that runner is built."""
