@@ -72,7 +72,7 @@ HOOKS = (
     Bridge(
         "kernels of the second model runner",
         "vLLM's second model runner launches Triton kernels, and vLLM asks its platform to replace them. opset has "
-        "them in NumPy and PyTorch for a CPU.",
+        "them in NumPy, PyTorch and C++ for a CPU.",
         "vllm_opset.platform.cpu.runner_kernels.register",
         has(second_runner.OVERRIDES),
         first=(0, 31),
