@@ -214,6 +214,8 @@ def test_environment_is_refused(feature, variable, configure, monkeypatch):
         ("prefill context parallelism", "parallel_config.prefill_context_parallel_size", 2),
         ("several machines", "parallel_config.nnodes", 2),
         ("DBO", "parallel_config.enable_dbo", True),
+        ("sampling masks", "model_config.return_sampling_mask", True),
+        ("trace replay", "model_config.enable_trace_replay", True),
         ("balancing experts", "parallel_config.enable_eplb", True),
         ("Ray", "parallel_config.distributed_executor_backend", "ray"),
     ],
