@@ -41,7 +41,9 @@ def main() -> None:
     before = after_serving(folder) if torch.cuda.is_available() else changes.snapshot()
     after = after_serving(folder)
     owners = {name.rsplit(".", 1)[0] for name in before}
-    print(json.dumps([name for name in after if name.rsplit(".", 1)[0] in owners and after[name] != before.get(name)]))
+    replaced = [name for name in after if name.rsplit(".", 1)[0] in owners and after[name] != before.get(name)]
+    # vLLM itself puts what its registry has in the places of the kernels that its second model runner launches.
+    print(json.dumps([name for name in replaced if not changes.LAUNCHED.fullmatch(name)]))
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ import torch
 from engines import NUM_TOKENS, generate, is_first_runner, runner, tokens
 from processes import run
 
-from vllm_opset.platform import compat
+from vllm_opset.platform import second_runner
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.window,
     pytest.mark.skipif(torch.cuda.is_available(), reason="of the platform for a CPU: runs where there is no GPU"),
     pytest.mark.skipif(
-        not compat.replaces_triton_kernels(),
+        not second_runner.replaces_triton_kernels(),
         reason="this vLLM has no hook for the runner's kernels: runs with 0.31 and later",
     ),
 ]
@@ -106,12 +106,11 @@ def log_probabilities(output) -> list[dict]:
 
 
 def test_the_second_runner_serves_without_the_first_one(tmp_path):
-    """The day that vLLM removes its first model runner, `vllm_opset.model.v1` can go, and nothing breaks on a CPU.
-
-    The workers for GPUs are imported without it.
-    """
+    """The day that vLLM removes its first model runner, the folders called `v1` can go, and nothing breaks on a CPU."""
     models.build("qwen3", tmp_path)
-    program = run(sys.executable, WITHOUT_FIRST, tmp_path, VLLM_USE_V2_MODEL_RUNNER=1, OPSET_PLATFORM="cpu")
+    program = run(sys.executable, WITHOUT_FIRST, tmp_path, OPSET_PLATFORM="cpu")
     assert program.code == 0, program.output[-4000:]
-    answers = json.loads(program.out.splitlines()[-1])
+    found = json.loads(program.out.splitlines()[-1])
+    answers = found["answers"]
     assert len(answers) == len(models.LENGTHS) and {len(answer) for answer in answers} == {NUM_TOKENS}
+    assert {"rms_norm", "fused_add_rms_norm", "paged_attention", "top_k_top_p_sample"} <= set(found["ops"])

@@ -1,6 +1,9 @@
-"""Serves with vLLM's second model runner in a process that cannot import the first one. Prints the answers as JSON.
+"""Serves with vLLM's second model runner in a process without the first one. Prints answers and ops that ran as JSON.
 
-The workers for GPUs are imported there too. Its argument is the folder of a model.
+The platforms and workers for GPUs and NPUs are imported there too. The argument is the folder of a model.
+
+What vLLM will remove cannot be imported: its first model runner, the sampler of that runner, and the classes of its
+block tables. vLLM's own layers of 0.33 need its IR. So opset's code for the IR is hidden, with the hooks for it.
 """
 
 import importlib
@@ -9,18 +12,36 @@ import sys
 from pathlib import Path
 
 import models
-from engines import generate, running, tokens
+from engines import generate, running, served, tokens
+from vllm.v1.worker import block_table
 
-WORKERS_FOR_GPUS = ("vllm_opset.platform.cuda.worker", "vllm_opset.platform.native.worker")
-HIDDEN = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.cpu_model_runner", "vllm.v1.sample.sampler")
+from vllm_opset.platform.base import OpsetPlatform
+
+HIDDEN = (
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.sample.sampler",
+    "vllm_opset.model.ir",
+    "vllm_opset.model.v1",
+    "vllm_opset.platform.npu.v1",
+)
+ELSEWHERE = ("cuda.platform", "cuda.worker", "native.worker", "npu.platform", "npu.worker")
+
+
+def hide() -> None:
+    sys.modules |= dict.fromkeys(HIDDEN)  # importing one of these raises ImportError
+    importlib.import_module("vllm.v1.worker.gpu_input_batch")  # vLLM's second runner imports it, and it these classes
+    del block_table.BlockTable, block_table.MultiGroupBlockTable
+    del OpsetPlatform.import_ir_kernels, OpsetPlatform.get_default_ir_op_priority
 
 
 def main() -> None:
-    sys.modules |= dict.fromkeys((*HIDDEN, "vllm_opset.model.v1"))  # importing one of these raises ImportError
-    for worker in WORKERS_FOR_GPUS:
-        importlib.import_module(worker)
+    hide()
+    for module in ELSEWHERE:
+        importlib.import_module(f"vllm_opset.platform.{module}")
     with running(Path(sys.argv[1])) as llm:
-        print(json.dumps(tokens(generate(llm, models.prompts(), temperature=1.5, seed=11))))
+        answers = tokens(generate(llm, models.prompts(), temperature=1.5, seed=11))
+        print(json.dumps({"answers": answers, "ops": sorted(served(llm))}))
 
 
 if __name__ == "__main__":

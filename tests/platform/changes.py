@@ -144,7 +144,7 @@ def load_plugin(platform: str) -> None:
 @contextlib.contextmanager
 def in_a_worker(platform: str) -> Iterator[None]:
     """Makes the changes of a worker that loads a model and warms up."""
-    from vllm_opset.platform import compat
+    from vllm_opset.platform import compat, second_runner
 
     compat.forget_shared_layers()
     if platform in ("cpu", "cuda"):
@@ -156,7 +156,7 @@ def in_a_worker(platform: str) -> Iterator[None]:
             from vllm_opset.platform import quantised_weights
 
             quantised_weights.register()
-        if platform == "cpu" and compat.replaces_triton_kernels():
+        if platform == "cpu" and second_runner.replaces_triton_kernels():
             serve_with_second_runner()
         if platform == "npu":
             from vllm_opset.platform.npu import graphs
@@ -164,7 +164,7 @@ def in_a_worker(platform: str) -> Iterator[None]:
             compat.name_npu_as_cuda(graphs.DecodeGraph, graphs.capture)
         if platform == "cuda":
             compat.break_graphs_at_attention()
-            compat.view_pinned_memory(torch.clone)
+            second_runner.view_pinned_memory(torch.clone)
         if platform in ("cuda", "npu"):
             until_the_end.enter_context(compat.own_warm_up(print))
         if platform == "native":
@@ -180,12 +180,11 @@ def in_a_worker(platform: str) -> Iterator[None]:
 
 def serve_with_second_runner() -> None:
     """Makes the changes of a worker on a CPU that serves with vLLM's second model runner."""
-    from vllm_opset.platform import compat
+    from vllm_opset.platform import second_runner
     from vllm_opset.platform.cpu import runner_kernels
 
-    compat.configure_without_triton()
-    compat.launch_without_triton()
-    compat.name_cpu_as_cuda()
+    second_runner.launch_without_triton()
+    second_runner.name_cpu_as_cuda()
     runner_kernels.register()
 
 

@@ -15,6 +15,7 @@ import settings_table
 from settings_table import ALL, PLATFORMS, another, classes, entries, entry, settings, table
 from small_models import LLAMA
 
+from vllm_opset.platform import runners
 from vllm_opset.platform.refusals import Refusal, check
 
 pytestmark = pytest.mark.window
@@ -33,6 +34,8 @@ def rules_of(monkeypatch):
         monkeypatch.setattr(OpsetCpuPlatform, "early_rules", module.EARLY_RULES)
         monkeypatch.setattr(OpsetCpuPlatform, "rules", module.RULES)
         monkeypatch.setattr(OpsetCpuPlatform, "where", WHERE)
+        if platform == "npu":
+            monkeypatch.setenv(runners.VARIABLE, "0")  # as that platform does
         return module
 
     return rules_of

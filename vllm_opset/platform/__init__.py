@@ -68,7 +68,7 @@ def register() -> None:
         )
     if current_platform.is_out_of_tree():
         _load("vllm_opset.model.layers").register()
-        _load("vllm_opset.platform.compat").ask_before_arguments_are_checked(current_platform.check_arguments)
+        current_platform.prepare()
     # Nothing needs these two yet. They are imported here so that a broken one is reported now, not by a dying engine.
     _load("vllm_opset.attention.backend")
     _load_kernels(current_platform.device_type)

@@ -4,16 +4,19 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_opset import selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.platform import compat, compile_cache, forking, refusals, switches
+from vllm_opset.platform import compat, compile_cache, forking, refusals, runners, switches
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
     from vllm.engine.arg_utils import EngineArgs
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class OpsetPlatform(Platform):
@@ -36,13 +39,22 @@ class OpsetPlatform(Platform):
     def __init__(self) -> None:
         forking.make_safe()
 
+    @classmethod
+    def prepare(cls) -> None:
+        """Make the changes that every process needs before it configures an engine, or is given a configuration."""
+        compat.ask_before_arguments_are_checked(cls.check_arguments)
+
+    @classmethod
+    def why_no_second_runner(cls) -> str | None:
+        """Why vLLM's second model runner (V2) cannot serve here, whatever the model; None if it can."""
+        return None
+
     # Configuration
 
     @classmethod
     def pre_register_and_update(cls, parser=None) -> None:
-        # vLLM's second model runner launches Triton kernels, and its buffers need an operator of vLLM's for GPUs. The
-        # platform for CPUs does without both, and serves that runner if users ask for it.
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        if cls.why_no_second_runner():
+            os.environ.setdefault(runners.VARIABLE, "0")  # vLLM would choose the second one where it finds Triton
         compat.inspect_models_in_this_process()
         compat.ask_before_models_are_imported(_refuse_multimodal)
 
@@ -84,6 +96,8 @@ class OpsetPlatform(Platform):
         compile_cache.keep_apart(vllm_config, cls.__qualname__)
         if vllm_config.model_config is not None:
             vllm_config.model_config.disable_cascade_attn = True
+        logger.info_once("%s", runners.which(vllm_config, cls.why_no_second_runner()))
+        runners.remember(vllm_config)
 
     @classmethod
     def check_additional_config(cls, additional_config: Mapping) -> None:
@@ -93,6 +107,13 @@ class OpsetPlatform(Platform):
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
         raise refusals.QUANTISED_WEIGHTS.refusal(cls.where)
+
+    @classmethod
+    def validate_request(cls, processed_inputs, params) -> None:
+        from vllm import SamplingParams
+
+        if isinstance(params, SamplingParams):
+            runners.check_request(params)
 
     # vLLM calls the next two if users ask for the feature. vLLM would then refuse it in its own words.
 

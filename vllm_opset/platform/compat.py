@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 REGISTRY = "vllm.model_executor.models.registry"
 REQUANTISE = "vllm.model_executor.layers.quantization.utils.w8a8_utils.requantize_with_max_scale"
 LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
-PINNED_VIEW = "vllm.v1.worker.gpu.buffer_utils.get_accelerator_view_from_cpu_tensor"
-OVERRIDES = "vllm.platforms.interface.Platform.register_triton_kernel_overrides"
-# Whether vLLM asks its platform for implementations of the Triton kernels that it launches (0.31 and later).
-replaces_triton_kernels = has(OVERRIDES)
 # The names of torch.cuda that vLLM's model runner uses.
 NAMES_OF_CUDA = ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -219,92 +215,6 @@ def name_npu_as_cuda(graph: type, capture: Callable) -> None:
         setattr(torch.cuda, name, getattr(torch.npu, name))
     torch.cuda.CUDAGraph, torch.cuda.graph = graph, capture
     define_weak_ref_tensor("PrivateUse1", torch_npu._C._weak_ref_tensor)
-
-
-@patch(
-    lambda: replaces_triton_kernels() and uses("vllm.config.VllmConfig._validate_v2_model_runner", "HAS_TRITON")(),
-    first=(0, 31),
-    last=(0, 32),
-    changes=("vllm.config.vllm.HAS_TRITON",),
-    worker=("cpu",),
-)
-def configure_without_triton() -> None:
-    """Let vLLM configure its second model runner without Triton, because opset replaces the kernels that it launches.
-
-    Up to 0.32, vLLM's configuration raises for this runner if Triton finds no GPU. The change is made when an engine
-    with this runner is configured.
-    """
-    from vllm.config import vllm
-
-    vllm.HAS_TRITON = True
-
-
-@patch(
-    has(OVERRIDES),
-    first=(0, 31),
-    ends="vLLM's second model runner needs no Triton if its kernels are replaced",
-    changes=("vllm.triton_utils.triton.next_power_of_2", "vllm.v1.worker.gpu_worker.HAS_TRITON"),
-    worker=("cpu",),
-)
-def launch_without_triton() -> None:
-    """Let vLLM's second model runner start without Triton, because opset replaces the kernels that it launches.
-
-    From 0.33 on, vLLM's worker raises for this runner if Triton finds no GPU. What vLLM puts in place of Triton lacks a
-    function that computes the sizes of launches.
-    """
-    from vllm.triton_utils import HAS_TRITON, triton
-    from vllm.utils.math_utils import next_power_of_2
-    from vllm.v1.worker import gpu_worker
-
-    if not HAS_TRITON:
-        triton.next_power_of_2 = next_power_of_2
-        gpu_worker.HAS_TRITON = True
-
-
-@patch(
-    has(OVERRIDES),
-    first=(0, 31),
-    ends="vLLM's second model runner uses torch.Stream, torch.Event and torch.accelerator throughout",
-    changes=(*(f"torch.cuda.{name}" for name in NAMES_OF_CUDA), "torch.accelerator.synchronize"),
-    worker=("cpu",),
-)
-def name_cpu_as_cuda() -> None:
-    """Make the names of torch.cuda that vLLM's second model runner uses mean the CPU, where nothing runs beside it.
-
-    PyTorch has such streams and events for a CPU, which do nothing. Those of torch.cuda raise without CUDA.
-    """
-    torch.cuda.Event, torch.cuda.Stream = _EventOfCpu, torch.cpu.Stream
-    torch.cuda.stream, torch.cuda.current_stream = torch.cpu.stream, torch.cpu.current_stream
-    torch.cuda.default_stream = torch.cpu.current_stream
-    torch.cuda.synchronize = torch.accelerator.synchronize = torch.cpu.synchronize
-    torch.cuda.set_stream = _ignored
-
-
-class _EventOfCpu(torch.cpu.Event):
-    def __init__(self, **of_cuda: bool) -> None:
-        pass
-
-
-def _ignored(stream: torch.cpu.Stream) -> None:
-    pass
-
-
-@patch(
-    has(PINNED_VIEW),
-    ends="vLLM views pinned memory on out-of-tree platforms too",
-    changes=(PINNED_VIEW,),
-    worker=("cuda",),
-)
-def view_pinned_memory(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let the buffers of vLLM's second model runner be views of pinned memory, on a platform out of vLLM's tree.
-
-    vLLM's own function for this raises there, and calls one of its compiled operators on its own platforms.
-
-    Parameters: view returns the device's view of a tensor in pinned memory.
-    """
-    from vllm.v1.worker.gpu import buffer_utils
-
-    buffer_utils.get_accelerator_view_from_cpu_tensor = view
 
 
 @patch(

@@ -1,6 +1,6 @@
 """All bridges: vLLM's hooks, the patches, and the differences between releases that need no patch."""
 
-from vllm_opset.platform import compat
+from vllm_opset.platform import compat, second_runner
 from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, Bridge, has, lacks, takes, uses
 
 BACKEND = "vllm.v1.attention.backend.AttentionBackend"
@@ -72,9 +72,9 @@ HOOKS = (
     Bridge(
         "kernels of the second model runner",
         "vLLM's second model runner launches Triton kernels, and vLLM asks its platform to replace them. opset has "
-        "them in NumPy and PyTorch for a CPU.",
+        "them in NumPy, PyTorch and C++ for a CPU.",
         "vllm_opset.platform.cpu.runner_kernels.register",
-        has(compat.OVERRIDES),
+        has(second_runner.OVERRIDES),
         first=(0, 31),
         changes=("vllm.triton_utils.dispatcher._registry",),
         hook=True,
@@ -92,7 +92,12 @@ HOOKS = (
 )
 
 PATCHES = (
-    *(value.bridge for value in vars(compat).values() if hasattr(value, "bridge")),
+    *(
+        value.bridge
+        for module in (compat, second_runner)
+        for value in vars(module).values()
+        if hasattr(value, "bridge")
+    ),
     # Its code is with Triton's kernels, which import nothing of this folder.
     Bridge(
         "precompile",
@@ -245,7 +250,7 @@ DIFFERENCES = (
     Bridge(
         "blocks that are zeroed",
         "vLLM zeroes blocks of the cache by Triton. Up to 0.28 it copies a block as if it were one piece of memory.",
-        "vllm_opset.platform.npu.runner.OpsetNpuRunner._update_states",
+        "vllm_opset.platform.npu.v1.runner.OpsetNpuRunner._update_states",
         has(f"{RUNNER}._zero_block_ids"),
         ends="vLLM asks its platform to do it",
     ),

@@ -207,6 +207,17 @@ RULES: tuple[Rule, ...] = (
         "unset VLLM_BATCH_INVARIANT; seeded requests draw the same tokens in any batch as it is",
         lambda config: environment("VLLM_BATCH_INVARIANT"),
     ),
+    # opset's sampler keeps processed logits only for requests that want log-probabilities, and a mask needs them.
+    Rule(
+        "sampling masks",
+        "leave out --return-sampling-mask",
+        of_model(lambda model: getattr(model, "return_sampling_mask", False)),
+    ),
+    Rule(
+        "trace replay",
+        "leave out --enable-trace-replay",
+        of_model(lambda model: getattr(model, "enable_trace_replay", False)),
+    ),
     # With a watermark vLLM takes its second model runner, regardless of VLLM_USE_V2_MODEL_RUNNER.
     Rule("watermarks", "leave out --watermark-config", given("watermark_config")),
     # The KV cache

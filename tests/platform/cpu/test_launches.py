@@ -1,5 +1,8 @@
 """How launches of vLLM's kernels become calls, on every release: no kernel of vLLM's runs here."""
 
+import inspect
+
+import launches
 import numpy as np
 import pytest
 import torch
@@ -30,6 +33,30 @@ def test_a_kernel_with_other_parameters_is_refused(min_p):
         min_p.launcher((*MIN_P, "sharpness_ptr"))
     with pytest.raises(Refusal, match=r"\(min_p\)"):
         min_p.launcher(tuple(name for name in MIN_P if name != "min_p_ptr"))
+
+
+COMPILED = [known for known in IMPLEMENTATIONS if known.compiled]
+
+
+@pytest.mark.parametrize("compiled", COMPILED, ids=lambda known: known.kernel)
+def test_a_kernel_in_cpp_writes_what_its_namesake_in_numpy_writes(compiled):
+    (plain,) = (known for known in IMPLEMENTATIONS if known.kernel == compiled.kernel and not known.compiled)
+    names = tuple(inspect.signature(plain.run).parameters)
+    assert names == tuple(inspect.signature(compiled.run).parameters)
+    ours, theirs = (
+        [launch.run({launch.grid: known.launcher(names)}, names) for launch in launches.launches(known.kernel)]
+        for known in (compiled, plain)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not COMPILED, reason="needs a C++ compiler: runs where there is one")
+def test_a_kernel_in_cpp_refuses_tensors_of_another_type():
+    from vllm_opset.platform.cpu.runner_kernels import compiled
+
+    ints = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"expects torch\.int64, not torch\.int32"):
+        compiled.prepare_pos_seq_lens(ints, ints, ints, ints, ints)
 
 
 def test_seeded_requests_draw_with_the_keys_of_the_first_runner():

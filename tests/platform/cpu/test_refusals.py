@@ -1,14 +1,11 @@
 """Unsupported features are refused in one line that names the feature and the cure."""
 
 import functools
-import re
 
 import pytest
 import torch
 from small_models import LLAMA, SMALL
 
-from vllm_opset.platform import compat
-from vllm_opset.platform.cpu import runners
 from vllm_opset.platform.cpu.refusals import EARLY_RULES, RULES
 from vllm_opset.platform.refusals import Refusal, check
 
@@ -217,6 +214,8 @@ def test_environment_is_refused(feature, variable, configure, monkeypatch):
         ("prefill context parallelism", "parallel_config.prefill_context_parallel_size", 2),
         ("several machines", "parallel_config.nnodes", 2),
         ("DBO", "parallel_config.enable_dbo", True),
+        ("sampling masks", "model_config.return_sampling_mask", True),
+        ("trace replay", "model_config.enable_trace_replay", True),
         ("balancing experts", "parallel_config.enable_eplb", True),
         ("Ray", "parallel_config.distributed_executor_backend", "ray"),
     ],
@@ -229,20 +228,6 @@ def test_refused_where_vllm_lets_it_pass(feature, attribute, value, configure):
     object.__setattr__(functools.reduce(getattr, path, config), name, value)
     with pytest.raises(Refusal, match=feature):
         check(idle, config, "here")
-
-
-def test_the_second_runner_is_refused_where_its_kernels_cannot_be_replaced(configure, monkeypatch):
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    config = configure(LLAMA)
-    assert not config.use_v2_model_runner
-    assert re.fullmatch(r"Model runner: vLLM's first one \(V1\), because .*", runners.which(config))
-    assert ("the default on a CPU" in runners.which(config)) == compat.replaces_triton_kernels()
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    if compat.replaces_triton_kernels():
-        assert "second one (V2)" in runners.which(configure(LLAMA))
-    else:
-        with pytest.raises(Exception, match=r"second model runner before vLLM 0\.31.*: unset VLLM_USE_V2_MODEL_RUNNER"):
-            configure(LLAMA)
 
 
 def test_a_layout_of_the_cache_is_refused_where_no_attention_is_asked(configure, monkeypatch):

@@ -10,13 +10,15 @@ import pytest
 import torch
 from processes import PATIENCE, environment
 
-from vllm_opset.platform import compat
+from vllm_opset.platform import second_runner
 from vllm_opset.platform.bridges import find
+from vllm_opset.platform.cpu.runner_kernels import IMPLEMENTATIONS, parameters
 
 pytestmark = [
     pytest.mark.window,
     pytest.mark.skipif(
-        not compat.replaces_triton_kernels(), reason="this vLLM has no hook for these kernels: runs with 0.31 and later"
+        not second_runner.replaces_triton_kernels(),
+        reason="this vLLM has no hook for these kernels: runs with 0.31 and later",
     ),
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton's interpreter runs vLLM's kernels"),
 ]
@@ -41,18 +43,14 @@ def expected(tmp_path_factory) -> dict[str, list[dict[str, torch.Tensor]]]:
 
 
 def test_every_implementation_is_tested():
-    from vllm_opset.platform.cpu.runner_kernels import IMPLEMENTATIONS
-
     assert {implementation.kernel for implementation in IMPLEMENTATIONS} == launches.LAUNCHES.keys()
 
 
-@pytest.mark.parametrize("name", launches.LAUNCHES)
-def test_a_kernel_writes_what_vllms_writes(name, expected):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda one: one.kernel + ", C++" * one.compiled)
+def test_a_kernel_writes_what_vllms_writes(implementation, expected):
     from vllm.triton_utils.dispatcher import KernelOverride, _registry
 
-    from vllm_opset.platform.cpu.runner_kernels import IMPLEMENTATIONS, parameters
-
-    (implementation,) = (known for known in IMPLEMENTATIONS if known.kernel == name)
+    name = implementation.kernel
     original = _registry[name][0] if name in _registry else find(name)  # an engine of this process may have replaced it
     names = parameters(original)
     kernel = KernelOverride(original, implementation.launcher(names))

@@ -17,6 +17,11 @@ def bind(block_tables: MultiGroupBlockTable) -> None:
         block_table.compute_slot_mapping = MethodType(compute_slot_mapping, block_table)
 
 
+def tables(runner) -> list[torch.Tensor]:
+    """The block table of each group of layers, on the device, with one row."""
+    return [table.get_device_tensor(1) for table in runner.input_batch.block_table.block_tables]
+
+
 def compute_slot_mapping(
     self: BlockTable, num_reqs: int, query_start_loc: torch.Tensor, positions: torch.Tensor
 ) -> None:

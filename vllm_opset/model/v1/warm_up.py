@@ -24,6 +24,13 @@ def one_step(runner: GPUModelRunner) -> None:
     warm_up.forget_calls()
 
 
+def beside_the_model(runner: GPUModelRunner) -> None:
+    """Run the kernels of a step that belong to neither the model nor the sampler."""
+    slot_mapping(runner)
+    if runner.speculative_config is not None:
+        rejection(runner)
+
+
 def slot_mapping(runner: GPUModelRunner) -> None:
     """Compute the slot mapping of one token."""
     starts = torch.tensor([0, 1], dtype=torch.int32, device=runner.device)

@@ -7,9 +7,9 @@ import psutil
 import torch
 from vllm.logger import init_logger
 
-from vllm_opset.platform import compat, quantised_weights
+from vllm_opset.platform import compat, quantised_weights, second_runner
 from vllm_opset.platform.base import OpsetPlatform
-from vllm_opset.platform.cpu import kv_memory, machine, refusals, runners, threads
+from vllm_opset.platform.cpu import kv_memory, machine, refusals, threads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,6 +33,18 @@ class OpsetCpuPlatform(OpsetPlatform):
         super().__init__()
         compat.without_accelerator()
 
+    @classmethod
+    def prepare(cls) -> None:
+        super().prepare()
+        second_runner.configure_without_triton()
+
+    @classmethod
+    def why_no_second_runner(cls) -> str | None:
+        """vLLM must let the platform replace the Triton kernels that the second runner launches."""
+        if second_runner.replaces_triton_kernels():
+            return None
+        return "this release of vLLM cannot replace the Triton kernels of the second one"
+
     # Configuration
 
     @classmethod
@@ -48,10 +60,6 @@ class OpsetCpuPlatform(OpsetPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         super().check_and_update_config(vllm_config)
-        if vllm_config.use_v2_model_runner:
-            compat.configure_without_triton()
-            runners.remember_ends(vllm_config.model_config)
-        logger.info_once("%s", runners.which(vllm_config))
         cls._schedule_in_step(vllm_config.scheduler_config)
 
     @classmethod
@@ -77,24 +85,6 @@ class OpsetCpuPlatform(OpsetPlatform):
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
         quantised_weights.verify(quant, cls.where)
-
-    @classmethod
-    def validate_request(cls, processed_inputs, params) -> None:
-        from vllm import SamplingParams
-
-        if isinstance(params, SamplingParams) and refusals.environment("VLLM_USE_V2_MODEL_RUNNER"):
-            runners.check_request(params)
-
-    # Kernels
-
-    @classmethod
-    def register_triton_kernel_overrides(cls) -> None:
-        from vllm import envs
-
-        if envs.VLLM_USE_V2_MODEL_RUNNER:
-            from vllm_opset.platform.cpu import runner_kernels
-
-            runner_kernels.register()
 
     # The device
 

@@ -1,7 +1,7 @@
 """The features that opset does not support on a CPU."""
 
 from vllm_opset.model.weights import offloads
-from vllm_opset.platform import compat
+from vllm_opset.platform import second_runner
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import NVTX, PROFILERS, SIMULATED_ROUTING, WITHOUT_COMPILER, unset
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
@@ -54,7 +54,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "vLLM's second model runner before vLLM 0.31",
         "unset VLLM_USE_V2_MODEL_RUNNER",
-        lambda config: config.use_v2_model_runner and not compat.replaces_triton_kernels(),
+        lambda config: config.use_v2_model_runner and not second_runner.replaces_triton_kernels(),
     ),
     Rule(
         "batch-sharded sampling",

@@ -9,8 +9,8 @@ from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.model import packed_linear
-from vllm_opset.platform import compat, quantised_weights
-from vllm_opset.platform.cpu import kv_memory, threads
+from vllm_opset.platform import quantised_weights, second_runner
+from vllm_opset.platform.cpu import kv_memory, runner_kernels, threads
 from vllm_opset.platform.worker import OpsetWorker
 
 logger = init_logger(f"vllm.{__name__}")
@@ -21,7 +21,8 @@ class OpsetCpuWorker(OpsetWorker):
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         if vllm_config.use_v2_model_runner:
-            compat.launch_without_triton()
+            second_runner.launch_without_triton()
+            runner_kernels.register()
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:
@@ -38,7 +39,7 @@ class OpsetCpuWorker(OpsetWorker):
 
     def _make_model_runner(self):
         if self.vllm_config.use_v2_model_runner:
-            compat.name_cpu_as_cuda()
+            second_runner.name_cpu_as_cuda()
             from vllm_opset.platform.cpu.runner import OpsetCpuRunner
         else:
             from vllm_opset.model.v1.cpu_runner import OpsetCpuRunner

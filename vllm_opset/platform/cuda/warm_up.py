@@ -35,9 +35,7 @@ def kernels(worker: Worker) -> None:
     else:
         from vllm_opset.model.v1 import warm_up as first
 
-        first.slot_mapping(runner)
-        if runner.speculative_config is not None:
-            first.rejection(runner)
+        first.beside_the_model(runner)
 
 
 def model(worker: Worker) -> None:
@@ -126,7 +124,9 @@ def _block_table_widths(runner) -> dict[str, int]:
     if hasattr(runner, "block_tables"):  # vLLM's second model runner
         tables = runner.block_tables.input_block_tables
     else:
-        tables = [table.get_device_tensor(1) for table in runner.input_batch.block_table.block_tables]
+        from vllm_opset.model.v1 import slots
+
+        tables = slots.tables(runner)
     groups = runner.kv_cache_config.kv_cache_groups
     return {name: table.stride(0) for group, table in zip(groups, tables, strict=True) for name in group.layer_names}
 

@@ -7,7 +7,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import fusion, linear, sampler, weights
 from vllm_opset.model.warm_up import sampler as call_sampler
-from vllm_opset.platform import compat, compile_cache, quantised_weights, refusals
+from vllm_opset.platform import compat, compile_cache, quantised_weights, refusals, second_runner
 from vllm_opset.platform.cuda import device, graphs, pinned, warm_up
 from vllm_opset.platform.cuda.starting import Starting
 from vllm_opset.platform.worker import OpsetWorker
@@ -17,7 +17,7 @@ class OpsetCudaWorker(Starting, OpsetWorker):
     def init_device(self) -> None:
         graphs.check(self.vllm_config)
         if self.vllm_config.use_v2_model_runner:
-            compat.view_pinned_memory(pinned.view_on_gpu)
+            second_runner.view_pinned_memory(pinned.view_on_gpu)
         super().init_device()
         if reason := device.too_old(self.device):
             raise RuntimeError(reason)

@@ -32,6 +32,10 @@ class OpsetNpuPlatform(OpsetPlatform):
     worker = "vllm_opset.platform.npu.worker.OpsetNpuWorker"
     attention_backend = "vllm_opset.platform.npu.attention.NpuAttentionBackend"
 
+    @classmethod
+    def why_no_second_runner(cls) -> str | None:
+        return "the second one does not serve on an NPU"
+
     # Configuration
 
     @classmethod

@@ -9,10 +9,8 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from vllm_opset import selection
-from vllm_opset.model.v1 import warm_up
 from vllm_opset.platform import compat, refusals
 from vllm_opset.platform.npu.memory import Budget
-from vllm_opset.platform.npu.runner import OpsetNpuRunner
 from vllm_opset.platform.worker import OpsetWorker
 
 
@@ -21,6 +19,7 @@ class OpsetNpuWorker(OpsetWorker):
 
     def init_device(self) -> None:
         from vllm_opset.platform.npu import graphs  # torch_npu is imported by now
+        from vllm_opset.platform.npu.v1.runner import OpsetNpuRunner
 
         compat.name_npu_as_cuda(graphs.DecodeGraph, graphs.capture)
         self.device = torch.device("npu", self.local_rank)
@@ -56,4 +55,6 @@ class OpsetNpuWorker(OpsetWorker):
 
 def _one_step(worker: Worker) -> None:
     """Run one step before graphs are captured. The operators are already compiled."""
+    from vllm_opset.model.v1 import warm_up
+
     warm_up.one_step(worker.model_runner)

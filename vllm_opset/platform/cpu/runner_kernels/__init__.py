@@ -1,4 +1,4 @@
-"""What vLLM's second model runner launches as Triton kernels, in NumPy and PyTorch for a CPU.
+"""What vLLM's second model runner launches as Triton kernels, in NumPy, PyTorch and C++ for a CPU.
 
 The files are named after vLLM's modules. The semantics are those of vLLM 0.31 to 0.33. A kernel whose parameters
 changed is served in each form. vLLM launches these functions through its registry of replaced kernels.
@@ -10,11 +10,13 @@ import inspect
 import pkgutil
 import warnings
 
+from vllm_opset.kernels import cpp
 from vllm_opset.platform.bridges import find
 from vllm_opset.platform.cpu.runner_kernels._launches import IMPLEMENTATIONS
 
 for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+    if _module.name != "compiled" or cpp.unavailable() is None:
+        importlib.import_module(f"{__name__}.{_module.name}")
 
 
 @functools.cache
@@ -26,7 +28,7 @@ def register() -> None:
     from vllm.triton_utils.dispatcher import register_kernels
 
     launchers = {}
-    for implementation in IMPLEMENTATIONS:
+    for implementation in sorted(IMPLEMENTATIONS, key=lambda one: one.compiled):
         launchers[implementation.kernel] = implementation.launcher(parameters(find(implementation.kernel)))
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # vLLM looks at all names of all modules
         register_kernels(launchers)

@@ -15,12 +15,14 @@ class Implementation:
     """kernel: the qualified name of vLLM's kernel. ignores: its parameters that the function does not take, by name.
 
     run: the function. Its parameters are the kernel's, without `_ptr` at the end of their names; a tensor stands for a
-    pointer. A parameter with a default value may be absent from the kernel of an older release.
+    pointer. A parameter with a default value may be absent from the kernel of an older release. compiled: whether it is
+    in C++, and comes before another implementation of this kernel.
     """
 
     kernel: str
     run: Callable[..., None]
     ignores: frozenset[str]
+    compiled: bool = False
 
     def launcher(self, parameters: Iterable[str]) -> Callable[..., None]:
         """The function to call with all arguments of a launch, in the order of the kernel's parameters.
@@ -50,11 +52,12 @@ class Implementation:
 IMPLEMENTATIONS: list[Implementation] = []
 
 
-def implements(kernel: str, ignores: str = "") -> Callable[[Callable], Callable]:
+def implements(kernel: str, ignores: str = "", compiled: bool = False) -> Callable[[Callable], Callable]:
     """Register the decorated function for a kernel below `vllm.v1.worker`. ignores: names, separated by spaces."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        IMPLEMENTATIONS.append(Implementation(f"vllm.v1.worker.{kernel}", function, frozenset(ignores.split())))
+        name = f"vllm.v1.worker.{kernel}"
+        IMPLEMENTATIONS.append(Implementation(name, function, frozenset(ignores.split()), compiled))
         return function
 
     return register

@@ -125,7 +125,7 @@ def post_update(
     batch = (idx_mapping.numpy() >= 0).nonzero()[0]
     requests, sampled = idx_mapping.numpy()[batch], num_sampled.numpy()[batch]
     if draft_tokens is not None:
-        draft_tokens_out.numpy()[requests] = draft_tokens.numpy()[batch]
+        keep_drafts(idx_mapping, draft_tokens, draft_tokens_out)
     known, lengths = all_token_ids.numpy(), total_len.numpy()
     for place in range(sampled_tokens.shape[1]):
         has_one = sampled > place
@@ -137,6 +137,12 @@ def post_update(
     lengths[requests] += sampled
     computed = 0 if query_start_loc is None else differences(query_start_loc)[batch]
     num_computed_tokens.numpy()[requests] += computed - num_rejected.numpy()[batch]
+
+
+def keep_drafts(idx_mapping: torch.Tensor, draft_tokens: torch.Tensor, draft_tokens_out: torch.Tensor) -> None:
+    """Copy the drafts of a batch to the state of their requests."""
+    batch = (idx_mapping.numpy() >= 0).nonzero()[0]
+    draft_tokens_out.numpy()[idx_mapping.numpy()[batch]] = draft_tokens.numpy()[batch]
 
 
 @implements("gpu.input_batch._post_update_num_computed_tokens_kernel")

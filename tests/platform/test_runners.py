@@ -1,0 +1,142 @@
+"""Which of vLLM's model runners serves, and the requests that the second one has no room for."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+from small_models import LLAMA
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from vllm_opset.platform import runners, second_runner
+from vllm_opset.platform.base import OpsetPlatform
+from vllm_opset.platform.cpu.platform import OpsetCpuPlatform
+from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
+from vllm_opset.platform.npu.platform import OpsetNpuPlatform
+
+pytestmark = pytest.mark.window
+
+# Each item: what fills the room, what is too much for it, and its name.
+ROOMS = [
+    ({"min_tokens": 1, "stop_token_ids": range(127)}, {"min_tokens": 1, "stop_token_ids": range(128)}, "stop tokens"),
+    ({"allowed_token_ids": range(1024)}, {"allowed_token_ids": range(1025)}, "tokens in allowed_token_ids"),
+    ({"logit_bias": range(1024)}, {"logit_bias": range(1025)}, "tokens in logit_bias"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_other_engines(monkeypatch):
+    """Other tests of this process configure models, whose ends count."""
+    monkeypatch.setattr(runners, "_served", [])
+
+
+@pytest.fixture
+def chooses(configure, monkeypatch):
+    """`chooses(variable, model, **arguments)`: the configuration by that value of vLLM's variable, None for none."""
+
+    def chooses(variable: str | None, model: dict = LLAMA, **arguments):
+        monkeypatch.delenv(runners.VARIABLE, raising=False)
+        if variable is not None:
+            monkeypatch.setenv(runners.VARIABLE, variable)
+        return configure(model, **arguments)
+
+    return chooses
+
+
+def why(config, platform: type[OpsetPlatform] = OpsetCpuPlatform) -> str:
+    """The line for the log, without its beginning."""
+    begins, reason = runners.which(config, platform.why_no_second_runner()).split(", because ")
+    assert begins.endswith("second one (V2)" if config.use_v2_model_runner else "first one (V1)")
+    return reason
+
+
+replaced = pytest.mark.skipif(
+    not second_runner.replaces_triton_kernels(),
+    reason="this vLLM has no hook for the second runner's kernels: runs with 0.31 and later",
+)
+
+
+@replaced
+def test_on_a_cpu_the_second_runner_is_the_default(chooses):
+    config = chooses(None)
+    assert config.use_v2_model_runner and why(config) == "vLLM chooses it by default"
+    config = chooses("1")
+    assert config.use_v2_model_runner and why(config) == "VLLM_USE_V2_MODEL_RUNNER=1 asks for it"
+
+
+@replaced
+def test_users_may_choose_the_first_runner(chooses):
+    config = chooses("0")
+    assert not config.use_v2_model_runner and why(config) == "VLLM_USE_V2_MODEL_RUNNER=0 asks for it"
+
+
+@replaced
+def test_what_the_second_runner_lacks_is_left_to_the_first_one(chooses, monkeypatch):
+    from vllm.config import VllmConfig
+
+    monkeypatch.setattr(VllmConfig, "_get_v2_model_runner_unsupported_features", lambda config: ["magic", "spells"])
+    config = chooses(None)
+    assert not config.use_v2_model_runner and why(config) == "vLLM's second one does not support magic, spells"
+    monkeypatch.setattr(VllmConfig, "_get_v2_model_runner_unsupported_features", lambda config: [])
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", False)
+    assert why(config) == "this release of vLLM chooses it for this model"
+
+
+@pytest.mark.skipif(second_runner.replaces_triton_kernels(), reason="of releases before 0.31: runs with those")
+def test_on_a_cpu_an_older_release_serves_with_the_first_runner(chooses):
+    config = chooses(None)
+    assert not config.use_v2_model_runner and "cannot replace the Triton kernels" in why(config)
+    with pytest.raises(Exception, match=r"second model runner before vLLM 0\.31.*: unset VLLM_USE_V2_MODEL_RUNNER"):
+        chooses("1")
+
+
+@pytest.mark.parametrize("platform", [OpsetCpuPlatform, OpsetCudaPlatform, OpsetNpuPlatform])
+def test_the_variable_is_set_where_the_second_runner_cannot_serve(platform, monkeypatch):
+    monkeypatch.setenv(runners.VARIABLE, "")  # so that it is removed afterwards
+    monkeypatch.delenv(runners.VARIABLE)
+    OpsetPlatform.pre_register_and_update.__func__(platform)
+    cannot = platform is OpsetNpuPlatform or (
+        platform is OpsetCpuPlatform and not second_runner.replaces_triton_kernels()
+    )
+    assert os.environ.get(runners.VARIABLE) == ("0" if cannot else None)
+
+
+def parameters(given: dict) -> SamplingParams:
+    values = {name: list(value) if isinstance(value, range) else value for name, value in given.items()}
+    if "logit_bias" in values:
+        values["logit_bias"] = dict.fromkeys(values["logit_bias"], 1.0)
+    return SamplingParams(**values)
+
+
+class Configuration(SimpleNamespace):
+    """What `runners` reads of vLLM's configuration."""
+
+
+def served(second: bool = True, ends: object = None) -> Configuration:
+    model = SimpleNamespace(try_get_generation_config=lambda: {} if ends is None else {"eos_token_id": ends})
+    config = Configuration(use_v2_model_runner=second, model_config=model)
+    runners.remember(config)
+    return config
+
+
+@pytest.mark.parametrize(("full", "too_much", "name"), ROOMS, ids=[name for *_, name in ROOMS])
+def test_a_request_without_room_is_refused(full, too_much, name):
+    first = served(second=False)
+    OpsetPlatform.validate_request({}, parameters(too_much))  # the first runner has room
+    second = served()
+    OpsetPlatform.validate_request({}, parameters(full))
+    with pytest.raises(VLLMValidationError, match=f"{name}.* has room for .*: give fewer, or start the server with"):
+        OpsetPlatform.validate_request({}, parameters(too_much))
+    del second  # the engine has ended
+    OpsetPlatform.validate_request({}, parameters(too_much))
+    assert not first.use_v2_model_runner
+
+
+@pytest.mark.parametrize("ends", [500, [5, 500]])
+def test_the_ends_of_a_models_answers_need_room(ends):
+    full, *_ = ROOMS[0]  # 5 is one of the request's own
+    config = served(ends=ends)
+    with pytest.raises(VLLMValidationError, match="has 129 stop tokens"):
+        OpsetPlatform.validate_request({}, parameters(full))
+    OpsetPlatform.validate_request({}, parameters({**full, "min_tokens": 0}))
+    assert config.use_v2_model_runner

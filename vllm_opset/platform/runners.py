@@ -1,0 +1,65 @@
+"""vLLM's two model runners: which one serves and why, and the requests that the second one has no room for."""
+
+import weakref
+from typing import TYPE_CHECKING
+
+from vllm_opset.platform.refusals import environment
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+SECOND = "Model runner: vLLM's second one (V2), because %s"
+FIRST = "Model runner: vLLM's first one (V1), because %s"
+CURE = f"give fewer, or start the server with {VARIABLE}=0"
+
+# Each living configuration of this process under which the second runner serves, and the tokens that end an answer of
+# its model. vLLM adds them to a request's stop tokens.
+_served: list[tuple[weakref.ref, frozenset[int]]] = []
+
+
+def which(config: "VllmConfig", why_no_second: str | None) -> str:
+    """The line for the log. why_no_second: why the second runner cannot serve on this platform; None if it can."""
+    asked = environment(VARIABLE)
+    if config.use_v2_model_runner:
+        return SECOND % (f"{VARIABLE}=1 asks for it" if asked else "vLLM chooses it by default")
+    if why_no_second:
+        return FIRST % why_no_second
+    if asked is not None:
+        return FIRST % f"{VARIABLE}=0 asks for it"
+    if lacking := config._get_v2_model_runner_unsupported_features():
+        return FIRST % f"vLLM's second one does not support {', '.join(lacking)}"
+    return FIRST % "this release of vLLM chooses it for this model"
+
+
+def remember(config: "VllmConfig") -> None:
+    """Note what `check_request` needs to know of a configuration, because it is not told which engine it asks for."""
+    _served[:] = [(other, ends) for other, ends in _served if other() is not None]
+    if config.use_v2_model_runner and config.model_config is not None:
+        ends = config.model_config.try_get_generation_config().get("eos_token_id") or []
+        _served.append((weakref.ref(config), frozenset([ends] if isinstance(ends, int) else ends)))
+
+
+def check_request(params: "SamplingParams") -> None:
+    """Raise VLLMValidationError, an HTTP 400, if the second runner serves and has no room for a request's tokens.
+
+    vLLM would raise in the engine's process, and the engine would end.
+    """
+    engines = [ends for config, ends in _served if config() is not None]
+    if not engines or not (params.min_tokens or params.allowed_token_ids or params.logit_bias):
+        return
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.worker.gpu.sample import logit_bias
+
+    # One more for the tokenizer's own end of an answer.
+    stops = len(params.all_stop_token_ids.union(*engines)) + 1 if params.min_tokens else 0
+    for name, number, room in (
+        ("stop tokens with min_tokens", stops, logit_bias.MAX_NUM_STOP_TOKEN_IDS),
+        ("tokens in allowed_token_ids", len(params.allowed_token_ids or ()), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("tokens in logit_bias", len(params.logit_bias or ()), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
+    ):
+        if number > room:
+            raise VLLMValidationError(
+                f"A request has {number} {name}, and vLLM's second model runner has room for {room}: {CURE}."
+            )

@@ -1,0 +1,98 @@
+"""The patches that let vLLM's second model runner serve. `compat` has all others."""
+
+from collections.abc import Callable
+
+import torch
+
+from vllm_opset.platform.bridges import has, patch
+from vllm_opset.platform.compat import NAMES_OF_CUDA
+
+PINNED_VIEW = "vllm.v1.worker.gpu.buffer_utils.get_accelerator_view_from_cpu_tensor"
+OVERRIDES = "vllm.platforms.interface.Platform.register_triton_kernel_overrides"
+# Whether vLLM asks its platform for implementations of the Triton kernels that it launches (0.31 and later).
+replaces_triton_kernels = has(OVERRIDES)
+
+
+@patch(
+    has(OVERRIDES),
+    first=(0, 31),
+    ends="vLLM chooses its second model runner without Triton if its kernels are replaced",
+    changes=("vllm.config.vllm.HAS_TRITON",),
+    loading=("cpu",),
+)
+def configure_without_triton() -> None:
+    """Let vLLM choose its second model runner without Triton, because opset replaces the kernels that it launches.
+
+    If Triton finds no GPU, vLLM takes the first one. Up to 0.32 its configuration raises if a user asks for the second.
+    """
+    from vllm.config import vllm
+
+    vllm.HAS_TRITON = True
+
+
+@patch(
+    has(OVERRIDES),
+    first=(0, 31),
+    ends="vLLM's second model runner needs no Triton if its kernels are replaced",
+    changes=("vllm.triton_utils.triton.next_power_of_2", "vllm.v1.worker.gpu_worker.HAS_TRITON"),
+    worker=("cpu",),
+)
+def launch_without_triton() -> None:
+    """Let vLLM's second model runner start without Triton, because opset replaces the kernels that it launches.
+
+    From 0.33 on, vLLM's worker raises for this runner if Triton finds no GPU. What vLLM puts in place of Triton lacks a
+    function that computes the sizes of launches.
+    """
+    from vllm.triton_utils import HAS_TRITON, triton
+    from vllm.utils.math_utils import next_power_of_2
+    from vllm.v1.worker import gpu_worker
+
+    if not HAS_TRITON:
+        triton.next_power_of_2 = next_power_of_2
+        gpu_worker.HAS_TRITON = True
+
+
+@patch(
+    has(OVERRIDES),
+    first=(0, 31),
+    ends="vLLM's second model runner uses torch.Stream, torch.Event and torch.accelerator throughout",
+    changes=(*(f"torch.cuda.{name}" for name in NAMES_OF_CUDA), "torch.accelerator.synchronize"),
+    worker=("cpu",),
+)
+def name_cpu_as_cuda() -> None:
+    """Make the names of torch.cuda that vLLM's second model runner uses mean the CPU, where nothing runs beside it.
+
+    PyTorch has such streams and events for a CPU, which do nothing. Those of torch.cuda raise without CUDA.
+    """
+    torch.cuda.Event, torch.cuda.Stream = _EventOfCpu, torch.cpu.Stream
+    torch.cuda.stream, torch.cuda.current_stream = torch.cpu.stream, torch.cpu.current_stream
+    torch.cuda.default_stream = torch.cpu.current_stream
+    torch.cuda.synchronize = torch.accelerator.synchronize = torch.cpu.synchronize
+    torch.cuda.set_stream = _ignored
+
+
+class _EventOfCpu(torch.cpu.Event):
+    def __init__(self, **of_cuda: bool) -> None:
+        pass
+
+
+def _ignored(stream: torch.cpu.Stream) -> None:
+    pass
+
+
+@patch(
+    has(PINNED_VIEW),
+    ends="vLLM views pinned memory on out-of-tree platforms too",
+    changes=(PINNED_VIEW,),
+    worker=("cuda",),
+)
+def view_pinned_memory(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let the buffers of vLLM's second model runner be views of pinned memory, on a platform out of vLLM's tree.
+
+    vLLM's own function for this raises there, and calls one of its compiled operators on its own platforms.
+
+    Parameters: view returns the device's view of a tensor in pinned memory.
+    """
+    from vllm.v1.worker.gpu import buffer_utils
+
+    buffer_utils.get_accelerator_view_from_cpu_tensor = view
