@@ -23,7 +23,7 @@ from vllm_opset.kernels.triton.silu_and_mul_with_clamp import silu_and_mul_with_
 from vllm_opset.kernels.triton.swigluoai_and_mul import swigluoai_and_mul
 from vllm_opset.kernels.triton.swiglustep_and_mul import swiglustep_and_mul
 from vllm_opset.ops.moe import _activations
-from vllm_opset.ops.moe.fused_experts import check_arguments
+from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
 from vllm_opset.variants import Variant, Variants
 
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -51,7 +51,14 @@ def fit_one_block(mean: int) -> bool:
 VARIANTS = Variants(choices_per_expert, Variant("decode", suits=fit_one_block), Variant("prefill"))
 
 
-@kernel(ops.fused_experts, name="triton", supports=_supports.floats, variants=VARIANTS)
+def supports(problem: FusedExpertsProblem) -> str | None:
+    """fp32, bf16 and fp16, accumulated in fp32."""
+    if problem.scheme.weight is not None:
+        return f"it multiplies by weights as they are, not by {problem.scheme}"
+    return _supports.floats(problem)
+
+
+@kernel(ops.fused_experts, name="triton", supports=supports, variants=VARIANTS)
 def fused_experts(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -67,12 +74,19 @@ def fused_experts(
     swiglu_alpha: float | None = None,
     swiglu_beta: float | None = None,
     shared_output: torch.Tensor | None = None,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    quant_dtype: torch.dtype | None = None,
+    group_shape: list[int] | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
     variant: str | None = None,
 ) -> torch.Tensor:
     act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
     check_arguments(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-        shared_output,
+        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale,
     )  # fmt: skip
     mean = choices_per_expert(hidden_states, w1, w2, topk_weights, topk_ids)
     picked = VARIANTS.pick(mean, variant)

@@ -17,7 +17,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.ops.moe.grouped_gemm import check_arguments
+from vllm_opset.ops.moe.grouped_gemm import GroupedGemmProblem, check_arguments
 from vllm_opset.variants import Variant, Variants
 
 LEAST_ROWS, MOST_ROWS = 16, 128  # of a tile: what tensor cores take, and what registers hold
@@ -30,14 +30,21 @@ class Call(NamedTuple):
     block_size: int
 
 
-def describe(x, weight, sorted_token_ids, expert_ids, top_k, bias=None) -> Call:
+def supports(problem: GroupedGemmProblem) -> str | None:
+    """fp32, bf16 and fp16, accumulated in fp32."""
+    if problem.scheme.weight is not None:
+        return f"it multiplies by weights as they are, not by {problem.scheme}"
+    return _supports.floats(problem)
+
+
+def describe(x, weight, sorted_token_ids, expert_ids, *_, **__) -> Call:
     return Call(len(sorted_token_ids) // max(len(expert_ids), 1))
 
 
 VARIANTS = Variants(describe, Variant("decode", can=lambda call: call.block_size <= LEAST_ROWS), Variant("prefill"))
 
 
-@kernel(ops.grouped_gemm, name="triton", supports=_supports.floats, variants=VARIANTS)
+@kernel(ops.grouped_gemm, name="triton", supports=supports, variants=VARIANTS)
 def grouped_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -45,9 +52,12 @@ def grouped_gemm(
     expert_ids: torch.Tensor,
     top_k: int,
     bias: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     variant: str | None = None,
 ) -> torch.Tensor:
-    block_size = check_arguments(x, weight, sorted_token_ids, expert_ids, top_k, bias)
+    block_size = check_arguments(x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype)
     num_outputs, columns = weight.shape[1:]
     num_choices = x.shape[0] * top_k
     out = x.new_empty((num_choices, num_outputs))
