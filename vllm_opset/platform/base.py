@@ -44,6 +44,7 @@ class OpsetPlatform(Platform):
         # platform for CPUs does without both, and serves that runner if users ask for it.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         compat.inspect_models_in_this_process()
+        compat.leave_capture_sizes_unset()
         compat.ask_before_models_are_imported(_refuse_multimodal)
 
     @classmethod

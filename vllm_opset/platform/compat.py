@@ -17,6 +17,7 @@ REGISTRY = "vllm.model_executor.models.registry"
 REQUANTISE = "vllm.model_executor.layers.quantization.utils.w8a8_utils.requantize_with_max_scale"
 LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
 PINNED_VIEW = "vllm.v1.worker.gpu.buffer_utils.get_accelerator_view_from_cpu_tensor"
+GPT_OSS_CONFIG = "vllm.model_executor.models.config.GptOssForCausalLMConfig.verify_and_update_config"
 OVERRIDES = "vllm.platforms.interface.Platform.register_triton_kernel_overrides"
 # Whether vLLM asks its platform for implementations of the Triton kernels that it launches (0.31 and later).
 replaces_triton_kernels = has(OVERRIDES)
@@ -146,6 +147,34 @@ def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
         return reads(config)
 
     VllmConfig._maybe_enable_breakable_cudagraph = asked
+
+
+@patch(
+    uses(GPT_OSS_CONFIG, "max_cudagraph_capture_size"),
+    ends="vLLM leaves the captured sizes of gpt-oss to its platform, as those of other models",
+    changes=(GPT_OSS_CONFIG,),
+    loading=WITHOUT_KERNELS,
+)
+def leave_capture_sizes_unset() -> None:
+    """Let the platform choose which steps of gpt-oss are captured, as for any other model.
+
+    Before vLLM asks its platform, it sets the longest captured step of this model, which then looks like a user's
+    choice. A CPU captures nothing and refuses such a choice, and on a GPU it would replace opset's longer steps.
+    """
+    from vllm.model_executor.models.config import GptOssForCausalLMConfig
+
+    verify = GptOssForCausalLMConfig.verify_and_update_config
+    if hasattr(verify, "__wrapped__"):
+        return
+
+    @functools.wraps(verify)
+    def restored(config: "VllmConfig") -> None:
+        compilation = config.compilation_config
+        users_choice = compilation.max_cudagraph_capture_size
+        verify(config)
+        compilation.max_cudagraph_capture_size = users_choice
+
+    GptOssForCausalLMConfig.verify_and_update_config = staticmethod(restored)
 
 
 @patch(
