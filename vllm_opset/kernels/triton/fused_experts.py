@@ -1,4 +1,5 @@
-"""fused_experts as the composition of the other ops of experts: permute, grouped_gemm, an activation, and combine.
+"""fused_experts as the composition of other ops: permute, grouped_gemm, an activation, and combine. Where the scheme
+quantises the factors of a product, quantise comes before it.
 
 - `decode`: few choices for each expert, in blocks of the fewest rows that tensor cores take.
 - `prefill`: more choices, in larger blocks.
@@ -10,13 +11,15 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _supports
+from vllm_opset.kernels.triton import _launch, _scaled_grouped_gemm, _supports
 from vllm_opset.kernels.triton.combine import combine
 from vllm_opset.kernels.triton.gelu import gelu
 from vllm_opset.kernels.triton.gelu_and_mul import gelu_and_mul
 from vllm_opset.kernels.triton.gelu_tanh import gelu_tanh
 from vllm_opset.kernels.triton.grouped_gemm import LEAST_ROWS, grouped_gemm
 from vllm_opset.kernels.triton.permute import permute
+from vllm_opset.kernels.triton.quantise import quantise
+from vllm_opset.kernels.triton.quantise import supports as can_quantise
 from vllm_opset.kernels.triton.relu2 import relu2
 from vllm_opset.kernels.triton.silu_and_mul import silu_and_mul
 from vllm_opset.kernels.triton.silu_and_mul_with_clamp import silu_and_mul_with_clamp
@@ -24,6 +27,8 @@ from vllm_opset.kernels.triton.swigluoai_and_mul import swigluoai_and_mul
 from vllm_opset.kernels.triton.swiglustep_and_mul import swiglustep_and_mul
 from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
+from vllm_opset.ops.quantisation.quantise import QuantiseProblem
+from vllm_opset.ops.schemes import PER_TENSOR
 from vllm_opset.variants import Variant, Variants
 
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -52,10 +57,19 @@ VARIANTS = Variants(choices_per_expert, Variant("decode", suits=fit_one_block), 
 
 
 def supports(problem: FusedExpertsProblem) -> str | None:
-    """fp32, bf16 and fp16, accumulated in fp32."""
-    if problem.scheme.weight is not None:
-        return f"it multiplies by weights as they are, not by {problem.scheme}"
-    return _supports.floats(problem)
+    """fp32, bf16 and fp16, accumulated in fp32; fp8 e4m3 and int8 weights, with scales for 32 columns or more, and
+    activations as they are or, where the target converts to their dtype, quantised.
+    """
+    reason, stored = _supports.floats(problem) or _scaled_grouped_gemm.supports(problem), problem.scheme.activation
+    if reason is not None or stored is None:
+        return reason
+    # The length of rows does not matter: those of models are shorter than what a program holds.
+    static, columns = stored.group == PER_TENSOR, max(stored.group.columns, 1)
+    return can_quantise(
+        QuantiseProblem(
+            problem.device, problem.dtype, stored.dtype, stored.group, static, columns, target=problem.target
+        )
+    )
 
 
 @kernel(ops.fused_experts, name="triton", supports=supports, variants=VARIANTS)
@@ -95,7 +109,13 @@ def fused_experts(
     x, weights = hidden_states, topk_weights
     if apply_router_weight_on_input:
         x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
-    middle = grouped_gemm(x, w1, *order, topk_ids.shape[1], w1_bias, variant=picked)
-    middle = ACTIVATIONS[act.name](middle, **parameters)
-    results = grouped_gemm(middle, w2, *order, 1, w2_bias, variant=picked)
+    dtype = hidden_states.dtype
+
+    def factor(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return (x, None) if quant_dtype is None else quantise(x, quant_dtype, group_shape, scale)
+
+    x, x_scale = factor(x, a1_scale)
+    middle = grouped_gemm(x, w1, *order, topk_ids.shape[1], w1_bias, w1_scale, x_scale, dtype, variant=picked)
+    middle, middle_scale = factor(ACTIVATIONS[act.name](middle, **parameters), a2_scale)
+    results = grouped_gemm(middle, w2, *order, 1, w2_bias, w2_scale, middle_scale, dtype, variant=picked)
     return combine(results.view(*topk_ids.shape, hidden_states.shape[1]), weights, shared_output)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _supports
+from vllm_opset.kernels.triton import _launch, _scaled_grouped_gemm, _supports
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.ops.moe.grouped_gemm import GroupedGemmProblem, check_arguments
 from vllm_opset.variants import Variant, Variants
@@ -31,10 +31,8 @@ class Call(NamedTuple):
 
 
 def supports(problem: GroupedGemmProblem) -> str | None:
-    """fp32, bf16 and fp16, accumulated in fp32."""
-    if problem.scheme.weight is not None:
-        return f"it multiplies by weights as they are, not by {problem.scheme}"
-    return _supports.floats(problem)
+    """fp32, bf16 and fp16, accumulated in fp32; fp8 e4m3 and int8 weights, with scales for 32 columns or more."""
+    return _supports.floats(problem) or _scaled_grouped_gemm.supports(problem)
 
 
 def describe(x, weight, sorted_token_ids, expert_ids, *_, **__) -> Call:
@@ -60,11 +58,17 @@ def grouped_gemm(
     block_size = check_arguments(x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype)
     num_outputs, columns = weight.shape[1:]
     num_choices = x.shape[0] * top_k
-    out = x.new_empty((num_choices, num_outputs))
+    out = x.new_empty((num_choices, num_outputs), dtype=out_dtype or x.dtype)
     if not len(expert_ids):
         return out
     picked = VARIANTS.of(variant, x, weight, sorted_token_ids, expert_ids, top_k)
-    launch = _tile(picked, block_size, len(expert_ids), num_outputs, columns, x)
+    launch = _tile(picked, block_size, len(expert_ids), weight)
+    if weight_scale is not None:
+        _scaled_grouped_gemm.launch(
+            x, weight, bias, sorted_token_ids, expert_ids, out, top_k, block_size, weight_scale, x_scale, launch,
+            read_once=picked == "decode",
+        )  # fmt: skip
+        return out
     tiles = _launch.cdiv(block_size, launch["BLOCK_M"])
     num_tiles = len(expert_ids) * tiles
     _grouped_gemm[(num_tiles * _launch.cdiv(num_outputs, launch["BLOCK_N"]),)](
@@ -75,17 +79,16 @@ def grouped_gemm(
     return out
 
 
-def _tile(
-    variant: str, block_size: int, num_blocks: int, num_outputs: int, columns: int, x: torch.Tensor
-) -> dict[str, int]:
+def _tile(variant: str, block_size: int, num_blocks: int, weight: torch.Tensor) -> dict[str, int]:
     """Launch arguments: the sizes of a tile, which are not larger than what there is to multiply."""
-    size = num_blocks if variant == "decode" else block_size
-    values = _launch.parameters(f"grouped_gemm_{variant}", x.device, size)
-    width = max(LEAST_COLUMNS, min(values["bytes"] // x.element_size(), _launch.next_power_of_2(columns)))
+    size, (num_outputs, columns) = num_blocks if variant == "decode" else block_size, weight.shape[1:]
+    launch = "grouped_gemm" if weight.element_size() > 1 else "scaled_grouped_gemm"
+    values = _launch.parameters(f"{launch}_{variant}", weight.device, size)
+    width = min(values["bytes"] // weight.element_size(), _launch.next_power_of_2(columns))
     return {
         "BLOCK_M": min(max(LEAST_ROWS, _launch.next_power_of_2(block_size)), MOST_ROWS),
         "BLOCK_N": max(LEAST_COLUMNS, min(values["outputs"], _launch.next_power_of_2(num_outputs))),
-        "BLOCK_K": width,
+        "BLOCK_K": max(LEAST_COLUMNS, width),
         "GROUP": values["group"],
         "num_warps": values["warps"],
         "num_stages": values["stages"],
