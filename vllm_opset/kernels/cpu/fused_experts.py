@@ -13,14 +13,14 @@ from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe._quantised import as_stored, check_scale, weight_of
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
 from vllm_opset.ops.moe.permute import places
-from vllm_opset.ops.schemes import FP8, INT8
+from vllm_opset.ops.schemes import FP4, FP8, INT8, values_shape
 
 
 def supports(problem: FusedExpertsProblem) -> str | None:
-    """fp32, bf16 and fp16; fp8 e4m3 and int8 weights, dequantised once."""
+    """fp32, bf16 and fp16; fp8 e4m3, int8 and MXFP4 weights, dequantised once."""
     weight = problem.scheme.weight
-    known = weight is None or weight.dtype in (FP8, INT8)
-    return None if known else f"it dequantises fp8 e4m3 and int8, not {weight}"
+    known = weight is None or weight.dtype in (FP8, INT8, FP4)
+    return None if known else f"it dequantises fp8 e4m3, int8 and MXFP4, not {weight}"
 
 
 def dequantised_w1(w1: torch.Tensor, w1_scale=None, out_dtype=None, **others) -> torch.Tensor:
@@ -38,7 +38,7 @@ def _dequantised(
     if scale is None or dtype is None:
         return weight
     check_scale(name, weight, scale)
-    out = weight.new_empty(weight.shape, dtype=dtype)
+    out = weight.new_empty(values_shape(weight, scale), dtype=dtype)
     for expert in range(len(weight)):
         out[expert] = weight_of(weight, scale, expert, dtype)
     return out

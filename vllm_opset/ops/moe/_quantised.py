@@ -4,6 +4,7 @@ import torch
 
 from vllm_opset.ops.quantisation.quantise import quantise
 from vllm_opset.ops.schemes import (
+    FP4,
     FP8,
     INT8,
     NONE,
@@ -15,6 +16,8 @@ from vllm_opset.ops.schemes import (
     quantised,
     scales_of,
     stored,
+    stored_mxfp4,
+    values_shape,
 )
 
 # Scales of activations in samples. The largest values are 7 and 4, which few normal values exceed.
@@ -41,8 +44,9 @@ def check_weight(
 
     A weight with a scale may be of any dtype, since a kernel may have prepared it.
     """
-    if weight.shape != shape or (scale is None and weight.dtype != dtype):
-        raise ValueError(f"{name} must be {dtype} {list(shape)}, not {weight.dtype} {list(weight.shape)}")
+    found = values_shape(weight, scale)
+    if found != tuple(shape) or (scale is None and weight.dtype != dtype):
+        raise ValueError(f"{name} must be {dtype} {list(shape)}, not {weight.dtype} {list(found)}")
     if scale is not None:
         check_scale(f"{name}_scale", weight, scale)
 
@@ -75,6 +79,8 @@ def as_stored(
 def rounded_experts(weight: torch.Tensor, group: GroupShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights of experts in `dtype` with their scales. Each row is larger than the last, so that scales differ."""
     rows = torch.linspace(0.25, 1, weight.shape[1], device=weight.device)[:, None]
+    if dtype is FP4:
+        return stored_mxfp4(weight * rows)
     scales = [scales_of(own, dtype, group) for own in weight * rows]
     values = [stored(own, scale, dtype) for own, scale in zip(weight * rows, scales, strict=True)]
     return torch.stack(values), torch.stack(scales)

@@ -4,6 +4,7 @@ Semantics: vLLM's `fused_experts`, and `moe_sum` with the shared experts added. 
 `grouped_gemm`, an activation, `grouped_gemm` and `combine`. By some schemes, `quantise` comes before each product.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,19 @@ from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulato
 from vllm_opset.ops.gemm._quantised import BLOCK, ROUNDED_FACTORS, TOKEN_BLOCK
 from vllm_opset.ops.moe import _activations, _quantised
 from vllm_opset.ops.moe.permute import ABSENT, choices, map_of_half, places
-from vllm_opset.ops.schemes import FP8, INT8, NONE, PER_ROW, PER_TENSOR, GroupShape, Quantised, Scheme
+from vllm_opset.ops.schemes import (
+    FP4,
+    FP8,
+    INT8,
+    MXFP4,
+    NONE,
+    PER_ROW,
+    PER_TENSOR,
+    GroupShape,
+    Quantised,
+    Scheme,
+    values_shape,
+)
 
 # An intermediate value has half a unit in the last place of error. Each result sums hundreds of them, of both signs, so
 # that these errors add up to about one such unit of the results' order, which is 1.
@@ -74,7 +87,7 @@ def fused_experts(
     defaults; "silu" with a limit clamps gate and up. expert_map: see `permute`; choices of experts that are not here,
     and ids of −1, add nothing.
 
-    Quantised weights come with w1_scale and w2_scale, fp32 [num_experts, …] of one granularity (see `grouped_gemm`),
+    Quantised weights come with w1_scale and w2_scale, [num_experts, …] of one granularity (see `grouped_gemm`),
     and with out_dtype, which is hidden_states' dtype: a kernel may prepare weights in it. quant_dtype: the dtype to
     which the factors of both products are quantised before, by `quantise`; None for factors as they are. group_shape:
     the rows and columns of them that share a scale, of one row. a1_scale, a2_scale: fp32 [1, 1], the scales of both
@@ -181,9 +194,10 @@ def _(hidden_states, w1, w2, topk_weights, topk_ids, *_, w1_scale=None, w2_scale
     """Reads the weights of those experts that have tokens, at most one for each choice."""
     used = min(len(w1), topk_ids.numel())
     weights = sum(used * part[0].nbytes for part in (w1, w2, w1_scale, w2_scale) if part is not None)
+    values = sum(math.prod(values_shape(*part)[1:]) for part in ((w1, w1_scale), (w2, w2_scale)))
     return Cost(
         bytes=2 * hidden_states.nbytes + weights + topk_ids.nbytes + topk_weights.nbytes,
-        flops=2 * topk_ids.numel() * (w1[0].numel() + w2[0].numel()),
+        flops=2 * topk_ids.numel() * values,
     )
 
 
@@ -279,6 +293,11 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         "fp8, weights on the input", 9, 4, 1, 64, 48, group=PER_ROW, x=PER_ROW, apply_router_weight_on_input=True
     )
     yield scaled("int8 per channel and token", 9, 4, 2, 96, 80, group=PER_ROW, x=PER_ROW, to=INT8)
+    mxfp4 = {"group": MXFP4.group, "to": FP4}
+    yield scaled("mxfp4 weights", 7, 4, 2, 64, 32, **mxfp4)
+    yield scaled("mxfp4, gpt-oss", 9, 8, 4, 96, 64, **mxfp4, activation="swigluoai", bias=True)
+    yield scaled("mxfp4, gpt-oss, one token", 1, 8, 4, 288, 96, **mxfp4, activation="swigluoai", bias=True)
+    yield scaled("mxfp4, half of the experts", 40, 4, 2, 160, 64, **mxfp4, mapped=True, shared=True)
 
 
 @fused_experts.illegal_inputs

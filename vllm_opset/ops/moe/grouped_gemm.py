@@ -16,8 +16,10 @@ from vllm_opset.ops.gemm.linear import TOLERANCES
 from vllm_opset.ops.moe import _quantised
 from vllm_opset.ops.moe.permute import choices, permute
 from vllm_opset.ops.schemes import (
+    FP4,
     FP8,
     INT8,
+    MXFP4,
     NONE,
     PER_ROW,
     PER_TENSOR,
@@ -59,7 +61,9 @@ def grouped_gemm(
     All of x's dtype. sorted_token_ids, expert_ids: the results of `permute` for rows * top_k choices.
 
     Quantised weights come with their weight_scale, fp32 [num_experts, …], whose shape says the granularity within an
-    expert (see `ops/schemes`), and stand for weight * weight_scale. Then out_dtype is the dtype of the bias and the
+    expert (see `ops/schemes`), and stand for weight * weight_scale. Those in MXFP4 are bytes, [num_experts,
+    out_features, in_features / 2], and so are their scales, [num_experts, out_features, in_features / 32], with any
+    strides. Then out_dtype is the dtype of the bias and the
     result, and x is of that dtype. Or x is quantised too, with its x_scale as for `linear`, and stands for x * x_scale.
 
     Returns a new contiguous tensor [rows * top_k, out_features] of the result's dtype. The rows of choices whose block
@@ -116,7 +120,7 @@ def _(
     x, weight, sorted_token_ids, expert_ids, top_k, bias=None, weight_scale=None, x_scale=None, out_dtype=None
 ) -> Cost:
     """Reads the weights of those experts that have choices, at most one for each choice and each block."""
-    rows, (num_experts, outputs, inputs) = x.shape[0] * top_k, weight.shape
+    rows, inputs, (num_experts, outputs) = x.shape[0] * top_k, x.shape[1], weight.shape[:2]
     read = min(num_experts, rows, len(expert_ids))
     parameters = sum(read * part[0].nbytes for part in (weight, weight_scale, bias) if part is not None)
     others = sum(part.nbytes for part in (x, x_scale, sorted_token_ids, expert_ids) if part is not None)
@@ -202,19 +206,27 @@ def _quantised_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("fp8 by smaller blocks", 5, 4, 2, 192, 96, GroupShape(32, 32), GroupShape(1, 32))
     yield sample("int8 per channel and token", 17, 4, 2, 160, 80, PER_ROW, PER_ROW, INT8)
     yield sample("int8 weight per channel", 5, 4, 2, 96, 48, PER_ROW, None, INT8)
+    yield sample("mxfp4 weight", 5, 4, 2, 96, 48, MXFP4.group, None, FP4)
+    yield sample("mxfp4 weight, one token, bias", 1, 8, 4, 288, 96, MXFP4.group, None, FP4, bias=True)
+    yield sample("mxfp4 weight, one block", 3, 4, 2, 32, 33, MXFP4.group, None, FP4)
+    yield sample("mxfp4 weight, bias", 90, 2, 1, 320, 80, MXFP4.group, None, FP4, bias=True, block_size=64)
 
 
 @grouped_gemm.illegal_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(
-        name: str, *, inputs=64, bias=None, places=48, top_k=2, weight_scale=None, x_scale=None, **how
+        name: str, *, inputs=64, bias=None, places=48, top_k=2, weight_scale=None, x_scale=None, to=FP8, **how
     ) -> Sample:
+        """to: what weights with scales are stored in. The scales of bytes are bytes too."""
+
         def make():
             ones = lambda *shape: torch.ones(shape, dtype=dtype, device=device)  # noqa: E731
             x, weight, offset = ones(6, inputs), ones(4, 32, 64), None if bias is None else ones(*bias)
             scales = {}
             if weight_scale is not None:
-                weight, scales = weight.to(FP8), {"weight_scale": ones(*weight_scale).float(), "out_dtype": dtype}
+                scale_dtype = to if to is torch.uint8 else torch.float32
+                weight, scales = weight.to(to), {"weight_scale": ones(*weight_scale).to(scale_dtype)}
+                scales["out_dtype"] = dtype
             if x_scale is not None:
                 x, scales["x_scale"] = x.to(FP8), ones(*x_scale).float()
             sorted_token_ids = torch.zeros(places, dtype=torch.int32, device=device)
@@ -234,6 +246,8 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("fp8, a scale for each of five parts", weight_scale=(4, 5, 1))
     yield sample("fp8, a scale for another number of rows", weight_scale=(4, 1, 1), x_scale=(5, 1))
     yield sample("fp8 without the dtype of the result", weight_scale=(4, 1, 1), out_dtype=None)
+    yield sample("mxfp4, a scale for 64 values", inputs=128, weight_scale=(4, 32, 2), to=torch.uint8)
+    yield sample("mxfp4, as many bytes as values", weight_scale=(4, 32, 4), to=torch.uint8)
 
 
 @grouped_gemm.bench_inputs
