@@ -11,7 +11,7 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _scaled_grouped_gemm, _supports
+from vllm_opset.kernels.triton import _launch, _mxfp4_grouped_gemm, _scaled_grouped_gemm, _supports
 from vllm_opset.kernels.triton.combine import combine
 from vllm_opset.kernels.triton.gelu import gelu
 from vllm_opset.kernels.triton.gelu_and_mul import gelu_and_mul
@@ -28,7 +28,7 @@ from vllm_opset.kernels.triton.swiglustep_and_mul import swiglustep_and_mul
 from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
 from vllm_opset.ops.quantisation.quantise import QuantiseProblem
-from vllm_opset.ops.schemes import PER_TENSOR
+from vllm_opset.ops.schemes import MXFP4, PER_TENSOR, is_mxfp4
 from vllm_opset.variants import Variant, Variants
 
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -58,8 +58,10 @@ VARIANTS = Variants(choices_per_expert, Variant("decode", suits=fit_one_block), 
 
 def supports(problem: FusedExpertsProblem) -> str | None:
     """fp32, bf16 and fp16, accumulated in fp32; fp8 e4m3 and int8 weights, with scales for 32 columns or more, and
-    activations as they are or, where the target converts to their dtype, quantised.
+    activations as they are or, where the target converts to their dtype, quantised; MXFP4 weights for bf16.
     """
+    if problem.scheme.weight == MXFP4:
+        return _mxfp4_grouped_gemm.supports(problem, problem.scheme)
     reason, stored = _supports.floats(problem) or _scaled_grouped_gemm.supports(problem), problem.scheme.activation
     if reason is not None or stored is None:
         return reason
@@ -72,7 +74,23 @@ def supports(problem: FusedExpertsProblem) -> str | None:
     )
 
 
-@kernel(ops.fused_experts, name="triton", supports=supports, variants=VARIANTS)
+def w1_scale_by_columns(w1_scale: torch.Tensor, **others) -> torch.Tensor:
+    return _by_columns(w1_scale, others.get("w1"))
+
+
+def w2_scale_by_columns(w2_scale: torch.Tensor, **others) -> torch.Tensor:
+    return _by_columns(w2_scale, others.get("w2"))
+
+
+def _by_columns(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The scales of MXFP4 weights as the kernel reads them. Others stay as they are."""
+    return _mxfp4_grouped_gemm.by_columns(scale) if is_mxfp4(weight, scale) else scale
+
+
+PREPARE = {"w1_scale": w1_scale_by_columns, "w2_scale": w2_scale_by_columns}
+
+
+@kernel(ops.fused_experts, name="triton", supports=supports, prepare=PREPARE, variants=VARIANTS)
 def fused_experts(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
