@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_opset.kernels.triton import _launch
+from vllm_opset.kernels.triton import _launch, launched_for
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.schemes import MXFP4, Scheme
@@ -21,7 +21,10 @@ E2M1, BF16 = tl.constexpr("e2m1"), tl.constexpr("bf16")
 
 
 def supports(problem: Problem, scheme: Scheme) -> str | None:
-    """bf16 by MXFP4 weights: bf16 holds all of their values, and fp16 does not."""
+    """bf16 by MXFP4 weights, on NVIDIA GPUs: bf16 holds all of their values, and fp16 does not."""
+    target = launched_for(problem.target)
+    if target.vendor != "nvidia":
+        return f"Triton compiles these products for NVIDIA GPUs, and fails for {target}"
     if scheme.activation is not None:
         return f"it multiplies activations as they are by MXFP4 weights, not {scheme}"
     if problem.dtype is not torch.bfloat16:
