@@ -1,43 +1,53 @@
-"""vLLM's experts with unquantised weights, by ops.route and ops.fused_experts.
+"""vLLM's experts, by ops.route and ops.fused_experts, and their registration for unquantised weights.
 
-vLLM leaves the experts of an out-of-tree platform to a plugin, by the registry of custom ops. Its runner keeps what
-is around them: shared experts, transforms of the input, and the sum over tensor-parallel ranks. The method here is
-"monolithic" in vLLM's words: it gets the logits of the router, so that opset also chooses the experts.
+vLLM leaves unquantised experts of an out-of-tree platform to a plugin, by the registry of custom ops. Its runner keeps
+what is around them: shared experts, transforms of the input, and the sum over tensor-parallel ranks. The method here is
+"monolithic" in vLLM's words: it gets the logits of the router, so that opset also chooses the experts. For quantised
+weights, see `quantised_experts`.
 """
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
 
-from vllm_opset import ops
+from vllm_opset import ops, selection
 from vllm_opset.model.layers import Kernels
 from vllm_opset.ops.moe import _activations
-from vllm_opset.ops.moe.fused_experts import check_expert_map
+from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_expert_map
 from vllm_opset.ops.moe.route import SCORING_FUNCS
+from vllm_opset.ops.schemes import NONE, Scheme
 from vllm_opset.unsupported import Refusal
 from vllm_opset.variants import powers_up_to
 
 ANOTHER_MODEL = "choose another model"
 
 
-class ExpertsMethod(UnquantizedFusedMoEMethod):
-    """The method of one layer's experts. The weights stay as they are, and are looked up at every call."""
+class Experts:
+    """The experts of one layer: the kernels that choose them and that do their work."""
 
-    is_monolithic = True
+    def __init__(
+        self, layer: torch.nn.Module, moe: FusedMoEConfig, scheme: Scheme = NONE, **quantised: torch.Tensor | None
+    ) -> None:
+        """Choose the kernels. Raises Refusal for what they do not cover, ValueError for a wrong expert map.
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Choose the kernels. Raises Refusal for what they do not cover, ValueError for a wrong expert map."""
-        super().process_weights_after_loading(layer)
+        layer: vLLM's layer of experts, with its weights. moe: its configuration. scheme: how weights and activations
+        are stored. quantised: the arguments of fused_experts that belong to it.
+        """
         _refuse_unsupported(layer)
         if layer.expert_map is not None:
-            check_expert_map(layer.expert_map, len(layer.w13_weight), f"{layer.layer_name}.expert_map")
-        known = {"num_experts": layer.global_num_experts, "top_k": layer.top_k}
-        self._route = Kernels(ops.route, lambda: known, compiled=False)
-        self._experts = Kernels(ops.fused_experts, dict, compiled=False)
+            check_expert_map(layer.expert_map, layer.local_num_experts, f"{layer.layer_name}.expert_map")
+        self._layer, self._prepared = layer, None
+        self.kind = layer.w13_weight.shape, layer.w2_weight.shape, scheme
+        self.dtype, self.logits_dtype = moe.in_dtype, moe.router_logits_dtype or moe.in_dtype
+        routed = {"num_experts": layer.global_num_experts, "top_k": layer.top_k}
+        self._route = Kernels(ops.route, lambda: routed, compiled=False)
+        self._experts = Kernels(ops.fused_experts, lambda: {"scheme": scheme}, compiled=False)
         # Chosen now, so that the report at start-up names them.
-        self._route[self.logits_dtype(layer)]
-        self._experts[layer.w13_weight.dtype]
+        self._route[self.logits_dtype]
+        self._experts[self.dtype]
         self._arguments = {
             "activation": layer.activation.value,
             "w1_bias": getattr(layer, "w13_bias", None),
@@ -47,26 +57,38 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
             "swiglu_limit": layer.swiglu_limit,
             "swiglu_alpha": layer.swiglu_alpha,
             "swiglu_beta": layer.swiglu_beta,
+            **quantised,
         }
 
-    def logits_dtype(self, layer: torch.nn.Module) -> torch.dtype:
-        """Of the router's logits, as far as the layer knows it."""
-        return self.moe.router_logits_dtype or layer.w13_weight.dtype
-
-    def apply_monolithic(
-        self,
-        layer: torch.nn.Module,
-        x: torch.Tensor,
-        router_logits: torch.Tensor,
-        input_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         # vLLM's parameters are subclasses of Tensor: PyTorch would dispatch every call through __torch_function__.
         with DisableTorchFunctionSubclass():
-            weights, ids = self._choose(layer, x, router_logits)
-            return self._experts[x.dtype](x, layer.w13_weight, layer.w2_weight, weights, ids, **self._arguments)
+            weights, ids = self._choose(x, router_logits)
+            return self._experts[x.dtype](x, *self._weights(), weights, ids, **self._arguments)
 
-    def _choose(self, layer, x, router_logits) -> tuple[torch.Tensor, torch.Tensor]:
+    def prepare(self) -> None:
+        """Give the kernel the weights in its own form, and free those that are not needed any more."""
+        problem = FusedExpertsProblem(current_platform.device_type, self.dtype, self.kind[2])
+        kernel = selection.select(ops.fused_experts, problem).kernel
+        arguments = {name: value for name, value in self._arguments.items() if name in ops.fused_experts.prepared}
+        own = self._layer.w13_weight.data, self._layer.w2_weight.data
+        w1 = kernel.prepared("w1", own[0], **arguments)
+        w2 = kernel.prepared("w2", own[1], **arguments)
+        if w1 is not own[0]:
+            self._prepared = w1, w2
+            self._layer.w13_weight.data, self._layer.w2_weight.data = (weight.new_empty(0) for weight in own)
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Serve that many tokens, so that all kernels are compiled."""
+        x = self._layer.w13_weight.new_zeros((num_tokens, self.kind[0][2]), dtype=self.dtype)
+        self(x, x.new_zeros((num_tokens, self._layer.global_num_experts), dtype=self.logits_dtype))
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._prepared or (self._layer.w13_weight, self._layer.w2_weight)
+
+    def _choose(self, x: torch.Tensor, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token and their weights. A model's own function for this is the model's code."""
+        layer = self._layer
         if layer.custom_routing_function is not None:
             weights, ids = layer.custom_routing_function(
                 hidden_states=x, gating_output=router_logits, topk=layer.top_k, renormalize=layer.renormalize
@@ -82,6 +104,25 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
             layer.e_score_correction_bias,
             *groups,
         )
+
+
+class ExpertsMethod(UnquantizedFusedMoEMethod):
+    """The method of one layer's experts. The weights stay as they are, and are looked up at every call."""
+
+    is_monolithic = True
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        super().process_weights_after_loading(layer)
+        self.opset_experts = Experts(layer, self.moe)
+
+    def apply_monolithic(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.opset_experts(x, router_logits)
 
 
 def _groups(layer: torch.nn.Module, num_experts: int) -> tuple[int, int]:
@@ -109,16 +150,17 @@ def multiply(model: torch.nn.Module, most_tokens: int) -> None:
 
     Each kernel's launches change at numbers of tokens that are at least a factor of two apart, so these reach them all.
     """
-    kinds = {}
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, ExpertsMethod):
-            kinds[layer.w13_weight.shape, layer.w2_weight.shape] = layer, method
-    for layer, method in kinds.values():
+    kinds = {experts.kind: experts for experts in map(experts_of, model.modules()) if experts is not None}
+    for experts in kinds.values():
         for num_tokens in powers_up_to(most_tokens):
-            x = layer.w13_weight.new_zeros((num_tokens, layer.w13_weight.shape[2]))
-            logits = x.new_zeros((num_tokens, layer.global_num_experts), dtype=method.logits_dtype(layer))
-            method.apply_monolithic(layer, x, logits)
+            experts.warm_up(num_tokens)
+
+
+def experts_of(layer: torch.nn.Module) -> Experts | None:
+    """The experts that serve a layer of vLLM: its method has them, or the method's kernel. None for other layers."""
+    method = getattr(layer, "quant_method", None)
+    kernel = getattr(method, "moe_kernel", None)
+    return getattr(method if kernel is None else kernel.fused_experts, "opset_experts", None)
 
 
 def register() -> None:

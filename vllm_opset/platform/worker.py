@@ -19,8 +19,19 @@ class OpsetWorker(Reporting, PackingWorker):
 
             experts.register()
         super().load_model(**kwargs)
+        self.bind_experts()
         with set_current_vllm_config(self.vllm_config):
             layers.bind(self.model_runner.get_model(), self.model_config.dtype)
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        super().reload_weights(*args, **kwargs)
+        self.bind_experts()
+
+    def bind_experts(self) -> None:
+        if self.model_config.is_moe and self.model_config.quantization is not None:
+            from vllm_opset.model import quantised_experts
+
+            quantised_experts.bind(self.model_runner.get_model())
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
         """No pool: memory comes from the system or PyTorch. vLLM's pool allocators are for its own platforms."""
