@@ -18,7 +18,7 @@ from vllm_opset.model.layers import Kernels
 from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_expert_map
 from vllm_opset.ops.moe.route import SCORING_FUNCS
-from vllm_opset.ops.schemes import NONE, Scheme
+from vllm_opset.ops.schemes import NONE, Scheme, values_shape
 from vllm_opset.unsupported import Refusal
 from vllm_opset.variants import powers_up_to
 
@@ -41,6 +41,7 @@ class Experts:
             check_expert_map(layer.expert_map, layer.local_num_experts, f"{layer.layer_name}.expert_map")
         self._layer, self._prepared = layer, None
         self.kind = layer.w13_weight.shape, layer.w2_weight.shape, scheme
+        self._hidden_size = values_shape(layer.w13_weight, quantised.get("w1_scale"))[-1]
         self.dtype, self.logits_dtype = moe.in_dtype, moe.router_logits_dtype or moe.in_dtype
         routed = {"num_experts": layer.global_num_experts, "top_k": layer.top_k}
         self._route = Kernels(ops.route, lambda: routed, compiled=False)
@@ -67,20 +68,24 @@ class Experts:
             return self._experts[x.dtype](x, *self._weights(), weights, ids, **self._arguments)
 
     def prepare(self) -> None:
-        """Give the kernel the weights in its own form, and free those that are not needed any more."""
+        """Give the kernel the weights and scales in its own form, and free those that are not needed any more."""
         problem = FusedExpertsProblem(current_platform.device_type, self.dtype, self.kind[2])
-        kernel = selection.select(ops.fused_experts, problem).kernel
-        arguments = {name: value for name, value in self._arguments.items() if name in ops.fused_experts.prepared}
-        own = self._layer.w13_weight.data, self._layer.w2_weight.data
-        w1 = kernel.prepared("w1", own[0], **arguments)
-        w2 = kernel.prepared("w2", own[1], **arguments)
-        if w1 is not own[0]:
-            self._prepared = w1, w2
-            self._layer.w13_weight.data, self._layer.w2_weight.data = (weight.new_empty(0) for weight in own)
+        kernel, prepared = selection.select(ops.fused_experts, problem).kernel, ops.fused_experts.prepared
+        given = {"w1": self._layer.w13_weight.data, "w2": self._layer.w2_weight.data}
+        given |= {name: value for name, value in self._arguments.items() if name in prepared}
+        ready = {
+            name: kernel.prepared(name, value, **{other: given[other] for other in given if other != name})
+            for name, value in given.items()
+        }
+        self._arguments |= {name: value for name, value in ready.items() if name in self._arguments}
+        if ready["w1"] is not given["w1"]:
+            self._prepared = ready["w1"], ready["w2"]
+            for weight in (self._layer.w13_weight, self._layer.w2_weight):
+                weight.data = weight.data.new_empty(0)
 
     def warm_up(self, num_tokens: int) -> None:
         """Serve that many tokens, so that all kernels are compiled."""
-        x = self._layer.w13_weight.new_zeros((num_tokens, self.kind[0][2]), dtype=self.dtype)
+        x = self._layer.w13_weight.new_zeros((num_tokens, self._hidden_size), dtype=self.dtype)
         self(x, x.new_zeros((num_tokens, self._layer.global_num_experts), dtype=self.logits_dtype))
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,6 +49,17 @@ HOOKS = (
         worker=("cpu", "cuda"),
     ),
     Bridge(
+        "MXFP4 experts",
+        "vLLM's method for MXFP4 experts asks for one of its own backends, none of which runs without compiled kernels. "
+        "opset registers a configuration for gpt-oss by `register_quantization_config`, whose experts have opset's "
+        "method, when such a model is configured.",
+        "vllm_opset.platform.quantised_weights.configure_mxfp4",
+        has("vllm.model_executor.layers.quantization.register_quantization_config"),
+        changes=("vllm.model_executor.layers.quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG",),
+        hook=True,
+        worker=("cpu", "cuda"),
+    ),
+    Bridge(
         "second registry of layers",
         "The same for vLLM's second registry, of layers that depend on no device.",
         "vllm_opset.model.layers.register",

@@ -11,7 +11,8 @@ from vllm_opset.platform.refusals import Refusal, Rule, of_model
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-METHODS = ("fp8", "compressed-tensors")
+GPT_OSS = "gpt_oss_mxfp4"  # vLLM's name for the method mxfp4 in a checkpoint of gpt-oss
+METHODS = ("fp8", "compressed-tensors", GPT_OSS)
 # The types of 8 bits in compressed-tensors, and the groups of weights that share a scale.
 STRATEGIES = {"float": ("tensor", "channel", "block"), "int": ("tensor", "channel")}
 # Those of weights and activations of experts, which vLLM loads.
@@ -22,7 +23,7 @@ OF_EXPERTS = {
 CURE = (
     "choose a checkpoint in float32, bfloat16 or float16, alone or with --quantization fp8, or one whose linear layers "
     "and experts are in fp8 e4m3 with scales per tensor, per channel or by blocks, or in symmetric int8 with scales "
-    "per tensor or per channel"
+    "per tensor or per channel, or gpt-oss with experts in MXFP4"
 )
 
 
@@ -83,19 +84,24 @@ def _described(tensor: Mapping) -> str:
 
 
 QUANTISED_WEIGHTS = QuantisedWeights(
-    "quantised weights other than fp8 and int8", CURE, of_model(lambda model: any(unserved(model)))
+    "quantised weights other than fp8, int8 and MXFP4", CURE, of_model(lambda model: any(unserved(model)))
 )
 
 
 def verify(method: str, where: str) -> None:
-    """Raise Refusal for a method of quantisation of which no format is served."""
+    """Raise Refusal for a method of quantisation of which no format is served.
+
+    vLLM calls it before it makes the configuration of the method, which for gpt-oss is opset's own.
+    """
     if method not in METHODS:
         raise QUANTISED_WEIGHTS.of(f"the method {method}", where)
+    if method == GPT_OSS:
+        configure_mxfp4()
 
 
 def register(model: "ModelConfig") -> None:
     """Let vLLM give its layers with quantised weights opset's kernels, before a model with such weights is built."""
-    if model.quantization is None:
+    if model.quantization in (None, GPT_OSS):  # the configuration of gpt-oss has its own experts
         return
     _register_linear()
     if model.is_moe:
@@ -123,3 +129,14 @@ def _register_experts() -> None:
 
     compat.register_quantised_experts(OpsetQuantisedExperts)
     compat.mark_missing_scales()
+
+
+@functools.cache
+def configure_mxfp4() -> None:
+    """Have vLLM configure gpt-oss's MXFP4 weights by opset's class."""
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    # Imported late: vLLM's module of experts imports thousands of others.
+    from vllm_opset.model.mxfp4_experts import OpsetMxfp4Config
+
+    register_quantization_config(GPT_OSS)(OpsetMxfp4Config)

@@ -1,9 +1,11 @@
 """The features that opset does not support on NVIDIA GPUs with a vLLM that has no compiled kernels."""
 
+import torch
+
 from vllm_opset.model.weights import offloads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, WITHOUT_COMPILER, asks_to_compile, unset
-from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
+from vllm_opset.platform.quantised_weights import GPT_OSS, QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import (
     EXPERT_PARALLELISM,
     Rule,
@@ -50,6 +52,11 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.speculative_config is not None and config.speculative_config.method != "ngram",
     ),
     Rule("a KV cache in this dtype", "leave out --kv-cache-dtype, or give fp8_e4m3", caches_neither_alike_nor_in_fp8),
+    Rule(
+        "MXFP4 weights in another dtype than bfloat16",
+        "leave out --dtype, or give bfloat16",
+        of_model(lambda model: model.quantization == GPT_OSS and model.dtype is not torch.bfloat16),
+    ),
     Rule(
         "offloading of quantised weights",
         "leave out --offload-*",
