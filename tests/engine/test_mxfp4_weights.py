@@ -36,10 +36,7 @@ def test_packed_weights_serve_as_what_they_stand_for(checkpoints, engine):
 
 @pytest.mark.parametrize(
     ("damage", "tensor"),
-    [
-        (lambda scales: scales[3].fill_(255), "gate_up_proj_scales"),
-        (None, "down_proj_scales"),
-    ],
+    [(lambda scales: scales[3].fill_(255), "gate_up_proj_scales"), (None, "down_proj_scales")],
     ids=["NaN", "missing"],
 )
 def test_a_damaged_scale_is_named(damage, tensor, checkpoints, engine, tmp_path):
@@ -50,6 +47,7 @@ def test_a_damaged_scale_is_named(damage, tensor, checkpoints, engine, tmp_path)
         damage(scales)
         weights[f"{LAYER}.{tensor}"] = scales
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    named = rf"model\.layers\.1\.mlp\.experts.* \({tensor} in the checkpoint\) holds NaN.* for expert {3 if damage else 0}"
+    expert = 0 if damage is None else 3
+    named = rf"model\.layers\.1\.mlp\.experts.* \({tensor} in the checkpoint\) holds NaN.* for expert {expert}"
     with pytest.raises(Exception, match=named), engine(tmp_path):
         pass

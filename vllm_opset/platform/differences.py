@@ -50,9 +50,9 @@ HOOKS = (
     ),
     Bridge(
         "MXFP4 experts",
-        "vLLM's method for MXFP4 experts asks for one of its own backends, none of which runs without compiled kernels. "
-        "opset registers a configuration for gpt-oss by `register_quantization_config`, whose experts have opset's "
-        "method, when such a model is configured.",
+        "vLLM's method for MXFP4 experts takes one of its own backends, and none runs without compiled kernels. When "
+        "gpt-oss is configured, opset registers a configuration for it by `register_quantization_config`. Its experts "
+        "have opset's method.",
         "vllm_opset.platform.quantised_weights.configure_mxfp4",
         has("vllm.model_executor.layers.quantization.register_quantization_config"),
         changes=("vllm.model_executor.layers.quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG",),

@@ -27,6 +27,7 @@ DEEPSEEK = {
     "moe_intermediate_size": 32,
 }
 MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **SMALL, "num_local_experts": 4}
+GPT_OSS = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **SMALL, "num_local_experts": 4, "head_dim": 16}
 MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], **SMALL, "state_size": 16}
 WHISPER = {
     "model_type": "whisper",
@@ -57,6 +58,7 @@ LLAVA = {
 BACKENDS = {"linear_backend": "cutlass", "moe_backend": "triton"}
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
 GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}}
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 FP8_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
 FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 INT8_CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": False}
@@ -87,6 +89,15 @@ def test_weights_of_eight_bits_are_not_refused(quantised, configure):
     assert configure(LLAMA | quantised, dtype="bfloat16").model_config.quantization is not None
 
 
+def test_mxfp4_weights_of_gpt_oss_are_not_refused(configure):
+    """vLLM sets a captured step for this model, which must not be taken for a user's."""
+    config = configure(GPT_OSS | MXFP4, dtype="float32")
+    assert type(config.quant_config).__name__ == "OpsetMxfp4Config"
+    assert config.compilation_config.max_cudagraph_capture_size in (None, 0)
+    with pytest.raises(Refusal, match="--compilation-config"):
+        configure(GPT_OSS, compilation_config={"max_cudagraph_capture_size": 1024})
+
+
 def test_expert_parallelism_is_not_refused(configure):
     assert configure(MIXTRAL, enable_expert_parallel=True).parallel_config.enable_expert_parallel
 
@@ -111,6 +122,7 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         ("multimodal", "choose another model", WHISPER, {}),
         ("multimodal", "choose another model", LLAVA, {}),  # its module imports torchvision
         ("quantised weights with the method .*gptq", "--quantization fp8", LLAMA | GPTQ, {}),
+        ("quantised weights with the method .*mxfp4", "gpt-oss with experts in MXFP4", LLAMA | MXFP4, {}),
         ("quantised weights with 4-bit int group weights", "fp8 e4m3", LLAMA | compressed(INT4, None), {}),
         (
             "8-bit int channel weights for asymmetric 8-bit int token activations",

@@ -36,6 +36,7 @@ REFUSED = [
     ("a KV cache in this dtype", {"cache_config.cache_dtype": "fp8_e5m2"}),
     ("weight offloading by a view", {"offload_config.uva.cpu_offload_gb": 4.0}),
     ("quantised weights with the method gptq", {"model_config.quantization": "gptq"}),
+    ("MXFP4 weights in another dtype", {"model_config.quantization": "gpt_oss_mxfp4", "model_config.dtype": torch.float32}),
     ("offloading of quantised weights", {**FP8, "offload_config.prefetch.offload_group_size": 2}),
 ]
 

@@ -87,8 +87,8 @@ def fused_experts(
     defaults; "silu" with a limit clamps gate and up. expert_map: see `permute`; choices of experts that are not here,
     and ids of −1, add nothing.
 
-    Quantised weights come with w1_scale and w2_scale, [num_experts, …] of one granularity (see `grouped_gemm`),
-    and with out_dtype, which is hidden_states' dtype: a kernel may prepare weights in it. quant_dtype: the dtype to
+    Quantised weights come with w1_scale and w2_scale, [num_experts, …] of one granularity (see `grouped_gemm`), and
+    with out_dtype, which is hidden_states' dtype: a kernel may prepare weights in it. quant_dtype: the dtype to
     which the factors of both products are quantised before, by `quantise`; None for factors as they are. group_shape:
     the rows and columns of them that share a scale, of one row. a1_scale, a2_scale: fp32 [1, 1], the scales of both
     factors if they do not come from the factors. Then group_shape is [−1, −1].
