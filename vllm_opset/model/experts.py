@@ -78,6 +78,13 @@ class Experts:
             self._prepared = w1, w2
             self._layer.w13_weight.data, self._layer.w2_weight.data = (weight.new_empty(0) for weight in own)
 
+    def make_room(self) -> None:
+        """Let the layer have its own weights again, not filled, so that vLLM can load them."""
+        if self._prepared is not None:
+            layer, self._prepared = self._layer, None
+            for weight, shape in zip((layer.w13_weight, layer.w2_weight), self.kind, strict=False):
+                weight.data = weight.new_empty(shape)
+
     def warm_up(self, num_tokens: int) -> None:
         """Serve that many tokens, so that all kernels are compiled."""
         x = self._layer.w13_weight.new_zeros((num_tokens, self.kind[0][2]), dtype=self.dtype)
