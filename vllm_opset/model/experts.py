@@ -67,8 +67,11 @@ class Experts:
             weights, ids = self._choose(x, router_logits)
             return self._experts[x.dtype](x, *self._weights(), weights, ids, **self._arguments)
 
-    def prepare(self) -> None:
-        """Give the kernel the weights and scales in its own form, and free those that are not needed any more."""
+    def prepare(self) -> dict[str, torch.Tensor]:
+        """Give the kernel the weights and scales in its own form, and free weights that are not needed any more.
+
+        Returns what the kernel gets, by the names of its arguments.
+        """
         problem = FusedExpertsProblem(current_platform.device_type, self.dtype, self.kind[2])
         kernel, prepared = selection.select(ops.fused_experts, problem).kernel, ops.fused_experts.prepared
         given = {"w1": self._layer.w13_weight.data, "w2": self._layer.w2_weight.data}
@@ -82,6 +85,14 @@ class Experts:
             self._prepared = ready["w1"], ready["w2"]
             for weight in (self._layer.w13_weight, self._layer.w2_weight):
                 weight.data = weight.data.new_empty(0)
+        return ready
+
+    def make_room(self) -> None:
+        """Let the layer have its own weights again, not filled, so that vLLM can load them."""
+        if self._prepared is not None:
+            layer, self._prepared = self._layer, None
+            for weight, shape in zip((layer.w13_weight, layer.w2_weight), self.kind, strict=False):
+                weight.data = weight.new_empty(shape)
 
     def warm_up(self, num_tokens: int) -> None:
         """Serve that many tokens, so that all kernels are compiled."""

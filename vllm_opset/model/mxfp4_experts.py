@@ -56,7 +56,8 @@ class OpsetMxfp4ExpertsMethod(GptOssMxfp4MoEMethod):
             bias.data = bias.data.to(self.moe.in_dtype)
         scales = {"w1_scale": layer.w13_weight_scale.data, "w2_scale": layer.w2_weight_scale.data}
         self.opset_experts = Experts(layer, self.moe, Scheme(MXFP4), **scales, out_dtype=self.moe.in_dtype)
-        self.opset_experts.prepare()
+        prepared = self.opset_experts.prepare()
+        layer.w13_weight_scale.data, layer.w2_weight_scale.data = prepared["w1_scale"], prepared["w2_scale"]
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: no kernel of vLLM's runs."""

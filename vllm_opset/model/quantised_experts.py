@@ -5,6 +5,8 @@ class here is what `platform/compat.py` has them find. It is monolithic, as the 
 Activations are quantised where the device multiplies in their dtype (`scaled_linear`).
 """
 
+from collections.abc import Iterator
+
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
@@ -78,11 +80,22 @@ class OpsetQuantisedExperts(mk.FusedMoEExpertsMonolithic):
 
 def bind(model: torch.nn.Module) -> None:
     """Bind the experts of a model whose weights were just loaded."""
+    for layer, experts in _quantised(model):
+        experts.bind(layer)
+
+
+def make_room(model: torch.nn.Module) -> None:
+    """Prepare a model for weights that are about to be loaded again; see `Experts.make_room`."""
+    for _, experts in _quantised(model):
+        experts.opset_experts.make_room()
+
+
+def _quantised(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, OpsetQuantisedExperts]]:
+    """The layers with quantised experts."""
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        experts = None if kernel is None else kernel.fused_experts
-        if isinstance(experts, OpsetQuantisedExperts):
-            experts.bind(layer)
+        if kernel is not None and isinstance(kernel.fused_experts, OpsetQuantisedExperts):
+            yield layer, kernel.fused_experts
 
 
 def _group(scale: torch.Tensor, config: FusedMoEQuantConfig) -> GroupShape:

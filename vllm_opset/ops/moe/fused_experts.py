@@ -343,20 +343,24 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 @fused_experts.bench_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(num_tokens: int, num_experts: int, top_k: int, hidden_size: int, width: int) -> Sample:
+    def sample(
+        num_tokens: int, num_experts: int, top_k: int, hidden_size: int, width: int, fp8: bool = False
+    ) -> Sample:
         name = f"T{num_tokens} E{num_experts} k{top_k} H{hidden_size} I{width}"
 
         def make():
             ids = choices(name, num_tokens, num_experts, top_k, device)
-            return _arguments(name, ids, device, dtype, num_experts, hidden_size, width, on=device)
+            arguments = _arguments(name, ids, device, dtype, num_experts, hidden_size, width, on=device)
+            return _quantised.rounded(*arguments, BLOCK, TOKEN_BLOCK, FP8) if fp8 else arguments
 
-        return Sample(name, make)
+        return Sample(f"{name}, fp8 by blocks" if fp8 else name, make)
 
     for num_tokens in _samples.bench_tokens(device):
         if device == "cpu":  # OLMoE with half of its experts
             yield sample(num_tokens, 32, 8, 2048, 1024)
         else:  # Qwen3-30B-A3B
             yield sample(num_tokens, 128, 8, 2048, 768)
+            yield sample(num_tokens, 128, 8, 2048, 768, fp8=True)
 
 
 def _all_experts(run, x: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,8 @@ from vllm_opset.ops.schemes import (
     group_of,
     quantised,
     scales_of,
+    stored,
 )
-from vllm_opset.ops.schemes import stored as to_stored
 
 
 @dataclass(frozen=True)
@@ -177,18 +177,24 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield from _quantised_samples(device, dtype)
 
 
+def _rounded(arguments: tuple, group: GroupShape, x_group: GroupShape | None, to: torch.dtype):
+    """Arguments of grouped_gemm, with weights in the dtype `to`, and x too where it has groups."""
+    x, weight, *others = arguments
+    weight, scale = _quantised.rounded_experts(weight.float(), group, to)
+    how, x_scale = {"weight_scale": scale, "out_dtype": x.dtype}, None
+    if x_group is not None:
+        x_scale = scales_of(x.nan_to_num(), to, x_group)
+        x = stored(x, x_scale, to)
+    return (x, weight, *others), how | {"x_scale": x_scale}
+
+
 def _quantised_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name, num_tokens, num_experts, top_k, inputs, outputs, group, x_group=None, stored=FP8, **how) -> Sample:
+    def sample(name, num_tokens, num_experts, top_k, inputs, outputs, group, x_group=None, to=FP8, **how) -> Sample:
         def make():
             ids = choices(name, num_tokens, num_experts, top_k, device)
             ids[1:2] = -1
-            (x, weight, *others), _ = _arguments(name, ids, dtype, device, num_experts, inputs, outputs, **how)
-            weight, scale = _quantised.rounded_experts(weight.float(), group, stored)
-            x_scale = None
-            if x_group is not None:
-                x_scale = scales_of(x.nan_to_num(), stored, x_group)
-                x = to_stored(x, x_scale, stored)
-            return (x, weight, *others), {"weight_scale": scale, "x_scale": x_scale, "out_dtype": dtype}
+            arguments, _ = _arguments(name, ids, dtype, device, num_experts, inputs, outputs, **how)
+            return _rounded(arguments, group, x_group, to)
 
         return Sample(name, make, ROUNDED_FACTORS)
 
@@ -252,14 +258,17 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 @grouped_gemm.bench_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(num_tokens: int, inputs: int, outputs: int, num_experts: int = 128, top_k: int = 8) -> Sample:
+    def sample(
+        num_tokens: int, inputs: int, outputs: int, num_experts: int = 128, top_k: int = 8, fp8: bool = False
+    ) -> Sample:
         name = f"T{num_tokens} E{num_experts} k{top_k} {inputs} to {outputs}"
 
         def make():
             ids = choices(name, num_tokens, num_experts, top_k, device)
-            return _arguments(name, ids, dtype, device, num_experts, inputs, outputs, block_size=64, on=device)
+            arguments = _arguments(name, ids, dtype, device, num_experts, inputs, outputs, block_size=64, on=device)
+            return _rounded(arguments[0], BLOCK, TOKEN_BLOCK, FP8) if fp8 else arguments
 
-        return Sample(name, make)
+        return Sample(f"{name}, fp8 by blocks" if fp8 else name, make)
 
     if device == "cpu":
         yield sample(1, 1024, 512, 32, 4)
@@ -267,3 +276,4 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         return
     for num_tokens in _samples.bench_tokens(device):  # Qwen3-30B-A3B
         yield sample(num_tokens, 2048, 1536)
+        yield sample(num_tokens, 2048, 1536, fp8=True)
