@@ -42,7 +42,7 @@ def save(plain: Path, packed: Path) -> None:
 
 
 def values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[num_experts, rows, columns] in fp32: the low half of a byte is the first value, and a scale s is 2 ** (s - 127)."""
+    """[num_experts, rows, columns] in fp32. A byte's low half is the first value, and a scale s is 2 ** (s - 127)."""
     known = torch.tensor([sign * magnitude for sign in (1, -1) for magnitude in MAGNITUDES])
     pairs = torch.stack((known[(blocks % 16).int()], known[(blocks // 16).int()]), dim=-1)
     return (pairs.flatten(-2) * 2.0 ** (scales.float() - 127).unsqueeze(-1)).flatten(-2)

@@ -32,6 +32,9 @@ def test_packed_weights_serve_as_what_they_stand_for(checkpoints, engine):
         (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
         assert row["calls"] and row["kernel"] != "reference"
         assert "float4_e2m1fn_x2 1x32 by activations as they are" in row["problem"]
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoints["packed"])})
+        llm.reset_prefix_cache()
+        assert tokens(generate(llm, PROMPTS, max_tokens=NUM_TOKENS)) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
-from vllm_opset.model.experts import Experts
+from vllm_opset.model.experts import Experts, experts_of
 from vllm_opset.model.fp8_linear import SCALES
 from vllm_opset.model.scaled_linear import activation
 from vllm_opset.ops.schemes import PER_ROW, PER_TENSOR, GroupShape, Quantised, Scheme, check_scale
@@ -86,8 +86,8 @@ def bind(model: torch.nn.Module) -> None:
 
 def make_room(model: torch.nn.Module) -> None:
     """Prepare a model for weights that are about to be loaded again; see `Experts.make_room`."""
-    for _, experts in _quantised(model):
-        experts.opset_experts.make_room()
+    for experts in filter(None, map(experts_of, model.modules())):
+        experts.make_room()
 
 
 def _quantised(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, OpsetQuantisedExperts]]:

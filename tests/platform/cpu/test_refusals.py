@@ -27,7 +27,7 @@ DEEPSEEK = {
     "moe_intermediate_size": 32,
 }
 MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **SMALL, "num_local_experts": 4}
-GPT_OSS = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **SMALL, "num_local_experts": 4, "head_dim": 16}
+GPT_OSS = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **SMALL, "num_local_experts": 4}
 MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], **SMALL, "state_size": 16}
 WHISPER = {
     "model_type": "whisper",
