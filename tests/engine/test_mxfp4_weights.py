@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 pytestmark = [pytest.mark.engine, pytest.mark.window]
 PROMPTS = models.prompts((1, 7, 40, 77))
 NUM_TOKENS = 48
+# A GPU multiplies MXFP4 by bf16 alone.
+DTYPE, TIE = ("bfloat16", 0.1) if torch.cuda.is_available() else ("float32", 0)
 LAYER = "model.layers.1.mlp.experts"
 
 
@@ -23,18 +25,25 @@ def checkpoints(tmp_path_factory) -> dict:
 
 
 def test_packed_weights_serve_as_what_they_stand_for(checkpoints, engine):
-    # A GPU multiplies MXFP4 by bf16 alone.
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    with engine(checkpoints["plain"], dtype=dtype) as llm:
-        expected = tokens(generate(llm, PROMPTS, max_tokens=NUM_TOKENS))
-    with engine(checkpoints["packed"], dtype=dtype, max_num_batched_tokens=64) as llm:
-        assert tokens(generate(llm, PROMPTS, max_tokens=NUM_TOKENS)) == expected
+    with engine(checkpoints["plain"], dtype=DTYPE) as llm:
+        expected = generate(llm, PROMPTS, max_tokens=NUM_TOKENS, logprobs=2)
+    with engine(checkpoints["packed"], dtype=DTYPE, max_num_batched_tokens=64) as llm:
+        assert_same(generate(llm, PROMPTS, max_tokens=NUM_TOKENS), expected)
         (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
         assert row["calls"] and row["kernel"] != "reference"
         assert "float4_e2m1fn_x2 1x32 by activations as they are" in row["problem"]
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoints["packed"])})
         llm.reset_prefix_cache()
-        assert tokens(generate(llm, PROMPTS, max_tokens=NUM_TOKENS)) == expected
+        assert_same(generate(llm, PROMPTS, max_tokens=NUM_TOKENS), expected)
+
+
+def assert_same(outputs, expected) -> None:
+    """The same tokens, on a GPU up to the first that nearly ties with the next best: its kernels sum in other orders."""
+    for answer, right, output in zip(tokens(outputs), tokens(expected), expected, strict=True):
+        first = next((i for i, pair in enumerate(zip(answer, right, strict=True)) if len(set(pair)) > 1), None)
+        if first is not None:
+            best = output.outputs[0].logprobs[first]
+            assert answer[first] in best and best[right[first]].logprob - best[answer[first]].logprob < TIE
 
 
 @pytest.mark.parametrize(

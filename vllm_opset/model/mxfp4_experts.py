@@ -20,7 +20,10 @@ SCALES = {"w13_weight_scale": "gate_up_proj_scales", "w2_weight_scale": "down_pr
 
 
 class OpsetMxfp4ExpertsMethod(GptOssMxfp4MoEMethod):
-    """The method of one layer's experts. vLLM's class creates the weights; nothing else of it is used."""
+    """The method of one layer's experts. vLLM's class creates the weights; nothing else of it is used.
+
+    The worker calls `bind` once the model's weights are loaded.
+    """
 
     is_monolithic = True
 
@@ -46,6 +49,9 @@ class OpsetMxfp4ExpertsMethod(GptOssMxfp4MoEMethod):
                 getattr(layer, name).data.fill_(NO_SCALE)  # stays where the checkpoint lacks one
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Nothing: when vLLM loads weights again, it copies what is here now into the weights that are bound."""
+
+    def bind(self, layer: RoutedExperts) -> None:
         """Choose the kernels and prepare the weights. Raises ValueError for a damaged scale, by its name."""
         for name, of_checkpoint in SCALES.items():
             weight, scale = getattr(layer, name.removesuffix("_scale")), getattr(layer, name)

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 
 from vllm_opset.model.experts import Experts, experts_of
 from vllm_opset.model.fp8_linear import SCALES
+from vllm_opset.model.mxfp4_experts import OpsetMxfp4ExpertsMethod
 from vllm_opset.model.scaled_linear import activation
 from vllm_opset.ops.schemes import PER_ROW, PER_TENSOR, GroupShape, Quantised, Scheme, check_scale
 
@@ -90,12 +91,14 @@ def make_room(model: torch.nn.Module) -> None:
         experts.make_room()
 
 
-def _quantised(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, OpsetQuantisedExperts]]:
-    """The layers with quantised experts."""
+def _quantised(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, OpsetMxfp4ExpertsMethod | OpsetQuantisedExperts]]:
+    """The layers with quantised experts, and what binds them."""
     for layer in model.modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and isinstance(kernel.fused_experts, OpsetQuantisedExperts):
-            yield layer, kernel.fused_experts
+        method = getattr(layer, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        experts = method if kernel is None else kernel.fused_experts
+        if isinstance(experts, OpsetMxfp4ExpertsMethod | OpsetQuantisedExperts):
+            yield layer, experts
 
 
 def _group(scale: torch.Tensor, config: FusedMoEQuantConfig) -> GroupShape:
