@@ -155,7 +155,7 @@ def in_a_worker(platform: str) -> Iterator[None]:
         if platform in ("cpu", "cuda"):
             from vllm_opset.platform import quantised_weights
 
-            quantised_weights.register()
+            quantised_weights.register(types.SimpleNamespace(quantization="fp8", is_moe=True))
         if platform == "cpu" and compat.replaces_triton_kernels():
             serve_with_second_runner()
         if platform == "npu":
