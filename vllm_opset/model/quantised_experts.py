@@ -29,7 +29,7 @@ class OpsetQuantisedExperts(mk.FusedMoEExpertsMonolithic):
     def activation_format() -> mk.FusedMoEActivationFormat:
         return mk.FusedMoEActivationFormat.Standard
 
-    # What these ask about is refused before weights are loaded, or when the layer's kernels are chosen.
+    # Refusals come elsewhere: before weights are loaded, or when the layer's kernels are chosen.
 
     @staticmethod
     def _supports_current_device() -> bool:
