@@ -38,7 +38,7 @@ def test_packed_weights_serve_as_what_they_stand_for(checkpoints, engine):
 
 
 def assert_same(outputs, expected) -> None:
-    """The same tokens, on a GPU up to the first that nearly ties with the next best: its kernels sum in other orders."""
+    """The same tokens, on a GPU up to the first that nearly ties with the next best: its kernels sum differently."""
     for answer, right, output in zip(tokens(outputs), tokens(expected), expected, strict=True):
         first = next((i for i, pair in enumerate(zip(answer, right, strict=True)) if len(set(pair)) > 1), None)
         if first is not None:

@@ -74,12 +74,24 @@ def test_zeros_and_values_out_of_range_are_stored():
         (None, r"weight_scale is missing: a weight of \[256, 384\] quantised 128x128 needs one of \[2, 3\]"),
         (torch.ones(256, 1), r"weight_scale is \[256, 1\]; a weight of .* needs \[2, 3\]"),
         (torch.full((2, 3), float("nan")), "weight_scale holds NaN"),
+        (torch.full((2, 3), torch.finfo(torch.float32).min), "weight_scale holds NaN, infinity or the lowest number"),
     ],
 )
 def test_a_wrong_scale_is_named(scale, said):
     with pytest.raises(ValueError, match=said):
         schemes.check_scale("weight_scale", scale, (256, 384), BLOCK)
     schemes.check_scale("weight_scale", torch.ones(2, 3), (256, 384), BLOCK)
+    schemes.check_scale("weight_scale", -torch.ones(2, 3), (256, 384), BLOCK)
+
+
+def test_a_wrong_scale_of_an_expert_is_named():
+    scales = torch.ones(4, 2, 3)
+    schemes.check_scale("w2_weight_scale", scales, (4, 256, 384), BLOCK)
+    scales[2, 1, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"w2_weight_scale holds NaN, .* for expert 2: the checkpoint"):
+        schemes.check_scale("w2_weight_scale", scales, (4, 256, 384), BLOCK)
+    with pytest.raises(ValueError, match=r"w2_weight_scale is \[3, 2, 3\]; .* needs \[4, 2, 3\]"):
+        schemes.check_scale("w2_weight_scale", scales[:3], (4, 256, 384), BLOCK)
 
 
 def test_mxfp4_is_two_values_a_byte_with_powers_of_two_for_scales():

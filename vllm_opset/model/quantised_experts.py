@@ -30,7 +30,7 @@ class OpsetQuantisedExperts(mk.FusedMoEExpertsMonolithic):
     def activation_format() -> mk.FusedMoEActivationFormat:
         return mk.FusedMoEActivationFormat.Standard
 
-    # What these ask about is refused before weights are loaded, or when the layer's kernels are chosen.
+    # Refusals come elsewhere: before weights are loaded, or when the layer's kernels are chosen.
 
     @staticmethod
     def _supports_current_device() -> bool:
@@ -91,7 +91,9 @@ def make_room(model: torch.nn.Module) -> None:
         experts.make_room()
 
 
-def _quantised(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, OpsetMxfp4ExpertsMethod | OpsetQuantisedExperts]]:
+def _quantised(
+    model: torch.nn.Module,
+) -> Iterator[tuple[torch.nn.Module, OpsetMxfp4ExpertsMethod | OpsetQuantisedExperts]]:
     """The layers with quantised experts, and what binds them."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)

@@ -191,6 +191,8 @@ def expanded(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def check_scale(name: str, scale: torch.Tensor | None, shape: tuple[int, ...], group: GroupShape) -> None:
     """Raise ValueError, with the name of the tensor, for a scale that is missing, of another granularity or no number.
 
+    Negative scales are numbers: `--load-format dummy` draws some.
+
     shape: of the weight, which may be one matrix or one for each expert. vLLM fills a scale that the checkpoint lacks
     with the most negative number. This reads values back from the device, so it is for weights that were just loaded.
     """
@@ -199,9 +201,9 @@ def check_scale(name: str, scale: torch.Tensor | None, shape: tuple[int, ...], g
         raise ValueError(f"{name} is missing: a weight of {list(shape)} quantised {group} needs one of {wanted}")
     if list(scale.shape) != wanted:
         raise ValueError(f"{name} is {list(scale.shape)}; a weight of {list(shape)} quantised {group} needs {wanted}")
-    usable = torch.isfinite(scale) & (scale >= 0)
+    usable = torch.isfinite(scale) & (scale > torch.finfo(scale.dtype).min)
     if not usable.all():
         which = "" if scale.ndim == 2 else f" for expert {int(usable.flatten(1).all(1).int().argmin())}"
         raise ValueError(
-            f"{name} holds NaN, infinity or a negative number{which}: the checkpoint is damaged, or lacks it"
+            f"{name} holds NaN, infinity or the lowest number{which}: the checkpoint is damaged, or lacks it"
         )

@@ -57,6 +57,7 @@ LLAVA = {
 }
 BACKENDS = {"linear_backend": "cutlass", "moe_backend": "triton"}
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+FP8_AND_MXFP4 = {"quantization_config": FP8["quantization_config"] | {"store_dtype": "mxfp4"}}
 GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}}
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 FP8_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
@@ -85,8 +86,9 @@ def test_what_is_supported_is_configured(configure):
     [FP8, compressed(FP8_CHANNEL, FP8_TOKEN), compressed(INT8_CHANNEL, INT8_TOKEN)],
     ids=["fp8", "fp8 of compressed-tensors", "int8"],
 )
-def test_weights_of_eight_bits_are_not_refused(quantised, configure):
-    assert configure(LLAMA | quantised, dtype="bfloat16").model_config.quantization is not None
+@pytest.mark.parametrize("model", [LLAMA, MIXTRAL], ids=["dense", "experts"])
+def test_weights_of_eight_bits_are_not_refused(model, quantised, configure):
+    assert configure(model | quantised, dtype="bfloat16").model_config.quantization is not None
 
 
 def test_mxfp4_weights_of_gpt_oss_are_not_refused(configure):
@@ -136,6 +138,14 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
             LLAMA | compressed(FP8_CHANNEL, None),
             {},
         ),
+        ("quantised weights with the method .*gptq", "--quantization fp8", MIXTRAL | GPTQ, {}),
+        (
+            "experts of 8-bit float tensor weights for 8-bit float token activations",
+            "fp8 e4m3",
+            MIXTRAL | compressed(FP8_CHANNEL | {"strategy": "tensor"}, FP8_TOKEN),
+            {},
+        ),
+        ("experts in mxfp4", "fp8 e4m3", MIXTRAL | FP8_AND_MXFP4, {}),
         ("quantised weights with a kv_cache_scheme", "fp8 e4m3", LLAMA | compressed(FP8_CHANNEL, FP8_TOKEN, True), {}),
         ("LoRA", "--enable-lora", LLAMA, {"enable_lora": True}),
         (

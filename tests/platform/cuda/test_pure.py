@@ -12,12 +12,12 @@ from vllm.config import CompilationMode
 
 from vllm_opset.platform.cuda.refusals import EARLY_RULES, RULES
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
-from vllm_opset.platform.refusals import EXPERT_PARALLELISM, Refusal, check, fusions
 from vllm_opset.platform.refusals import RULES as COMMON
+from vllm_opset.platform.refusals import Refusal, check, fusions
 
 pytestmark = pytest.mark.window
 # Rules that some platforms share.
-SHARED = (EXPERT_PARALLELISM, QUANTISED_WEIGHTS)
+SHARED = (QUANTISED_WEIGHTS,)
 
 
 @pytest.fixture
@@ -57,8 +57,7 @@ OWN_WITH_EXPERTS = [
     ("offloading the weights of mixtures of experts", "offload_config.prefetch.offload_group_size", 2),
 ]
 COMMON_WITH_EXPERTS = [
-    ("expert parallelism: leave out --enable-expert-parallel", "parallel_config.enable_expert_parallel", True),
-    ("quantised weights with fp8 experts", "model_config.quantization", "fp8"),
+    ("quantised weights with the method gptq", "model_config.quantization", "gptq"),
 ]
 
 

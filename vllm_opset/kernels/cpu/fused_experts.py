@@ -34,7 +34,7 @@ def dequantised_w2(w2: torch.Tensor, w2_scale=None, out_dtype=None, **others) ->
 def _dequantised(
     name: str, weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """What stored weights stand for, in `dtype`; weights without a scale as they are."""
+    """Weights times their scales, in `dtype`. Weights without a scale stay as they are."""
     if scale is None or dtype is None:
         return weight
     check_scale(name, weight, scale)

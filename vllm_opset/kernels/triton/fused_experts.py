@@ -1,5 +1,6 @@
-"""fused_experts as the composition of other ops: permute, grouped_gemm, an activation, and combine. Where the scheme
-quantises the factors of a product, quantise comes before it.
+"""fused_experts as the composition of other ops: permute, grouped_gemm, an activation, and combine.
+
+If the scheme quantises activations, quantise comes before each product, or the product quantises its own.
 
 - `decode`: few choices for each expert, in blocks of the fewest rows that tensor cores take.
 - `prefill`: more choices, in larger blocks.

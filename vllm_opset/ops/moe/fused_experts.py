@@ -77,21 +77,22 @@ def fused_experts(
     expert(e)(x) = w2[e] · act(w1[e] · x + w1_bias[e]) + w2_bias[e]. With apply_router_weight_on_input, x is multiplied
     by the weight before, and the result is not.
 
-    hidden_states: [num_tokens, hidden_size], rows dense. w1: [num_experts, 2 * d, hidden_size] for a gated activation,
-    whose gate comes first ("swigluoai": gate and up alternate), [num_experts, d, hidden_size] for one without a gate.
-    w2: [num_experts, hidden_size, d]. w1_bias: [num_experts, 2 * d or d], w2_bias: [num_experts, hidden_size].
-    shared_output: [num_tokens, hidden_size], the result of shared experts. All of hidden_states' dtype, weights and
-    biases contiguous. topk_weights: fp32, topk_ids: int32, both contiguous [num_tokens, top_k].
+    `hidden_states`: [num_tokens, hidden_size], rows dense. `w1`: [num_experts, 2 * d, hidden_size] for a gated
+    activation. Its gate comes first ("swigluoai": gate and up alternate). Without a gate, it has d rows for an expert.
+    `w2`: [num_experts, hidden_size, d]. `w1_bias` and `w2_bias`: a row for each expert, one element for each row of its
+    weight. `shared_output`: [num_tokens, hidden_size], the result of shared experts. All have hidden_states' dtype, and
+    weights and biases are contiguous. `topk_weights`: fp32, `topk_ids`: int32, both contiguous [num_tokens, top_k].
 
-    activation: a name of vLLM's `MoEActivation`. swiglu_limit, swiglu_alpha, swiglu_beta: its parameters, None for the
-    defaults; "silu" with a limit clamps gate and up. expert_map: see `permute`; choices of experts that are not here,
-    and ids of −1, add nothing.
+    `activation`: a name of vLLM's `MoEActivation`. `swiglu_limit`, `swiglu_alpha`, `swiglu_beta`: its parameters, None
+    for the defaults; "silu" with a limit clamps gate and up. `expert_map`: see `permute`. Choices of absent experts and
+    ids of −1 add nothing.
 
-    Quantised weights come with w1_scale and w2_scale, [num_experts, …] of one granularity (see `grouped_gemm`), and
-    with out_dtype, which is hidden_states' dtype: a kernel may prepare weights in it. quant_dtype: the dtype to
-    which the factors of both products are quantised before, by `quantise`; None for factors as they are. group_shape:
-    the rows and columns of them that share a scale, of one row. a1_scale, a2_scale: fp32 [1, 1], the scales of both
-    factors if they do not come from the factors. Then group_shape is [−1, −1].
+    Quantised weights come with `w1_scale` and `w2_scale`, [num_experts, …] of one granularity (see
+    `grouped_gemm`). They also come with `out_dtype`, hidden_states' dtype, in which a kernel may prepare the weights.
+
+    `quant_dtype`: if given, `quantise` quantises x of both products to it. `group_shape`: the rows and columns of x
+    with one scale. It has one row. Or `a1_scale` and `a2_scale`, fp32 [1, 1], are given for the two products, and
+    `group_shape` is [−1, −1].
 
     Computed in fp32. A kernel may round the products and the activation to the dtype. Returns a new contiguous tensor
     of hidden_states' shape and dtype. Zero rows are allowed. Raises ValueError for shapes, dtypes or scales that do not

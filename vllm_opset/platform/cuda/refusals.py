@@ -6,15 +6,14 @@ from vllm_opset.model.weights import offloads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, WITHOUT_COMPILER, asks_to_compile, unset
 from vllm_opset.platform.quantised_weights import GPT_OSS, QUANTISED_WEIGHTS
+from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
-    EXPERT_PARALLELISM,
     Rule,
     Settings,
     caches_neither_alike_nor_in_fp8,
     given,
     of_model,
 )
-from vllm_opset.platform.refusals import RULES as COMMON
 
 has_experts = of_model(lambda model: model.is_moe)
 is_quantised = of_model(lambda model: model.quantization is not None)
@@ -35,7 +34,6 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     *COMMON,
-    EXPERT_PARALLELISM,
     Rule(
         "adapters (LoRA) for mixtures of experts",
         "merge the adapter into the weights, and leave out --enable-lora",
