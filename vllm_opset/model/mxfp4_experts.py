@@ -42,7 +42,7 @@ class OpsetMxfp4ExpertsMethod(GptOssMxfp4MoEMethod):
             if size % MXFP4.group.columns:
                 raise Refusal(
                     f"vllm-opset does not support MXFP4 weights with {size} columns, which are no multiple of "
-                    f"{MXFP4.group.columns}: give a smaller --tensor-parallel-size, or choose another model."
+                    f"{MXFP4.group.columns}: give a smaller --tensor-parallel-size, or --enable-expert-parallel."
                 )
         if get_current_vllm_config().load_config.load_format != "dummy":
             for name in SCALES:

@@ -14,7 +14,7 @@ from vllm_opset.kernel import kernels_of
 from vllm_opset.model.experts import Experts, multiply
 from vllm_opset.ops.contract import DTYPES
 from vllm_opset.ops.moe.route import RouteProblem
-from vllm_opset.ops.schemes import FP8, PER_ROW, PER_TENSOR, GroupShape, Quantised, Scheme
+from vllm_opset.ops.schemes import FP8, MXFP4, PER_ROW, PER_TENSOR, GroupShape, Quantised, Scheme
 from vllm_opset.platform.refusals import check_graphs
 from vllm_opset.targets import Target
 
@@ -33,17 +33,20 @@ MODELS = {
     "six of 160": (160, 6, 3000, torch.bfloat16),
     "OLMoE, small steps": (64, 8, 100, torch.bfloat16),
     "Qwen3-MoE, fp8": (128, 8, 8192, FP8),
+    "gpt-oss, MXFP4": (32, 4, 8192, torch.uint8),
 }
 KERNELS = {
     "route": ("_route",),
     "permute": ("_count", "_place"),
     "grouped_gemm": ("_grouped_gemm",),
     "_scaled_grouped_gemm": ("_scaled_grouped_gemm",),
+    "_mxfp4_grouped_gemm": ("_mxfp4_grouped_gemm",),
     "quantise": ("_quantise",),
     "combine": ("_combine",),
     "_activation": ("_gated",),
 }
-OF_FP8 = {"_scaled_grouped_gemm", "_quantise"}
+# The kernels of each dtype of the weights; the others multiply by weights as they are.
+OF_WEIGHTS = {FP8: {"_scaled_grouped_gemm", "_quantise"}, torch.uint8: {"_mxfp4_grouped_gemm"}}
 
 
 @pytest.fixture
@@ -73,8 +76,10 @@ def launched(monkeypatch):
 def experts_layer(num_experts: int, top_k: int, stored: torch.dtype) -> torch.nn.Module:
     """A layer of experts with the attributes that its experts read. Its kernels are those for GPUs."""
     layer = torch.nn.Module()
-    layer.w13_weight = torch.nn.Parameter(torch.zeros(num_experts, 2 * WIDTH, HIDDEN_SIZE).to(stored), False)
-    layer.w2_weight = torch.nn.Parameter(torch.zeros(num_experts, HIDDEN_SIZE, WIDTH).to(stored), False)
+    values = 2 if stored is torch.uint8 else 1  # of an element
+    w13 = torch.zeros(num_experts, 2 * WIDTH, HIDDEN_SIZE // values)
+    w2 = torch.zeros(num_experts, HIDDEN_SIZE, WIDTH // values)
+    layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(weight.to(stored), False) for weight in (w13, w2))
     layer.activation, layer.apply_router_weight_on_input, layer.expert_map = SimpleNamespace(value="silu"), False, None
     layer.swiglu_limit = layer.swiglu_alpha = layer.swiglu_beta = None
     layer.custom_routing_function, layer.use_grouped_topk = None, False
@@ -87,6 +92,10 @@ def experts_layer(num_experts: int, top_k: int, stored: torch.dtype) -> torch.nn
         scale = torch.ones(num_experts, 1, 1)
         how = {"w1_scale": scale, "w2_scale": scale, "out_dtype": torch.bfloat16, "quant_dtype": FP8}
         how |= {"scheme": Scheme(Quantised(FP8, PER_TENSOR), Quantised(FP8, PER_ROW)), "group_shape": list(PER_ROW)}
+    if stored is torch.uint8:
+        scales = (torch.zeros(*weight.shape[:2], weight.shape[2] // 16).to(stored) for weight in (w13, w2))
+        how = {**dict(zip(("w1_scale", "w2_scale"), scales, strict=True)), "out_dtype": torch.bfloat16}
+        how |= {"scheme": Scheme(MXFP4)}
     experts = Experts(layer, moe, **how)
     experts._route[torch.float32] = kernels_of("route")["triton"].run
     experts._experts[torch.bfloat16] = kernels_of("fused_experts")["triton"].run
@@ -100,7 +109,8 @@ def test_all_that_serving_launches_was_launched_before(model, launched):
     layer = experts_layer(num_experts, top_k, stored)
     multiply(torch.nn.ModuleList([layer]), most_tokens)
     warm = set(launched)
-    others = {"_grouped_gemm"} if stored is FP8 else OF_FP8
+    own = OF_WEIGHTS.get(stored, {"_grouped_gemm"})
+    others = {"_grouped_gemm"}.union(*OF_WEIGHTS.values()) - own
     assert {name for name, *_ in warm} >= {name for names in KERNELS.values() for name in names} - {"_count"} - others
     draw = random.Random(0)
     for _ in range(NUM_STEPS):
