@@ -2,9 +2,9 @@
 
 A stored value stands for `value * scale`. The scales of a matrix are a matrix too, whose shape says the granularity.
 
-- [1, 1]: one scale for the whole matrix
-- [rows, 1]: one for each row, that is for each token of activations or output channel of a weight
-- [rows / 128, columns / 128]: one for each block of 128 x 128
+- [1, 1]: the whole matrix has one scale.
+- [rows, 1]: each row has one. A row is a token of activations, or an output channel of a weight.
+- [rows / 128, columns / 128]: each block of 128 x 128 has one.
 
 Blocks have powers of two for sizes, and the last ones may be incomplete.
 
