@@ -5,14 +5,15 @@ import torch
 
 from vllm_opset import operators, ops, selection
 
+UNPREPARED = {"linear": "reference", "fused_experts": "reference"}
 WITH_OPERATOR = [op for op in ops.ALL if op not in operators.WITHOUT_OPERATOR]
 CHECKS = ("test_schema", "test_faketensor")
 
 
 @pytest.fixture(autouse=True)
 def unprepared():
-    """linear's kernels for a CPU prepare weights, and an operator gets what a layer keeps."""
-    selection.configure({"opset": {"kernels": {"linear": "reference"}}})
+    """Kernels of linear and of experts prepare weights on a CPU, and an operator gets what a layer keeps."""
+    selection.configure({"opset": {"kernels": UNPREPARED}})
     yield
     selection.configure()
 
@@ -61,7 +62,7 @@ def assert_same(got, want) -> None:
 def test_an_operator_runs_the_chosen_kernel(op):
     sample = next(iter(op.samples("cpu", op.dtypes[0])))
     for kernel in ("reference", None):
-        selection.configure({"opset": {"kernels": {"linear": "reference"} | ({op.name: kernel} if kernel else {})}})
+        selection.configure({"opset": {"kernels": UNPREPARED | ({op.name: kernel} if kernel else {})}})
         operator, args, kwargs = call_of(op, sample)
         choice = selection.select(op, op.problem_for(*args, **kwargs))
         assert operator.keywords["chosen"].startswith(f"{choice.name} for device=cpu")

@@ -54,6 +54,21 @@ CONFIGS = {
 # vLLM takes the head size from the hidden size for some of them.
 EXPERTS = {**GROUPED, "head_dim": 16, "num_hidden_layers": 2, "num_experts_per_tok": 3}
 
+GPT_OSS = {
+    **EXPERTS,
+    "num_local_experts": 8,
+    "sliding_window": 32,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
+
 # Mixtures of experts.
 MIXTURES = {
     "qwen3_moe": lambda: architectures.Qwen3MoeConfig(
@@ -78,6 +93,8 @@ MIXTURES = {
         norm_topk_prob=True,
     ),
     "granitemoe": lambda: architectures.GraniteMoeConfig(**EXPERTS, num_local_experts=8),
+    # Sinks, a window in every other layer, biases of the router and the experts, and long rotary embedding by YaRN.
+    "gpt_oss": lambda: architectures.GptOssConfig(**GPT_OSS),
 }
 
 # Prompt lengths: one token, less and more than a page, more than a window, more than a step takes at a time.
@@ -90,9 +107,9 @@ def build(name: str, folder: Path, seed: int = 0, **changes) -> PreTrainedModel:
     config = (CONFIGS | MIXTURES)[name]()
     config.update(changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    for parameter in model.parameters():
+    for path, parameter in model.named_parameters():
         # transformers leaves norm weights and biases at 1 and 0, where no mistake with them would show.
-        if parameter.ndim == 1:
+        if parameter.ndim == 1 or path.endswith("bias"):
             parameter.data += SPREAD * torch.randn_like(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

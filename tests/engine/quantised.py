@@ -18,12 +18,18 @@ BLOCK = 128
 STEPS = {FP8: 2.0**-9, INT8: 2.0**-7}
 INPUT_SCALE = 2.0**-5  # of activations, where the checkpoint gives it
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
+SIZES_OF = {"qwen3": SIZES, "qwen3_moe": SIZES | {"moe_intermediate_size": 128}}
+ROUTER = "mlp.gate"  # of a mixture of experts, which no checkpoint quantises
 
 
-def save_plain(folder: Path, dtype: torch.dtype = FP8) -> dict[str, torch.Tensor]:
-    """A small model in bf16, whose linear layers the dtype can hold. Returns its weights."""
-    models.build("qwen3", folder, tie_word_embeddings=True, **SIZES)
-    weights = {name: GRIDS[dtype](weight) if is_linear(name) else weight for name, weight in _load(folder).items()}
+def save_plain(folder: Path, dtype: torch.dtype = FP8, model: str = "qwen3") -> dict[str, torch.Tensor]:
+    """A small model in bf16, whose linear layers and experts the dtype can hold. Returns its weights."""
+    models.build(model, folder, tie_word_embeddings=True, **SIZES_OF[model])
+    # vLLM quantises routers too, if it quantises weights while it loads them.
+    weights = {
+        name: GRIDS[dtype](weight) if is_linear(name) or name.endswith(f"{ROUTER}.weight") else weight
+        for name, weight in _load(folder).items()
+    }
     _save(folder, weights)
     return weights
 
@@ -62,7 +68,7 @@ def save_compressed(plain: Path, folder: Path, dtype: torch.dtype, strategy: str
         "format": f"{kind}-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": of_weight, "input_activations": of_input}},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", f"re:.*{ROUTER}$"],
     }
 
     def scale_shape(weight: torch.Tensor) -> tuple[int, ...]:
@@ -74,6 +80,8 @@ def save_compressed(plain: Path, folder: Path, dtype: torch.dtype, strategy: str
 def save_blockwise(plain: Path, folder: Path) -> None:
     """A scale for each block of 128 x 128 weights, as in DeepSeek-V3 and Qwen3's FP8 checkpoints."""
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    layers = json.loads((plain / "config.json").read_text())["num_hidden_layers"]
+    config["modules_to_not_convert"] = ["lm_head", *(f"model.layers.{layer}.{ROUTER}" for layer in range(layers))]
     _save_quantised(
         plain, folder, config, "weight_scale_inv", lambda weight: tuple(-(-size // BLOCK) for size in weight.shape)
     )

@@ -14,6 +14,7 @@ from vllm_opset.ops.schemes import PER_TENSOR, GroupShape, dequantise
 pytestmark = [pytest.mark.engine, pytest.mark.window]
 PER_TOKEN, PER_GROUP = GroupShape(1, -1), GroupShape(1, 128)
 FORMATS = ("plain", "channelwise", "static", "blockwise", "plain, int8", "int8", "static, int8")
+EXPERTS = ("plain", "channelwise", "static", "blockwise", "plain, int8", "int8")
 PROMPTS = models.prompts((1, 7, 40))
 
 
@@ -74,6 +75,14 @@ def test_quantised_weights_serve_as_what_they_stand_for(name, arguments, dtype, 
         assert tokens(generate(llm, PROMPTS)) == expected[dtype]
 
 
+def multiplies_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, let the CPU's target say that it multiplies matrices in fp8 and int8."""
+    if not torch.cuda.is_available():
+        cpu = targets.of("cpu")
+        like_a_gpu = targets.Target(cpu.vendor, cpu.architecture, cpu.features | {targets.FP8, targets.INT8})
+        monkeypatch.setattr(targets, "_found", lambda device_type: like_a_gpu)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "group", "scale_name"),
     [
@@ -87,10 +96,7 @@ def test_quantised_weights_serve_as_what_they_stand_for(name, arguments, dtype, 
 def test_activations_are_quantised_where_the_device_multiplies_them(
     name, dtype, group, scale_name, checkpoints, engine, monkeypatch
 ):
-    if not torch.cuda.is_available():
-        cpu = targets.of("cpu")
-        like_a_gpu = targets.Target(cpu.vendor, cpu.architecture, cpu.features | {targets.FP8, targets.INT8})
-        monkeypatch.setattr(targets, "_found", lambda device_type: like_a_gpu)
+    multiplies_in_eight_bits(monkeypatch)
     layer = "model.layers.1.mlp.down_proj"
     stored = quantised.load_file(checkpoints[name] / "model.safetensors")
     weight_scale = stored[f"{layer}.{scale_name}"]
@@ -109,16 +115,104 @@ def test_activations_are_quantised_where_the_device_multiplies_them(
     assert (found.float() - expected).norm() < 2**-8 * expected.norm()
 
 
-@pytest.mark.parametrize(
+DAMAGES = pytest.mark.parametrize(
     "damage",
     [lambda weights, name: weights[name].fill_(float("nan")), lambda weights, name: weights.pop(name)],
     ids=["NaN", "missing"],
 )
+
+
+@DAMAGES
 def test_a_damaged_scale_is_named(damage, checkpoints, engine, tmp_path):
     shutil.copytree(checkpoints["channelwise"], tmp_path, dirs_exist_ok=True)
     weights = quantised.load_file(tmp_path / "model.safetensors")
     damage(weights, "model.layers.1.mlp.down_proj.weight_scale")
     quantised.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    named = r"model\.layers\.1\.mlp\.down_proj\.weight_scale holds NaN, infinity or a negative number"
+    named = r"model\.layers\.1\.mlp\.down_proj\.weight_scale holds NaN, infinity or the lowest number"
+    with pytest.raises(Exception, match=named), engine(tmp_path, dtype="bfloat16"):
+        pass
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory) -> dict:
+    """The same formats of a mixture of experts."""
+    folders = {name: tmp_path_factory.mktemp(f"experts, {name}") for name in EXPERTS}
+    quantised.save_plain(folders["plain"], model="qwen3_moe")
+    quantised.save_compressed(folders["plain"], folders["channelwise"], quantised.FP8)
+    quantised.save_compressed(folders["plain"], folders["static"], quantised.FP8, "tensor")
+    quantised.save_blockwise(folders["plain"], folders["blockwise"])
+    quantised.save_plain(folders["plain, int8"], quantised.INT8, "qwen3_moe")
+    quantised.save_compressed(folders["plain, int8"], folders["int8"], quantised.INT8)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def expected_of_mixtures(mixtures, engine) -> dict[str, list[list[int]]]:
+    """The tokens of the weights that each dtype's checkpoints stand for."""
+
+    def of(name: str) -> list[list[int]]:
+        with engine(mixtures[name], dtype="bfloat16") as llm:
+            return tokens(generate(llm, PROMPTS))
+
+    return {"float8_e4m3fn": of("plain"), "int8": of("plain, int8")}
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU quantises activations, and the next test checks that: runs without one"
+)
+@pytest.mark.parametrize(
+    ("name", "arguments", "dtype", "group"),
+    [
+        ("plain", {"quantization": "fp8"}, "float8_e4m3fn", "per tensor"),
+        ("channelwise", {}, "float8_e4m3fn", "per row"),
+        ("static", {}, "float8_e4m3fn", "per tensor"),
+        ("blockwise", {}, "float8_e4m3fn", "128x128"),
+        ("int8", {}, "int8", "per row"),
+    ],
+)
+def test_quantised_experts_serve_as_what_they_stand_for(
+    name, arguments, dtype, group, mixtures, expected_of_mixtures, engine
+):
+    with engine(mixtures[name], dtype="bfloat16", **arguments) as llm:
+        assert tokens(generate(llm, PROMPTS)) == expected_of_mixtures[dtype]
+        (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
+        assert row["kernel"] == "cpu" and row["calls"]
+        assert row["problem"].endswith(f"scheme={dtype} {group} by activations as they are")
+        with pytest.raises(Exception, match=r"packed this model's weights.*fused_experts.*reference"):
+            llm.collective_rpc("save_sharded_state", kwargs={"path": "unused"})
+        if name == "blockwise":
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(mixtures[name])})
+            llm.reset_prefix_cache()
+            assert tokens(generate(llm, PROMPTS)) == expected_of_mixtures[dtype]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "weight_group", "group"),
+    [
+        ("channelwise", quantised.FP8, PER_TOKEN, PER_TOKEN),
+        ("blockwise", quantised.FP8, GroupShape(128, 128), PER_GROUP),
+        ("static", quantised.FP8, PER_TENSOR, PER_TENSOR),
+        ("int8", quantised.INT8, PER_TOKEN, PER_TOKEN),
+    ],
+)
+def test_experts_quantise_activations_where_the_device_multiplies_them(
+    name, dtype, weight_group, group, mixtures, engine, monkeypatch
+):
+    multiplies_in_eight_bits(monkeypatch)
+    with engine(mixtures[name], dtype="bfloat16") as llm:
+        generate(llm, PROMPTS)
+        (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
+    kind = str(dtype).removeprefix("torch.")
+    assert row["problem"].endswith(f"scheme={kind} {weight_group} by {kind} {group}")
+
+
+@DAMAGES
+@pytest.mark.parametrize(("name", "scale_name"), [("channelwise", "weight_scale"), ("blockwise", "weight_scale_inv")])
+def test_a_damaged_scale_of_an_expert_is_named(damage, name, scale_name, mixtures, engine, tmp_path):
+    shutil.copytree(mixtures[name], tmp_path, dirs_exist_ok=True)
+    weights = quantised.load_file(tmp_path / "model.safetensors")
+    damage(weights, f"model.layers.1.mlp.experts.5.down_proj.{scale_name}")
+    quantised.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    named = rf"model\.layers\.1\.mlp\.experts.*\.w2_{scale_name} holds NaN, .* for expert 5: the checkpoint is damaged"
     with pytest.raises(Exception, match=named), engine(tmp_path, dtype="bfloat16"):
         pass

@@ -1,4 +1,4 @@
-"""Two workers, in processes that a plain script forked or spawned. On a CPU, each has half of a mixture's experts."""
+"""Two workers, in processes that a plain script forked or spawned. Each has half of a mixture's experts."""
 
 import json
 import os
@@ -13,8 +13,7 @@ from engines import ON_GPU
 NUM_TOKENS = 16
 CLOSE = 1e-3  # log-probabilities in fp32, with another order of sums
 MEMORY = ON_GPU if torch.cuda.is_available() else {}
-# On GPUs, expert parallelism is refused.
-EXPERTS = {"enable_expert_parallel": not torch.cuda.is_available()}
+EXPERTS = {"enable_expert_parallel": True}
 
 pytestmark = [
     pytest.mark.engine,

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from vllm_opset.ops import _samples, schemes
-from vllm_opset.ops.schemes import FP8, PER_ROW, PER_TENSOR, WHOLE, GroupShape, Quantised, Scheme
+from vllm_opset.ops.schemes import FP8, MXFP4, PER_ROW, PER_TENSOR, WHOLE, GroupShape, Quantised, Scheme
 
 RNG = _samples.generator("test_schemes")
 BLOCK = GroupShape(128, 128)
@@ -73,12 +74,56 @@ def test_zeros_and_values_out_of_range_are_stored():
         (None, r"weight_scale is missing: a weight of \[256, 384\] quantised 128x128 needs one of \[2, 3\]"),
         (torch.ones(256, 1), r"weight_scale is \[256, 1\]; a weight of .* needs \[2, 3\]"),
         (torch.full((2, 3), float("nan")), "weight_scale holds NaN"),
+        (torch.full((2, 3), torch.finfo(torch.float32).min), "weight_scale holds NaN, infinity or the lowest number"),
     ],
 )
 def test_a_wrong_scale_is_named(scale, said):
     with pytest.raises(ValueError, match=said):
         schemes.check_scale("weight_scale", scale, (256, 384), BLOCK)
     schemes.check_scale("weight_scale", torch.ones(2, 3), (256, 384), BLOCK)
+    schemes.check_scale("weight_scale", -torch.ones(2, 3), (256, 384), BLOCK)
+
+
+def test_a_wrong_scale_of_an_expert_is_named():
+    scales = torch.ones(4, 2, 3)
+    schemes.check_scale("w2_weight_scale", scales, (4, 256, 384), BLOCK)
+    scales[2, 1, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"w2_weight_scale holds NaN, .* for expert 2: the checkpoint"):
+        schemes.check_scale("w2_weight_scale", scales, (4, 256, 384), BLOCK)
+    with pytest.raises(ValueError, match=r"w2_weight_scale is \[3, 2, 3\]; .* needs \[4, 2, 3\]"):
+        schemes.check_scale("w2_weight_scale", scales[:3], (4, 256, 384), BLOCK)
+
+
+def test_mxfp4_is_two_values_a_byte_with_powers_of_two_for_scales():
+    """By the definition of the format, and by `transformers`."""
+    packed = torch.tensor([[0x2B, 0x7F, *range(14)], [0x90, 0xE4, *range(240, 254)]], dtype=torch.uint8)
+    scale = torch.tensor([[128], [120]], dtype=torch.uint8)
+    found = schemes.dequantise(packed, scale, torch.float32)
+    assert (found[0, :4] / 2).tolist() == [-1.5, 1, -6, 6] and (found[1, :4] * 128).tolist() == [0, -0.5, 2, -4]
+    theirs = convert_moe_packed_tensors(packed[None, :, None], scale[None], dtype=torch.float32)
+    assert torch.equal(found, theirs[0].T)
+    extremes = schemes.dequantise(packed[:1, :16].repeat(3, 1), torch.tensor([[0], [254], [255]]).byte(), torch.float64)
+    assert extremes[0, 1] == 2.0**-127 and extremes[1, 1] == 2.0**127 and extremes[2].isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 96), (4, 32)])
+def test_values_are_rounded_to_the_nearest_of_mxfp4(shape):
+    values = _samples.normal(shape, torch.float32, "cpu", RNG) * 4
+    values[-1, :32] = 0
+    packed, scale = schemes.stored_mxfp4(values)
+    assert schemes.quantised(packed[0], scale[0]) == MXFP4 if len(shape) > 2 else schemes.is_mxfp4(packed, scale)
+    stands_for = schemes.dequantise(packed, scale, torch.float32)
+    steps = 2.0 ** (scale.float() - 127).repeat_interleave(32, -1)
+    grid = torch.tensor([sign * magnitude for magnitude in schemes.E2M1 for sign in (1, -1)])
+    nearest = (values.unsqueeze(-1) - steps.unsqueeze(-1) * grid).abs().min(-1).values
+    assert torch.equal((values - stands_for).abs(), nearest)
+    assert (values.abs() <= 6 * steps).all() and (values.abs().amax(-1) > 3 * steps.amin(-1)).all()
+
+
+@pytest.mark.parametrize("scale", [(4, 1), (4, 4), (3, 2), (1, 1)])
+def test_mxfp4_has_a_scale_for_32_values(scale):
+    with pytest.raises(ValueError, match="a scale for each 32 values"):
+        schemes.quantised(torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(scale, dtype=torch.uint8))
 
 
 def test_schemes_are_printed_in_words():

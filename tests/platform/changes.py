@@ -155,7 +155,8 @@ def in_a_worker(platform: str) -> Iterator[None]:
         if platform in ("cpu", "cuda"):
             from vllm_opset.platform import quantised_weights
 
-            quantised_weights.register()
+            quantised_weights.register(types.SimpleNamespace(quantization="fp8", is_moe=True))
+            quantised_weights.configure_mxfp4()
         if platform == "cpu" and second_runner.replaces_triton_kernels():
             serve_with_second_runner()
         if platform == "npu":
@@ -212,8 +213,13 @@ def main(platform: str) -> None:
     loaded = snapshot()
     rotary_embedding._ROPE_DICT["of another model"] = None
     if platform in ("cpu", "cuda"):
-        # vLLM's module of experts, with the layers that it registers itself. No other platform registers a method.
-        importlib.import_module("vllm_opset.model.experts")
+        # vLLM's modules of experts, with the layers that they register. No other platform registers a method.
+        from vllm_opset.platform import compat
+
+        methods = (name.rsplit(".", 1)[0] for name in compat.EXPERTS_METHODS)
+        oracles = (name.rsplit(".", 1)[0] for name in compat.register_quantised_experts.bridge.changes)
+        for module in ("vllm_opset.model.quantised_experts", *oracles, *methods):
+            importlib.import_module(module)
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # as when the configuration captures graphs in pieces
     another_model = snapshot()
     with in_a_worker(platform):

@@ -1,49 +1,55 @@
-"""vLLM's experts with unquantised weights, by ops.route and ops.fused_experts.
+"""vLLM's experts, by ops.route and ops.fused_experts, and their registration for unquantised weights.
 
-vLLM leaves the experts of an out-of-tree platform to a plugin, by the registry of custom ops. On vLLM's own
-platform, loaded layers get it otherwise (`bound_experts`). vLLM's runner keeps what is around them: shared experts,
+vLLM leaves unquantised experts of an out-of-tree platform to a plugin, by the registry of custom ops. On vLLM's own
+platform, loaded layers get them otherwise (`bound_experts`). vLLM's runner keeps what is around them: shared experts,
 transforms of the input, and the sum over tensor-parallel ranks. The method here is "monolithic" in vLLM's words: it
-gets the logits of the router, so that opset also chooses the experts.
+gets the logits of the router, so that opset also chooses the experts. For quantised weights, see `quantised_experts`.
 """
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.platforms import current_platform
 
-from vllm_opset import ops
+from vllm_opset import ops, selection
 from vllm_opset.model.layers import Kernels
 from vllm_opset.ops.moe import _activations
-from vllm_opset.ops.moe.fused_experts import check_expert_map
+from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_expert_map
 from vllm_opset.ops.moe.route import SCORING_FUNCS
+from vllm_opset.ops.schemes import NONE, Scheme, values_shape
 from vllm_opset.unsupported import Refusal
 from vllm_opset.variants import powers_up_to
 
 ANOTHER_MODEL = "choose another model"
 
 
-class ExpertsMethod(UnquantizedFusedMoEMethod):
-    """The method of one layer's experts. The weights stay as they are, and are looked up at every call."""
+class Experts:
+    """The experts of one layer: the kernels that choose them and that do their work."""
 
-    is_monolithic = True
+    def __init__(
+        self, layer: torch.nn.Module, moe: FusedMoEConfig, scheme: Scheme = NONE, **quantised: torch.Tensor | None
+    ) -> None:
+        """Choose the kernels. Raises Refusal for what they do not cover, ValueError for a wrong expert map.
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Choose the kernels. Raises Refusal for what they do not cover."""
-        super().process_weights_after_loading(layer)
+        layer: vLLM's layer of experts, with its weights. moe: its configuration. scheme: how weights and activations
+        are stored. quantised: the arguments of fused_experts that belong to it.
+        """
         if reason := why_not(layer):
             raise Refusal(f"vllm-opset does not support {reason} in {layer.layer_name}: {ANOTHER_MODEL}.")
-        self.choose(layer)
-
-    def choose(self, layer: torch.nn.Module) -> None:
-        """Choose the kernels for weights that are ready. Raises ValueError for a wrong expert map."""
         if layer.expert_map is not None:
-            check_expert_map(layer.expert_map, len(layer.w13_weight), f"{layer.layer_name}.expert_map")
-        known = {"num_experts": layer.global_num_experts, "top_k": layer.top_k}
-        self._route = Kernels(ops.route, lambda: known, compiled=False)
-        self._experts = Kernels(ops.fused_experts, dict, compiled=False)
+            check_expert_map(layer.expert_map, layer.local_num_experts, f"{layer.layer_name}.expert_map")
+        self._layer, self._prepared = layer, None
+        self.kind = layer.w13_weight.shape, layer.w2_weight.shape, scheme
+        self._hidden_size = values_shape(layer.w13_weight, quantised.get("w1_scale"))[-1]
+        self.dtype, self.logits_dtype = moe.in_dtype, moe.router_logits_dtype or moe.in_dtype
+        routed = {"num_experts": layer.global_num_experts, "top_k": layer.top_k}
+        self._route = Kernels(ops.route, lambda: routed, compiled=False)
+        self._experts = Kernels(ops.fused_experts, lambda: {"scheme": scheme}, compiled=False)
         # Chosen now, so that the report at start-up names them.
-        self._route[self.logits_dtype(layer)]
-        self._experts[layer.w13_weight.dtype]
+        self._route[self.logits_dtype]
+        self._experts[self.dtype]
         self._arguments = {
             "activation": layer.activation.value,
             "w1_bias": getattr(layer, "w13_bias", None),
@@ -53,26 +59,53 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
             "swiglu_limit": layer.swiglu_limit,
             "swiglu_alpha": layer.swiglu_alpha,
             "swiglu_beta": layer.swiglu_beta,
+            **quantised,
         }
 
-    def logits_dtype(self, layer: torch.nn.Module) -> torch.dtype:
-        """Of the router's logits, as far as the layer knows it."""
-        return self.moe.router_logits_dtype or layer.w13_weight.dtype
-
-    def apply_monolithic(
-        self,
-        layer: torch.nn.Module,
-        x: torch.Tensor,
-        router_logits: torch.Tensor,
-        input_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         # vLLM's parameters are subclasses of Tensor: PyTorch would dispatch every call through __torch_function__.
         with DisableTorchFunctionSubclass():
-            weights, ids = self._choose(layer, x, router_logits)
-            return self._experts[x.dtype](x, layer.w13_weight, layer.w2_weight, weights, ids, **self._arguments)
+            weights, ids = self._choose(x, router_logits)
+            return self._experts[x.dtype](x, *self._weights(), weights, ids, **self._arguments)
 
-    def _choose(self, layer, x, router_logits) -> tuple[torch.Tensor, torch.Tensor]:
+    def prepare(self) -> dict[str, torch.Tensor]:
+        """Give the kernel the weights and scales in its own form, and free weights that are not needed any more.
+
+        Returns what the kernel gets, by the names of its arguments.
+        """
+        problem = FusedExpertsProblem(current_platform.device_type, self.dtype, self.kind[2])
+        kernel, prepared = selection.select(ops.fused_experts, problem).kernel, ops.fused_experts.prepared
+        given = {"w1": self._layer.w13_weight.data, "w2": self._layer.w2_weight.data}
+        given |= {name: value for name, value in self._arguments.items() if name in prepared}
+        ready = {
+            name: kernel.prepared(name, value, **{other: given[other] for other in given if other != name})
+            for name, value in given.items()
+        }
+        self._arguments |= {name: value for name, value in ready.items() if name in self._arguments}
+        if ready["w1"] is not given["w1"]:
+            self._prepared = ready["w1"], ready["w2"]
+            for weight in (self._layer.w13_weight, self._layer.w2_weight):
+                weight.data = weight.data.new_empty(0)
+        return ready
+
+    def make_room(self) -> None:
+        """Let the layer have its own weights again, not filled, so that vLLM can load them."""
+        if self._prepared is not None:
+            layer, self._prepared = self._layer, None
+            for weight, shape in zip((layer.w13_weight, layer.w2_weight), self.kind, strict=False):
+                weight.data = weight.new_empty(shape)
+
+    def warm_up(self, num_tokens: int) -> None:
+        """Serve that many tokens, so that all kernels are compiled."""
+        x = self._layer.w13_weight.new_zeros((num_tokens, self._hidden_size), dtype=self.dtype)
+        self(x, x.new_zeros((num_tokens, self._layer.global_num_experts), dtype=self.logits_dtype))
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._prepared or (self._layer.w13_weight, self._layer.w2_weight)
+
+    def _choose(self, x: torch.Tensor, router_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token and their weights. A model's own function for this is the model's code."""
+        layer = self._layer
         if layer.custom_routing_function is not None:
             weights, ids = layer.custom_routing_function(
                 hidden_states=x, gating_output=router_logits, topk=layer.top_k, renormalize=layer.renormalize
@@ -88,6 +121,25 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
             layer.e_score_correction_bias,
             *groups,
         )
+
+
+class ExpertsMethod(UnquantizedFusedMoEMethod):
+    """The method of one layer's experts. The weights stay as they are, and are looked up at every call."""
+
+    is_monolithic = True
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        super().process_weights_after_loading(layer)
+        self.opset_experts = Experts(layer, self.moe)
+
+    def apply_monolithic(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.opset_experts(x, router_logits)
 
 
 def _groups(layer: torch.nn.Module, num_experts: int) -> tuple[int, int]:
@@ -114,16 +166,17 @@ def multiply(model: torch.nn.Module, most_tokens: int) -> None:
 
     Each kernel's launches change at numbers of tokens that are at least a factor of two apart, so these reach them all.
     """
-    kinds = {}
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, ExpertsMethod):
-            kinds[layer.w13_weight.shape, layer.w2_weight.shape] = layer, method
-    for layer, method in kinds.values():
+    kinds = {experts.kind: experts for experts in map(experts_of, model.modules()) if experts is not None}
+    for experts in kinds.values():
         for num_tokens in powers_up_to(most_tokens):
-            x = layer.w13_weight.new_zeros((num_tokens, layer.w13_weight.shape[2]))
-            logits = x.new_zeros((num_tokens, layer.global_num_experts), dtype=method.logits_dtype(layer))
-            method.apply_monolithic(layer, x, logits)
+            experts.warm_up(num_tokens)
+
+
+def experts_of(layer: torch.nn.Module) -> Experts | None:
+    """The experts that serve a layer of vLLM: its method has them, or the method's kernel. None for other layers."""
+    method = getattr(layer, "quant_method", None)
+    holders = method, getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    return next((found for one in holders if (found := getattr(one, "opset_experts", None)) is not None), None)
 
 
 def register() -> None:

@@ -5,17 +5,22 @@ keep theirs, because they look rows up in it. So methods that read all parameter
 loading weights again needs `refresh`.
 """
 
+import json
 from collections.abc import Callable
 
 import torch
-from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 
 from vllm_opset import ops, selection
+from vllm_opset.kernel import REFERENCE
 from vllm_opset.ops.gemm.linear import LinearProblem
 from vllm_opset.ops.schemes import NONE, Scheme
 from vllm_opset.unsupported import Refusal
+
+# The ops whose kernels may store weights in a form of their own, and the weight of a layer that is then gone.
+PACKED = {"linear": "weight", "fused_experts": "w13_weight"}
 
 
 def choice(weight: torch.Tensor, dtype: torch.dtype | None = None, scheme: Scheme = NONE) -> selection.Choice:
@@ -101,9 +106,15 @@ def refresh(model: torch.nn.Module) -> None:
 
 def need_weights(model: torch.nn.Module) -> None:
     """Raise Refusal if a layer's weight is gone, because the caller is about to read all weights."""
-    for layer in model.modules():
-        if isinstance(getattr(layer, "quant_method", None), LinearMethodBase) and not layer.weight.numel():
-            raise Refusal(
-                "vllm-opset has packed this model's weights and cannot save, hash or reset them: start the engine with "
-                """--additional-config '{"opset": {"kernels": {"linear": "reference"}}}'."""
-            )
+    layers = [layer for layer in model.modules() if hasattr(layer, "quant_method")]
+    packed = {
+        op
+        for op, name in PACKED.items()
+        if any(not getattr(layer, name).numel() for layer in layers if hasattr(layer, name))
+    }
+    if packed:
+        kernels = json.dumps({"opset": {"kernels": dict.fromkeys(sorted(packed), REFERENCE)}})
+        raise Refusal(
+            "vllm-opset has packed this model's weights and cannot save, hash or reset them: start the engine with "
+            f"--additional-config '{kernels}'."
+        )

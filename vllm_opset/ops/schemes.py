@@ -2,21 +2,29 @@
 
 A stored value stands for `value * scale`. The scales of a matrix are a matrix too, whose shape says the granularity.
 
-- [1, 1]: one scale for the whole matrix
-- [rows, 1]: one for each row, that is for each token of activations or output channel of a weight
-- [rows / 128, columns / 128]: one for each block of 128 x 128
+- [1, 1]: the whole matrix has one scale.
+- [rows, 1]: each row has one. A row is a token of activations, or an output channel of a weight.
+- [rows / 128, columns / 128]: each block of 128 x 128 has one.
 
 Blocks have powers of two for sizes, and the last ones may be incomplete.
+
+MXFP4 (OCP Microscaling Formats, version 1.0) is stored in bytes. A byte holds two neighbouring values of a row in e2m1,
+the first of them in its low bits. A byte of the scales is an exponent in e8m0: it stands for 2 to the power of the byte
+less 127, and 255 for NaN. Each scale belongs to 32 neighbouring values of a row.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
+FP8, INT8, FP4 = torch.float8_e4m3fn, torch.int8, torch.float4_e2m1fn_x2
 WHOLE = -1
+# The magnitudes of e2m1, by its three low bits. The fourth bit is the sign.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NO_SCALE = 255  # NaN in e8m0
 # The smallest scales of dynamic quantisation, so that zeros can be divided by them. They are vLLM's.
 SMALLEST_SCALES = {FP8: 1 / (512 * 448), INT8: 1e-10 / 127}
 
@@ -65,11 +73,29 @@ class Scheme:
 
 
 NONE = Scheme()
+MXFP4 = Quantised(FP4, GroupShape(1, 32))
 
 
 def quantised(tensor: torch.Tensor, scale: torch.Tensor | None) -> Quantised | None:
-    """How a tensor with this scale is stored."""
-    return None if scale is None else Quantised(tensor.dtype, group_of(tensor.shape, scale))
+    """How a tensor with this scale is stored. Raises ValueError for a scale of no granularity."""
+    if scale is None:
+        return None
+    if not is_mxfp4(tensor, scale):
+        return Quantised(tensor.dtype, group_of(tensor.shape, scale))
+    shape = values_shape(tensor, scale)
+    if shape[-1] % MXFP4.group.columns or tuple(scale.shape) != MXFP4.group.scale_shape(shape):
+        raise ValueError(f"MXFP4 {list(shape)} has a scale for each 32 values of a row, not {list(scale.shape)}")
+    return MXFP4
+
+
+def is_mxfp4(tensor: torch.Tensor, scale: torch.Tensor | None) -> bool:
+    """Whether a tensor is stored as MXFP4: both it and its scales are bytes."""
+    return scale is not None and tensor.dtype is torch.uint8 and scale.dtype is torch.uint8
+
+
+def values_shape(tensor: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, ...]:
+    """The shape of the values that a tensor stands for, of which a byte of MXFP4 holds two."""
+    return (*tensor.shape[:-1], 2 * tensor.shape[-1]) if is_mxfp4(tensor, scale) else tuple(tensor.shape)
 
 
 def group_of(shape: tuple[int, ...], scale: torch.Tensor) -> GroupShape:
@@ -96,6 +122,11 @@ def dequantise(tensor: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dt
     if scale is None:
         return tensor.to(dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
+    if is_mxfp4(tensor, scale):
+        values = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=wide, device=tensor.device)
+        nibbles = torch.stack((tensor & 15, tensor >> 4), dim=-1).flatten(-2)
+        exponents = scale.view(torch.float8_e8m0fnu).to(wide).repeat_interleave(MXFP4.group.columns, -1)
+        return (values[nibbles.int()] * exponents).to(dtype)
     return (tensor.to(wide) * expanded(scale, tensor.shape).to(wide)).to(dtype)
 
 
@@ -111,6 +142,22 @@ def scales_of(values: torch.Tensor, dtype: torch.dtype, group: GroupShape) -> to
     blocks = F.pad(values.abs().to(wide), (0, missing[1], 0, missing[0]))
     blocks = blocks.view(numbers[0], sizes[0], numbers[1], sizes[1])
     return (blocks.amax((1, 3)) / limits(dtype).max).clamp(min=SMALLEST_SCALES[dtype])
+
+
+def stored_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matrices rounded to MXFP4, as bytes and their scales: the smallest scales with which the values fit.
+
+    values: [..., columns], whose columns are a multiple of 32. A block with NaN has a scale that is NaN.
+    """
+    blocks = values.double().unflatten(-1, (-1, MXFP4.group.columns))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    exponents = (largest / E2M1[-1]).log2().ceil().clamp(-127, 127)
+    middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1)], dtype=torch.double, device=values.device)
+    scaled = blocks / exponents.exp2()
+    nibbles = torch.bucketize(scaled.abs(), middles) + torch.where(scaled < 0, 8, 0)
+    low, high = nibbles.flatten(-2).unflatten(-1, (-1, 2)).to(torch.uint8).unbind(-1)
+    scale = torch.where(exponents.isnan(), NO_SCALE, exponents.nan_to_num() + 127).to(torch.uint8)
+    return low | high << 4, scale.squeeze(-1)
 
 
 def limits(dtype: torch.dtype) -> torch.finfo | torch.iinfo:
@@ -144,13 +191,19 @@ def expanded(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def check_scale(name: str, scale: torch.Tensor | None, shape: tuple[int, ...], group: GroupShape) -> None:
     """Raise ValueError, with the name of the tensor, for a scale that is missing, of another granularity or no number.
 
-    vLLM fills a scale that the checkpoint lacks with the most negative number. This reads values back from the device,
-    so it is for weights that were just loaded.
+    Negative scales are numbers: `--load-format dummy` draws some.
+
+    shape: of the weight, which may be one matrix or one for each expert. vLLM fills a scale that the checkpoint lacks
+    with the most negative number. This reads values back from the device, so it is for weights that were just loaded.
     """
-    wanted = list(group.scale_shape(shape))
+    wanted = [*shape[:-2], *group.scale_shape(shape[-2:])]
     if scale is None:
         raise ValueError(f"{name} is missing: a weight of {list(shape)} quantised {group} needs one of {wanted}")
     if list(scale.shape) != wanted:
         raise ValueError(f"{name} is {list(scale.shape)}; a weight of {list(shape)} quantised {group} needs {wanted}")
-    if not (torch.isfinite(scale) & (scale >= 0)).all():
-        raise ValueError(f"{name} holds NaN, infinity or a negative number: the checkpoint is damaged, or lacks it")
+    usable = torch.isfinite(scale) & (scale > torch.finfo(scale.dtype).min)
+    if not usable.all():
+        which = "" if scale.ndim == 2 else f" for expert {int(usable.flatten(1).all(1).int().argmin())}"
+        raise ValueError(
+            f"{name} holds NaN, infinity or the lowest number{which}: the checkpoint is damaged, or lacks it"
+        )

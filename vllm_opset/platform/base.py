@@ -56,6 +56,7 @@ class OpsetPlatform(Platform):
         if cls.why_no_second_runner():
             os.environ.setdefault(runners.VARIABLE, "0")  # vLLM would choose the second one where it finds Triton
         compat.inspect_models_in_this_process()
+        compat.leave_capture_sizes_unset()
         compat.ask_before_models_are_imported(_refuse_multimodal)
 
     @classmethod

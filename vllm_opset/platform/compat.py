@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 REGISTRY = "vllm.model_executor.models.registry"
 REQUANTISE = "vllm.model_executor.layers.quantization.utils.w8a8_utils.requantize_with_max_scale"
 LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
+EXPERTS = "vllm.model_executor.layers.fused_moe"
+QUANTISATION = "vllm.model_executor.layers.quantization"
+OF_COMPRESSED_TENSORS = f"{QUANTISATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8"
+EXPERTS_METHODS = (
+    f"{QUANTISATION}.fp8.Fp8MoEMethod",
+    f"{OF_COMPRESSED_TENSORS}_fp8.CompressedTensorsW8A8Fp8MoEMethod",
+    f"{OF_COMPRESSED_TENSORS}_int8.CompressedTensorsW8A8Int8MoEMethod",
+)
+GPT_OSS_CONFIG = "vllm.model_executor.models.config.GptOssForCausalLMConfig.verify_and_update_config"
 # The names of torch.cuda that vLLM's model runner uses.
 NAMES_OF_CUDA = ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -142,6 +151,34 @@ def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
         return reads(config)
 
     VllmConfig._maybe_enable_breakable_cudagraph = asked
+
+
+@patch(
+    uses(GPT_OSS_CONFIG, "max_cudagraph_capture_size"),
+    ends="vLLM leaves the captured sizes of gpt-oss to its platform, as those of other models",
+    changes=(GPT_OSS_CONFIG,),
+    loading=WITHOUT_KERNELS,
+)
+def leave_capture_sizes_unset() -> None:
+    """Let the platform choose which steps of gpt-oss are captured, as for any other model.
+
+    Before vLLM asks its platform, it sets the longest captured step of this model, which then looks like a user's
+    choice. A CPU captures nothing and refuses such a choice, and on a GPU it would replace opset's longer steps.
+    """
+    from vllm.model_executor.models.config import GptOssForCausalLMConfig
+
+    verify = GptOssForCausalLMConfig.verify_and_update_config
+    if hasattr(verify, "__wrapped__"):
+        return
+
+    @functools.wraps(verify)
+    def restored(config: "VllmConfig") -> None:
+        compilation = config.compilation_config
+        users_choice = compilation.max_cudagraph_capture_size
+        verify(config)
+        compilation.max_cudagraph_capture_size = users_choice
+
+    GptOssForCausalLMConfig.verify_and_update_config = staticmethod(restored)
 
 
 @patch(
@@ -290,6 +327,53 @@ def quantise_weights(quantise: Callable) -> None:
     from vllm import _custom_ops
 
     _custom_ops.scaled_fp8_quant = quantise
+
+
+@patch(
+    has(f"{EXPERTS}.oracle.fp8.backend_to_kernel_cls"),
+    ends="vLLM registers quantised experts out of its tree, as it does unquantised ones",
+    changes=tuple(f"{EXPERTS}.oracle.{dtype}.backend_to_kernel_cls" for dtype in ("fp8", "int8")),
+    worker=("cpu", "cuda"),
+)
+def register_quantised_experts(experts: type) -> None:
+    """Register a class for experts with fp8 and int8 weights. vLLM chooses it from a list of its own backends.
+
+    It is found where vLLM looks for its Triton kernels, for which the weights stay as they are loaded. None of the
+    other backends is found: each needs compiled kernels or another platform.
+
+    Parameters: experts is a subclass of vLLM's FusedMoEExpertsMonolithic.
+    """
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, int8
+
+    for oracle, backends in ((fp8, fp8.Fp8MoeBackend), (int8, int8.Int8MoeBackend)):
+        oracle.backend_to_kernel_cls = lambda backend, own=backends.TRITON: [experts] if backend is own else []
+
+
+@patch(
+    lambda: all(uses(f"{method}.create_weights", "ones")() for method in EXPERTS_METHODS),
+    ends="vLLM raises for scales that a checkpoint lacks",
+    changes=tuple(f"{method}.create_weights" for method in EXPERTS_METHODS),
+    worker=("cpu", "cuda"),
+)
+def mark_missing_scales() -> None:
+    """Fill the scales of experts with NaN before weights are loaded, so that one which the checkpoint lacks is noticed.
+
+    vLLM fills them with 1. It does not notice a missing one either: it loads the scales of all experts as one weight.
+    """
+    for method in map(find, EXPERTS_METHODS):
+        if not hasattr(method.create_weights, "__wrapped__"):
+            method.create_weights = _with_marked_scales(method.create_weights)
+
+
+def _with_marked_scales(create: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(create)
+    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+        create(self, layer, *args, **kwargs)
+        for name, parameter in layer.named_parameters(recurse=False):
+            if "scale" in name:
+                parameter.data.fill_(torch.nan)
+
+    return create_weights
 
 
 def kv_cache_groups(config: "VllmConfig", spec: dict) -> list:

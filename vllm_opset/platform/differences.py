@@ -49,6 +49,17 @@ HOOKS = (
         worker=("cpu", "cuda"),
     ),
     Bridge(
+        "MXFP4 experts",
+        "vLLM's method for MXFP4 experts takes one of its own backends, and none runs without compiled kernels. When "
+        "gpt-oss is configured, opset registers a configuration for it by `register_quantization_config`. Its experts "
+        "have opset's method.",
+        "vllm_opset.platform.quantised_weights.configure_mxfp4",
+        has("vllm.model_executor.layers.quantization.register_quantization_config"),
+        changes=("vllm.model_executor.layers.quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG",),
+        hook=True,
+        worker=("cpu", "cuda"),
+    ),
+    Bridge(
         "second registry of layers",
         "The same for vLLM's second registry, of layers that depend on no device.",
         "vllm_opset.model.layers.register",

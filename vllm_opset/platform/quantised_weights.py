@@ -11,13 +11,19 @@ from vllm_opset.platform.refusals import Refusal, Rule, of_model
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-METHODS = ("fp8", "compressed-tensors")
+GPT_OSS = "gpt_oss_mxfp4"  # vLLM's name for the method mxfp4 in a checkpoint of gpt-oss
+METHODS = ("fp8", "compressed-tensors", GPT_OSS)
 # The types of 8 bits in compressed-tensors, and the groups of weights that share a scale.
 STRATEGIES = {"float": ("tensor", "channel", "block"), "int": ("tensor", "channel")}
+# Those of weights and activations of experts, which vLLM loads.
+OF_EXPERTS = {
+    "float": (("tensor", "tensor"), ("channel", "token"), ("block", "group")),
+    "int": (("channel", "token"),),
+}
 CURE = (
     "choose a checkpoint in float32, bfloat16 or float16, alone or with --quantization fp8, or one whose linear layers "
-    "are in fp8 e4m3 with scales per tensor, per channel or by blocks, or in symmetric int8 with scales per tensor or "
-    "per channel"
+    "and experts are in fp8 e4m3 with scales per tensor, per channel or by blocks, or in symmetric int8 with scales "
+    "per tensor or per channel, or gpt-oss with experts in MXFP4"
 )
 
 
@@ -38,16 +44,16 @@ def unserved(model: "ModelConfig") -> Iterator[str]:
         return
     if model.quantization not in METHODS:
         yield f"the method {model.quantization}"
-    if model.is_moe:
-        yield f"{model.quantization} experts"
     if getattr(model, "quantization_config", None) is not None:
         yield "--quantization-config"
     checkpoint = getattr(model.hf_config, "quantization_config", None) or {}
+    if checkpoint.get("store_dtype"):
+        yield f"experts in {checkpoint['store_dtype']}"
     if model.quantization == "compressed-tensors":
-        yield from _unserved_by_compressed_tensors(checkpoint)
+        yield from _unserved_by_compressed_tensors(checkpoint, model.is_moe)
 
 
-def _unserved_by_compressed_tensors(checkpoint: Mapping) -> Iterator[str]:
+def _unserved_by_compressed_tensors(checkpoint: Mapping, has_experts: bool) -> Iterator[str]:
     """checkpoint: the quantization_config of the model's config.json."""
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if checkpoint.get(key):
@@ -60,6 +66,11 @@ def _unserved_by_compressed_tensors(checkpoint: Mapping) -> Iterator[str]:
         elif activations is None or not _is_stored(activations, kind):
             of_x = "unquantised" if activations is None else _described(activations)
             yield f"{_described(weights)} weights for {of_x} activations ({name} of compressed-tensors)"
+        elif has_experts and (weights["strategy"], activations["strategy"]) not in OF_EXPERTS[kind]:
+            yield (
+                f"experts of {_described(weights)} weights for {_described(activations)} activations "
+                f"({name} of compressed-tensors)"
+            )
 
 
 def _is_stored(tensor: Mapping, kind: str | None) -> bool:
@@ -73,19 +84,32 @@ def _described(tensor: Mapping) -> str:
 
 
 QUANTISED_WEIGHTS = QuantisedWeights(
-    "quantised weights other than fp8 and int8", CURE, of_model(lambda model: any(unserved(model)))
+    "quantised weights other than fp8, int8 and MXFP4", CURE, of_model(lambda model: any(unserved(model)))
 )
 
 
 def verify(method: str, where: str) -> None:
-    """Raise Refusal for a method of quantisation of which no format is served."""
+    """Raise Refusal for a method of quantisation of which no format is served.
+
+    vLLM calls it before it makes the configuration of the method, which for gpt-oss is opset's own.
+    """
     if method not in METHODS:
         raise QUANTISED_WEIGHTS.of(f"the method {method}", where)
+    if method == GPT_OSS:
+        configure_mxfp4()
+
+
+def register(model: "ModelConfig") -> None:
+    """Let vLLM give its layers with quantised weights opset's kernels, before a model with such weights is built."""
+    if model.quantization in (None, GPT_OSS):  # the configuration of gpt-oss has its own experts
+        return
+    _register_linear()
+    if model.is_moe:
+        _register_experts()
 
 
 @functools.cache  # vLLM keeps what is registered for the life of the process
-def register() -> None:
-    """Let vLLM give its fp8 and int8 layers opset's kernels, before a model with quantised weights is built."""
+def _register_linear() -> None:
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.platforms.interface import PlatformEnum
 
@@ -96,3 +120,23 @@ def register() -> None:
     register_linear_kernel(OpsetInt8LinearKernel, PlatformEnum.OOT, "int8")
     compat.register_fp8_block_kernel(OpsetFp8LinearKernel)
     compat.quantise_weights(scaled_fp8_quant)
+
+
+@functools.cache
+def _register_experts() -> None:
+    # Imported late: vLLM's module of experts imports thousands of others.
+    from vllm_opset.model.quantised_experts import OpsetQuantisedExperts
+
+    compat.register_quantised_experts(OpsetQuantisedExperts)
+    compat.mark_missing_scales()
+
+
+@functools.cache
+def configure_mxfp4() -> None:
+    """Have vLLM configure gpt-oss's MXFP4 weights by opset's class."""
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    # Imported late: vLLM's module of experts imports thousands of others.
+    from vllm_opset.model.mxfp4_experts import OpsetMxfp4Config
+
+    register_quantization_config(GPT_OSS)(OpsetMxfp4Config)

@@ -19,8 +19,21 @@ class OpsetWorker(Reporting, PackingWorker):
 
             experts.register()
         super().load_model(**kwargs)
+        self._with_quantised_experts("bind")
         with set_current_vllm_config(self.vllm_config):
             layers.bind(self.model_runner.get_model(), self.model_config.dtype)
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        self._with_quantised_experts("make_room")
+        super().reload_weights(*args, **kwargs)
+        self._with_quantised_experts("bind")
+
+    def _with_quantised_experts(self, function: str) -> None:
+        """Call a function of `quantised_experts` with the model, if it has such experts."""
+        if self.model_config.is_moe and self.model_config.quantization is not None:
+            from vllm_opset.model import quantised_experts
+
+            getattr(quantised_experts, function)(self.model_runner.get_model())
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
         """No pool: memory comes from the system or PyTorch. vLLM's pool allocators are for its own platforms."""

@@ -24,6 +24,7 @@ DEEPSEEK = {
     "moe_intermediate_size": 32,
 }
 MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **SMALL, "num_local_experts": 4}
+GPT_OSS = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **SMALL, "num_local_experts": 4}
 MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], **SMALL, "state_size": 16}
 WHISPER = {
     "model_type": "whisper",
@@ -53,7 +54,9 @@ LLAVA = {
 }
 BACKENDS = {"linear_backend": "cutlass", "moe_backend": "triton"}
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+FP8_AND_MXFP4 = {"quantization_config": FP8["quantization_config"] | {"store_dtype": "mxfp4"}}
 GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}}
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 FP8_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
 FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 INT8_CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": False}
@@ -80,8 +83,18 @@ def test_what_is_supported_is_configured(configure):
     [FP8, compressed(FP8_CHANNEL, FP8_TOKEN), compressed(INT8_CHANNEL, INT8_TOKEN)],
     ids=["fp8", "fp8 of compressed-tensors", "int8"],
 )
-def test_weights_of_eight_bits_are_not_refused(quantised, configure):
-    assert configure(LLAMA | quantised, dtype="bfloat16").model_config.quantization is not None
+@pytest.mark.parametrize("model", [LLAMA, MIXTRAL], ids=["dense", "experts"])
+def test_weights_of_eight_bits_are_not_refused(model, quantised, configure):
+    assert configure(model | quantised, dtype="bfloat16").model_config.quantization is not None
+
+
+def test_mxfp4_weights_of_gpt_oss_are_not_refused(configure):
+    """vLLM sets a captured step for this model, which must not be taken for a user's."""
+    config = configure(GPT_OSS | MXFP4, dtype="float32")
+    assert type(config.quant_config).__name__ == "OpsetMxfp4Config"
+    assert config.compilation_config.max_cudagraph_capture_size in (None, 0)
+    with pytest.raises(Refusal, match="--max-cudagraph-capture-size"):
+        configure(GPT_OSS, compilation_config={"max_cudagraph_capture_size": 1024})
 
 
 def test_expert_parallelism_is_not_refused(configure):
@@ -108,6 +121,7 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         ("multimodal", "choose another model", WHISPER, {}),
         ("multimodal", "choose another model", LLAVA, {}),  # its module imports torchvision
         ("quantised weights with the method .*gptq", "--quantization fp8", LLAMA | GPTQ, {}),
+        ("quantised weights with the method .*mxfp4", "gpt-oss with experts in MXFP4", LLAMA | MXFP4, {}),
         ("quantised weights with 4-bit int group weights", "fp8 e4m3", LLAMA | compressed(INT4, None), {}),
         (
             "8-bit int channel weights for asymmetric 8-bit int token activations",
@@ -121,6 +135,14 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
             LLAMA | compressed(FP8_CHANNEL, None),
             {},
         ),
+        ("quantised weights with the method .*gptq", "--quantization fp8", MIXTRAL | GPTQ, {}),
+        (
+            "experts of 8-bit float tensor weights for 8-bit float token activations",
+            "fp8 e4m3",
+            MIXTRAL | compressed(FP8_CHANNEL | {"strategy": "tensor"}, FP8_TOKEN),
+            {},
+        ),
+        ("experts in mxfp4", "fp8 e4m3", MIXTRAL | FP8_AND_MXFP4, {}),
         ("quantised weights with a kv_cache_scheme", "fp8 e4m3", LLAMA | compressed(FP8_CHANNEL, FP8_TOKEN, True), {}),
         ("LoRA", "--enable-lora", LLAMA, {"enable_lora": True}),
         (

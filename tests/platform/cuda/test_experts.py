@@ -10,8 +10,11 @@ import torch
 from paged_launches import Recorder
 
 from vllm_opset import ops, selection, targets
+from vllm_opset.kernel import kernels_of
+from vllm_opset.model.experts import Experts, multiply
 from vllm_opset.ops.contract import DTYPES
 from vllm_opset.ops.moe.route import RouteProblem
+from vllm_opset.ops.schemes import FP8, MXFP4, PER_ROW, PER_TENSOR, GroupShape, Quantised, Scheme
 from vllm_opset.platform.refusals import check_graphs
 from vllm_opset.targets import Target
 
@@ -22,21 +25,28 @@ pytestmark = pytest.mark.skipif(
 
 NUM_STEPS = 200
 HIDDEN_SIZE, WIDTH = 64, 32
-# Experts, those of a token, and the most tokens of a step.
+# Experts, those of a token, the most tokens of a step, and the dtype of the weights.
 MODELS = {
-    "Qwen3-MoE": (128, 8, 8192),
-    "Mixtral": (8, 2, 2048),
-    "Qwen2-MoE": (60, 4, 5000),
-    "six of 160": (160, 6, 3000),
-    "OLMoE, small steps": (64, 8, 100),
+    "Qwen3-MoE": (128, 8, 8192, torch.bfloat16),
+    "Mixtral": (8, 2, 2048, torch.bfloat16),
+    "Qwen2-MoE": (60, 4, 5000, torch.bfloat16),
+    "six of 160": (160, 6, 3000, torch.bfloat16),
+    "OLMoE, small steps": (64, 8, 100, torch.bfloat16),
+    "Qwen3-MoE, fp8": (128, 8, 8192, FP8),
+    "gpt-oss, MXFP4": (32, 4, 8192, torch.uint8),
 }
 KERNELS = {
     "route": ("_route",),
     "permute": ("_count", "_place"),
     "grouped_gemm": ("_grouped_gemm",),
+    "_scaled_grouped_gemm": ("_scaled_grouped_gemm",),
+    "_mxfp4_grouped_gemm": ("_mxfp4_grouped_gemm",),
+    "quantise": ("_quantise",),
     "combine": ("_combine",),
     "_activation": ("_gated",),
 }
+# The kernels of each dtype of the weights; the others multiply by weights as they are.
+OF_WEIGHTS = {FP8: {"_scaled_grouped_gemm", "_quantise"}, torch.uint8: {"_mxfp4_grouped_gemm"}}
 
 
 @pytest.fixture
@@ -63,40 +73,50 @@ def launched(monkeypatch):
     return found
 
 
-def experts_layer(num_experts: int, top_k: int) -> torch.nn.Module:
-    """A layer of experts with the attributes that the method reads. Its kernels are those for GPUs."""
-    from vllm_opset.kernel import kernels_of
-    from vllm_opset.model.experts import ExpertsMethod
-
-    method = ExpertsMethod.__new__(ExpertsMethod)
-    torch.nn.Module.__init__(method)
-    method.moe = SimpleNamespace(router_logits_dtype=torch.float32)
-    method._route = {torch.float32: kernels_of("route")["triton"].run}
-    method._experts, method._arguments = {torch.bfloat16: kernels_of("fused_experts")["triton"].run}, {}
+def experts_layer(num_experts: int, top_k: int, stored: torch.dtype) -> torch.nn.Module:
+    """A layer of experts with the attributes that its experts read. Its kernels are those for GPUs."""
     layer = torch.nn.Module()
-    layer.w13_weight = torch.nn.Parameter(torch.zeros(num_experts, 2 * WIDTH, HIDDEN_SIZE, dtype=torch.bfloat16))
-    layer.w2_weight = torch.nn.Parameter(torch.zeros(num_experts, HIDDEN_SIZE, WIDTH, dtype=torch.bfloat16))
-    layer.quant_method, layer.custom_routing_function, layer.use_grouped_topk = method, None, False
+    values = 2 if stored is torch.uint8 else 1  # of an element
+    w13 = torch.zeros(num_experts, 2 * WIDTH, HIDDEN_SIZE // values)
+    w2 = torch.zeros(num_experts, HIDDEN_SIZE, WIDTH // values)
+    layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(weight.to(stored), False) for weight in (w13, w2))
+    layer.activation, layer.apply_router_weight_on_input, layer.expert_map = SimpleNamespace(value="silu"), False, None
+    layer.swiglu_limit = layer.swiglu_alpha = layer.swiglu_beta = None
+    layer.custom_routing_function, layer.use_grouped_topk = None, False
     layer.top_k, layer.global_num_experts, layer.num_expert_group = top_k, num_experts, None
     layer.scoring_func, layer.renormalize, layer.routed_scaling_factor = "softmax", True, 1.0
     layer.e_score_correction_bias = None
+    moe = SimpleNamespace(router_logits_dtype=torch.float32, in_dtype=torch.bfloat16)
+    how = {}
+    if stored is FP8:
+        scale = torch.ones(num_experts, 1, 1)
+        how = {"w1_scale": scale, "w2_scale": scale, "out_dtype": torch.bfloat16, "quant_dtype": FP8}
+        how |= {"scheme": Scheme(Quantised(FP8, PER_TENSOR), Quantised(FP8, PER_ROW)), "group_shape": list(PER_ROW)}
+    if stored is torch.uint8:
+        scales = (torch.zeros(*weight.shape[:2], weight.shape[2] // 16).to(stored) for weight in (w13, w2))
+        how = {**dict(zip(("w1_scale", "w2_scale"), scales, strict=True)), "out_dtype": torch.bfloat16}
+        how |= {"scheme": Scheme(MXFP4)}
+    experts = Experts(layer, moe, **how)
+    experts._route[torch.float32] = kernels_of("route")["triton"].run
+    experts._experts[torch.bfloat16] = kernels_of("fused_experts")["triton"].run
+    layer.quant_method = SimpleNamespace(opset_experts=experts)
     return layer
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_all_that_serving_launches_was_launched_before(model, launched):
-    from vllm_opset.model import experts
-
-    num_experts, top_k, most_tokens = MODELS[model]
-    layer = experts_layer(num_experts, top_k)
-    experts.multiply(torch.nn.ModuleList([layer]), most_tokens)
+    num_experts, top_k, most_tokens, stored = MODELS[model]
+    layer = experts_layer(num_experts, top_k, stored)
+    multiply(torch.nn.ModuleList([layer]), most_tokens)
     warm = set(launched)
-    assert {name for name, *_ in warm} >= {name for names in KERNELS.values() for name in names} - {"_count"}
+    own = OF_WEIGHTS.get(stored, {"_grouped_gemm"})
+    others = {"_grouped_gemm"}.union(*OF_WEIGHTS.values()) - own
+    assert {name for name, *_ in warm} >= {name for names in KERNELS.values() for name in names} - {"_count"} - others
     draw = random.Random(0)
     for _ in range(NUM_STEPS):
         num_tokens = min(most_tokens, draw.randint(1, draw.choice((16, 300, most_tokens))))
         x = torch.zeros(num_tokens, HIDDEN_SIZE, dtype=torch.bfloat16)
-        layer.quant_method.apply_monolithic(layer, x, torch.zeros(num_tokens, num_experts))
+        layer.quant_method.opset_experts(x, torch.zeros(num_tokens, num_experts))
         assert launched == warm, f"{num_tokens} tokens"
 
 
@@ -111,10 +131,11 @@ def test_few_tokens_decode(num_tokens, variant):
 
 @pytest.mark.parametrize("target", ["nvidia/sm80", "nvidia/sm90", "nvidia/sm120"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gpu_gets_kernels_that_a_graph_can_capture(target, dtype):
+@pytest.mark.parametrize("weight", [None, Quantised(FP8, GroupShape(128, 128))], ids=str)
+def test_a_gpu_gets_kernels_that_a_graph_can_capture(target, dtype, weight):
     problems = {
         ops.route: RouteProblem("cuda", dtype, 128, 8),
-        ops.fused_experts: ops.fused_experts.problem("cuda", dtype),
+        ops.fused_experts: ops.fused_experts.problem("cuda", dtype, Scheme(weight)),
     }
     with targets.instead(Target(*target.split("/"))):
         choices = [selection.select(op, problem) for op, problem in problems.items()]

@@ -12,12 +12,12 @@ from vllm.config import CompilationMode
 
 from vllm_opset.platform.cuda.refusals import EARLY_RULES, RULES
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
-from vllm_opset.platform.refusals import EXPERT_PARALLELISM, Refusal, check, fusions
 from vllm_opset.platform.refusals import RULES as COMMON
+from vllm_opset.platform.refusals import Refusal, check, fusions
 
 pytestmark = pytest.mark.window
 # Rules that some platforms share.
-SHARED = (EXPERT_PARALLELISM, QUANTISED_WEIGHTS)
+SHARED = (QUANTISED_WEIGHTS,)
 
 
 @pytest.fixture
@@ -31,11 +31,13 @@ def config(configure):
 
 
 FP8 = {"model_config.quantization": "fp8"}
+MXFP4 = {"model_config.quantization": "gpt_oss_mxfp4"}
 REFUSED = [
     ("speculative decoding with a model that drafts", {"speculative_config": SimpleNamespace(method="eagle")}),
     ("a KV cache in this dtype", {"cache_config.cache_dtype": "fp8_e5m2"}),
     ("weight offloading by a view", {"offload_config.uva.cpu_offload_gb": 4.0}),
     ("quantised weights with the method gptq", {"model_config.quantization": "gptq"}),
+    ("MXFP4 weights in another dtype", {**MXFP4, "model_config.dtype": torch.float32}),
     ("offloading of quantised weights", {**FP8, "offload_config.prefetch.offload_group_size": 2}),
 ]
 
@@ -55,8 +57,7 @@ OWN_WITH_EXPERTS = [
     ("offloading the weights of mixtures of experts", "offload_config.prefetch.offload_group_size", 2),
 ]
 COMMON_WITH_EXPERTS = [
-    ("expert parallelism: leave out --enable-expert-parallel", "parallel_config.enable_expert_parallel", True),
-    ("quantised weights with fp8 experts", "model_config.quantization", "fp8"),
+    ("quantised weights with the method gptq", "model_config.quantization", "gptq"),
 ]
 
 
@@ -76,8 +77,10 @@ def test_every_rule_of_its_own_is_tested():
     assert all(any(feature in rule for feature in tried) for rule in own) and len(own) == len(tried)
 
 
-def test_fp8_weights_are_served(config):
-    config.model_config.quantization = FP8["model_config.quantization"]
+@pytest.mark.parametrize("quantisation", [FP8, MXFP4])
+def test_fp8_and_mxfp4_weights_are_served(quantisation, config):
+    config.model_config.quantization = quantisation["model_config.quantization"]
+    config.model_config.dtype = torch.bfloat16
     check(RULES, config, "here")
 
 

@@ -1,6 +1,7 @@
 """fused_experts on tokens sorted by expert: two products for each expert that has tokens.
 
 A CPU can read the number of each expert's tokens, so no block is padded and no weight of an idle expert is read.
+Quantised weights are dequantised once, as for `linear`.
 """
 
 import torch
@@ -9,11 +10,41 @@ import torch.nn.functional as F
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.ops.moe import _activations
-from vllm_opset.ops.moe.fused_experts import check_arguments
+from vllm_opset.ops.moe._quantised import as_stored, check_scale, weight_of
+from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
 from vllm_opset.ops.moe.permute import places
+from vllm_opset.ops.schemes import FP4, FP8, INT8, values_shape
 
 
-@kernel(ops.fused_experts, name="cpu")
+def supports(problem: FusedExpertsProblem) -> str | None:
+    """fp32, bf16 and fp16; fp8 e4m3, int8 and MXFP4 weights, dequantised once."""
+    weight = problem.scheme.weight
+    known = weight is None or weight.dtype in (FP8, INT8, FP4)
+    return None if known else f"it dequantises fp8 e4m3, int8 and MXFP4, not {weight}"
+
+
+def dequantised_w1(w1: torch.Tensor, w1_scale=None, out_dtype=None, **others) -> torch.Tensor:
+    return _dequantised("w1_scale", w1, w1_scale, out_dtype)
+
+
+def dequantised_w2(w2: torch.Tensor, w2_scale=None, out_dtype=None, **others) -> torch.Tensor:
+    return _dequantised("w2_scale", w2, w2_scale, out_dtype)
+
+
+def _dequantised(
+    name: str, weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Weights times their scales, in `dtype`. Weights without a scale stay as they are."""
+    if scale is None or dtype is None:
+        return weight
+    check_scale(name, weight, scale)
+    out = weight.new_empty(values_shape(weight, scale), dtype=dtype)
+    for expert in range(len(weight)):
+        out[expert] = weight_of(weight, scale, expert, dtype)
+    return out
+
+
+@kernel(ops.fused_experts, name="cpu", supports=supports, prepare={"w1": dequantised_w1, "w2": dequantised_w2})
 def fused_experts(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -29,11 +60,18 @@ def fused_experts(
     swiglu_alpha: float | None = None,
     swiglu_beta: float | None = None,
     shared_output: torch.Tensor | None = None,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    quant_dtype: torch.dtype | None = None,
+    group_shape: list[int] | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
     check_arguments(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-        shared_output,
+        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale,
     )  # fmt: skip
     # The absent expert −1 comes first; its choices keep a result of zero.
     order, sizes = _by_expert(places(topk_ids, expert_map).flatten() + 1, len(w1) + 1)
@@ -41,7 +79,9 @@ def fused_experts(
     weights = topk_weights.flatten()
     if apply_router_weight_on_input:
         x *= weights[order].unsqueeze(1)
+    x = as_stored(x, quant_dtype, group_shape, a1_scale)
     middle = act(_products(x, w1, w1_bias, sizes), **parameters)
+    middle = as_stored(middle, quant_dtype, group_shape, a2_scale)
     results = hidden_states.new_empty(x.shape)
     results[order] = _products(middle, w2, w2_bias, sizes)
     results = results.view(*topk_ids.shape, results.shape[1]).float()

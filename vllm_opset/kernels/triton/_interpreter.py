@@ -1,8 +1,9 @@
 """Makes Triton's interpreter compute like a GPU, so that kernels need no branch for the interpreter.
 
 The interpreter of Triton 3.6 and 3.7 converts between float formats by truncation instead of rounding to nearest even.
-It multiplies the bit patterns of bfloat16 matrices as integers. It rounds the product of a fused multiply-add. It calls
-the function of a reduction once for each element. Each patch states a test for a Triton that no longer needs it.
+It multiplies the bit patterns of bfloat16 matrices as integers, and has no dot_scaled. It rounds the product of a fused
+multiply-add. It calls the function of a reduction once for each element. Each patch states a test for a Triton that no
+longer needs it.
 """
 
 import numpy as np
@@ -11,6 +12,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from vllm_opset.ops import _samples
+from vllm_opset.ops.schemes import dequantise
 
 _TORCH = {
     tl.float16: torch.float16,
@@ -26,6 +28,7 @@ def patch() -> None:
     """Installs the patches. Once is enough."""
     interpreter._convert_float = _convert_float
     interpreter.InterpreterBuilder.create_dot = _create_dot
+    interpreter.InterpreterBuilder.create_dot_scaled = _create_dot_scaled
     interpreter.InterpreterBuilder.create_fma = _create_fma
     interpreter.ReduceOps.generic_reduce = _generic_reduce
     _samples.DRAWS = 16  # a launch takes as long as ten thousand on a GPU
@@ -47,6 +50,15 @@ def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, roundin
 def _create_dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
     """a @ b + d, in d's format. Not needed once the original gives 2 for a bfloat16 1 @ 2."""
     product = np.matmul(_values(a), _values(b), dtype=d.data.dtype)
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+def _create_dot_scaled(
+    builder, a, a_scale, a_format, b, b_scale, b_format, fast_math, a_packed, b_packed, d
+) -> interpreter.TensorHandle:
+    """a times MXFP4 b, + d, in fp32. Not needed once the original has dot_scaled."""
+    packed, scale = (torch.from_numpy(np.ascontiguousarray(data)) for data in (b.data.T.view(np.uint8), b_scale.data))
+    product = np.matmul(_values(a), dequantise(packed, scale.view(torch.uint8), torch.float32).numpy().T)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 

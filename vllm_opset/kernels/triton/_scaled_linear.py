@@ -46,15 +46,15 @@ def scaled_linear(
     """The product of the contract, for arguments that were checked."""
     (outputs, columns), rows = weight.shape, x.reshape(-1, x.shape[-1])
     out = x.new_empty((*x.shape[:-1], outputs), dtype=out_dtype)
-    weight_group, w_strides = _group(weight, weight_scale)
-    x_group, x_strides = ((1, columns), (0, 0)) if x_scale is None else _group(x, x_scale)
+    weight_group, w_strides = scale_group(weight, weight_scale)
+    x_group, x_strides = ((1, columns), (0, 0)) if x_scale is None else scale_group(x, x_scale)
     native = x_scale is not None and FP8_FEATURE in _launch.target(x.device).features
     # A tile has one scale along the columns: whole groups are as long as a row, which the last tile may exceed.
     widths = [group[1] for group in (weight_group, x_group) if group[1] < columns]
     tokens = min(max(_launch.next_power_of_2(len(rows)), TOKENS[0]), TOKENS[1])
     grid = (_launch.cdiv(len(rows), tokens), _launch.cdiv(outputs, OUTPUTS))
     _scaled_linear[grid](
-        *map(_bits, (rows, weight)), bias, out, weight_scale, x_scale, len(rows), outputs,
+        *map(bits, (rows, weight)), bias, out, weight_scale, x_scale, len(rows), outputs,
         rows.stride(0), rows.stride(1), weight.stride(0), *w_strides, *x_strides,
         COLUMNS=columns, W_ROWS=weight_group[0], W_COLUMNS=weight_group[1], X_COLUMNS=x_group[1], NATIVE=native,
         BLOCK_T=tokens, BLOCK_N=OUTPUTS, BLOCK_K=min([COLUMNS, *widths]), num_warps=WARPS, num_stages=STAGES,
@@ -63,12 +63,12 @@ def scaled_linear(
     return out
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     """An fp8 tensor as bytes: not every target's compiler knows the type, and the interpreter has no zero of it."""
     return tensor.view(torch.uint8) if tensor.dtype is FP8 else tensor
 
 
-def _group(tensor: torch.Tensor, scale: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def scale_group(tensor: torch.Tensor, scale: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The rows and columns that share a scale, and the strides from scale to scale: 0 where there is one scale."""
     group = group_of(tensor.shape, scale)
     extents = (max(size, 1) if of == WHOLE else of for of, size in zip(group, tensor.shape, strict=True))
@@ -88,7 +88,7 @@ def _widened(bits, dtype: tl.constexpr):
 
 
 @triton.jit
-def _product(a, b, QUANTISED: tl.constexpr, NATIVE: tl.constexpr):
+def product_of(a, b, QUANTISED: tl.constexpr, NATIVE: tl.constexpr):
     """The product of stored values, in fp32. fp8 comes as bytes."""
     if b.dtype == tl.int8:
         if QUANTISED:
@@ -123,7 +123,7 @@ def _scaled_linear(
         inside = column < COLUMNS
         a = tl.load(x + column[None, :] * x_column_stride, is_token[:, None] & inside[None, :], 0)
         b = tl.load(weight + column[:, None], inside[:, None] & is_output[None, :], 0)
-        product = _product(a, b, x_scale is not None, NATIVE)
+        product = product_of(a, b, x_scale is not None, NATIVE)
         scales = weight_scale + output // W_ROWS * ws_row + first // W_COLUMNS * ws_column
         product *= tl.load(scales, is_output, 0.0)[None, :]
         if x_scale is not None:

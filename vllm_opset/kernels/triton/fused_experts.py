@@ -1,4 +1,6 @@
-"""fused_experts as the composition of the other ops of experts: permute, grouped_gemm, an activation, and combine.
+"""fused_experts as the composition of other ops: permute, grouped_gemm, an activation, and combine.
+
+If the scheme quantises activations, quantise comes before each product, or the product quantises its own.
 
 - `decode`: few choices for each expert, in blocks of the fewest rows that tensor cores take.
 - `prefill`: more choices, in larger blocks.
@@ -10,20 +12,24 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _supports
+from vllm_opset.kernels.triton import _launch, _mxfp4_grouped_gemm, _scaled_grouped_gemm, _supports
 from vllm_opset.kernels.triton.combine import combine
 from vllm_opset.kernels.triton.gelu import gelu
 from vllm_opset.kernels.triton.gelu_and_mul import gelu_and_mul
 from vllm_opset.kernels.triton.gelu_tanh import gelu_tanh
-from vllm_opset.kernels.triton.grouped_gemm import LEAST_ROWS, grouped_gemm
+from vllm_opset.kernels.triton.grouped_gemm import LEAST_ROWS, multiply
 from vllm_opset.kernels.triton.permute import permute
+from vllm_opset.kernels.triton.quantise import quantise
+from vllm_opset.kernels.triton.quantise import supports as can_quantise
 from vllm_opset.kernels.triton.relu2 import relu2
 from vllm_opset.kernels.triton.silu_and_mul import silu_and_mul
 from vllm_opset.kernels.triton.silu_and_mul_with_clamp import silu_and_mul_with_clamp
 from vllm_opset.kernels.triton.swigluoai_and_mul import swigluoai_and_mul
 from vllm_opset.kernels.triton.swiglustep_and_mul import swiglustep_and_mul
 from vllm_opset.ops.moe import _activations
-from vllm_opset.ops.moe.fused_experts import check_arguments
+from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
+from vllm_opset.ops.quantisation.quantise import QuantiseProblem
+from vllm_opset.ops.schemes import FP8, MXFP4, PER_TENSOR, is_mxfp4
 from vllm_opset.variants import Variant, Variants
 
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -33,6 +39,8 @@ ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
         swiglustep_and_mul,
     )
 }  # fmt: skip
+# Of a group that one tile of a product holds.
+COLUMNS = (32, 64, 128)
 
 
 def choices_per_expert(hidden_states, w1, w2, topk_weights, topk_ids, *_, **__) -> int:
@@ -51,7 +59,41 @@ def fit_one_block(mean: int) -> bool:
 VARIANTS = Variants(choices_per_expert, Variant("decode", suits=fit_one_block), Variant("prefill"))
 
 
-@kernel(ops.fused_experts, name="triton", supports=_supports.floats, variants=VARIANTS)
+def supports(problem: FusedExpertsProblem) -> str | None:
+    """fp32, bf16 and fp16, accumulated in fp32; fp8 e4m3 and int8 weights, with scales for 32 columns or more, and
+    activations as they are or, where the target converts to their dtype, quantised; MXFP4 weights for bf16.
+    """
+    if problem.scheme.weight == MXFP4:
+        return _mxfp4_grouped_gemm.supports(problem, problem.scheme)
+    reason, stored = _supports.floats(problem) or _scaled_grouped_gemm.supports(problem), problem.scheme.activation
+    if reason is not None or stored is None:
+        return reason
+    # The length of rows does not matter: those of models are shorter than what a program holds.
+    static, columns = stored.group == PER_TENSOR, max(stored.group.columns, 1)
+    return can_quantise(
+        QuantiseProblem(
+            problem.device, problem.dtype, stored.dtype, stored.group, static, columns, target=problem.target
+        )
+    )
+
+
+def w1_scale_by_columns(w1_scale: torch.Tensor, **others) -> torch.Tensor:
+    return _by_columns(w1_scale, others.get("w1"))
+
+
+def w2_scale_by_columns(w2_scale: torch.Tensor, **others) -> torch.Tensor:
+    return _by_columns(w2_scale, others.get("w2"))
+
+
+def _by_columns(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The scales of MXFP4 weights as the kernel reads them. Others stay as they are."""
+    return _mxfp4_grouped_gemm.by_columns(scale) if is_mxfp4(weight, scale) else scale
+
+
+PREPARE = {"w1_scale": w1_scale_by_columns, "w2_scale": w2_scale_by_columns}
+
+
+@kernel(ops.fused_experts, name="triton", supports=supports, prepare=PREPARE, variants=VARIANTS)
 def fused_experts(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -67,21 +109,35 @@ def fused_experts(
     swiglu_alpha: float | None = None,
     swiglu_beta: float | None = None,
     shared_output: torch.Tensor | None = None,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    quant_dtype: torch.dtype | None = None,
+    group_shape: list[int] | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
     variant: str | None = None,
 ) -> torch.Tensor:
     act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
     check_arguments(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-        shared_output,
+        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale,
     )  # fmt: skip
     mean = choices_per_expert(hidden_states, w1, w2, topk_weights, topk_ids)
     picked = VARIANTS.pick(mean, variant)
-    block_size = _launch.parameters(f"fused_experts_{picked}", hidden_states.device, mean)["block"]
-    order = permute(topk_ids, len(w1), block_size, expert_map)
+    values = _launch.parameters(f"fused_experts_{picked}", hidden_states.device, mean)
+    order = permute(topk_ids, len(w1), values["block"], expert_map)
     x, weights = hidden_states, topk_weights
     if apply_router_weight_on_input:
         x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
-    middle = grouped_gemm(x, w1, *order, topk_ids.shape[1], w1_bias, variant=picked)
-    middle = ACTIVATIONS[act.name](middle, **parameters)
-    results = grouped_gemm(middle, w2, *order, 1, w2_bias, variant=picked)
+    # The columns that a program can quantise itself.
+    columns = group_shape[1] if values["in_product"] and quant_dtype is FP8 and group_shape[1] in COLUMNS else None
+
+    def product(x, weight, top_k, bias, weight_scale, x_scale) -> torch.Tensor:
+        if quant_dtype is not None and columns is None:
+            x, x_scale = quantise(x, quant_dtype, group_shape, x_scale)
+        return multiply(x, weight, *order, top_k, bias, weight_scale, x_scale, hidden_states.dtype, picked, columns)
+
+    middle = product(x, w1, topk_ids.shape[1], w1_bias, w1_scale, a1_scale)
+    results = product(ACTIVATIONS[act.name](middle, **parameters), w2, 1, w2_bias, w2_scale, a2_scale)
     return combine(results.view(*topk_ids.shape, hidden_states.shape[1]), weights, shared_output)

@@ -15,9 +15,10 @@ import triton.language as tl
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _supports
+from vllm_opset.kernels.triton import _launch, _mxfp4_grouped_gemm, _scaled_grouped_gemm, _supports
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.ops.moe.grouped_gemm import check_arguments
+from vllm_opset.ops.moe.grouped_gemm import GroupedGemmProblem, check_arguments
+from vllm_opset.ops.schemes import MXFP4, is_mxfp4
 from vllm_opset.variants import Variant, Variants
 
 LEAST_ROWS, MOST_ROWS = 16, 128  # of a tile: what tensor cores take, and what registers hold
@@ -30,14 +31,23 @@ class Call(NamedTuple):
     block_size: int
 
 
-def describe(x, weight, sorted_token_ids, expert_ids, top_k, bias=None) -> Call:
+def supports(problem: GroupedGemmProblem) -> str | None:
+    """fp32, bf16 and fp16, accumulated in fp32; fp8 e4m3 and int8 weights, with scales for 32 columns or more; MXFP4
+    weights for bf16.
+    """
+    if problem.scheme.weight == MXFP4:
+        return _mxfp4_grouped_gemm.supports(problem, problem.scheme)
+    return _supports.floats(problem) or _scaled_grouped_gemm.supports(problem)
+
+
+def describe(x, weight, sorted_token_ids, expert_ids, *_, **__) -> Call:
     return Call(len(sorted_token_ids) // max(len(expert_ids), 1))
 
 
 VARIANTS = Variants(describe, Variant("decode", can=lambda call: call.block_size <= LEAST_ROWS), Variant("prefill"))
 
 
-@kernel(ops.grouped_gemm, name="triton", supports=_supports.floats, variants=VARIANTS)
+@kernel(ops.grouped_gemm, name="triton", supports=supports, variants=VARIANTS)
 def grouped_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -45,16 +55,40 @@ def grouped_gemm(
     expert_ids: torch.Tensor,
     top_k: int,
     bias: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     variant: str | None = None,
 ) -> torch.Tensor:
-    block_size = check_arguments(x, weight, sorted_token_ids, expert_ids, top_k, bias)
-    num_outputs, columns = weight.shape[1:]
+    return multiply(x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype, variant)
+
+
+def multiply(
+    x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype, variant,
+    quantised_columns: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """grouped_gemm. quantised_columns: of x, as it is, that programs quantise together to fp8, for weights in fp8."""
+    block_size = check_arguments(x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype)
+    num_outputs, columns = weight.shape[1], x.shape[1]
     num_choices = x.shape[0] * top_k
-    out = x.new_empty((num_choices, num_outputs))
+    out = x.new_empty((num_choices, num_outputs), dtype=out_dtype or x.dtype)
     if not len(expert_ids):
         return out
     picked = VARIANTS.of(variant, x, weight, sorted_token_ids, expert_ids, top_k)
-    launch = _tile(picked, block_size, len(expert_ids), num_outputs, columns, x)
+    packed = is_mxfp4(weight, weight_scale)
+    launch = _tile(picked, block_size, len(expert_ids), weight, packed)
+    if packed:
+        _mxfp4_grouped_gemm.launch(
+            x, weight, bias, sorted_token_ids, expert_ids, out, top_k, block_size, weight_scale, launch,
+            read_once=picked == "decode",
+        )  # fmt: skip
+        return out
+    if weight_scale is not None:
+        _scaled_grouped_gemm.launch(
+            x, weight, bias, sorted_token_ids, expert_ids, out, top_k, block_size, weight_scale, x_scale, launch,
+            read_once=picked == "decode", quantised_columns=quantised_columns,
+        )  # fmt: skip
+        return out
     tiles = _launch.cdiv(block_size, launch["BLOCK_M"])
     num_tiles = len(expert_ids) * tiles
     _grouped_gemm[(num_tiles * _launch.cdiv(num_outputs, launch["BLOCK_N"]),)](
@@ -65,17 +99,19 @@ def grouped_gemm(
     return out
 
 
-def _tile(
-    variant: str, block_size: int, num_blocks: int, num_outputs: int, columns: int, x: torch.Tensor
-) -> dict[str, int]:
-    """Launch arguments: the sizes of a tile, which are not larger than what there is to multiply."""
-    size = num_blocks if variant == "decode" else block_size
-    values = _launch.parameters(f"grouped_gemm_{variant}", x.device, size)
-    width = max(LEAST_COLUMNS, min(values["bytes"] // x.element_size(), _launch.next_power_of_2(columns)))
+def _tile(variant: str, block_size: int, num_blocks: int, weight: torch.Tensor, packed: bool) -> dict[str, int]:
+    """Launch arguments: the sizes of a tile, which are not larger than what there is to multiply.
+
+    packed: whether a byte of the weight holds two values.
+    """
+    size, (num_outputs, elements) = num_blocks if variant == "decode" else block_size, weight.shape[1:]
+    launch = "mxfp4_grouped_gemm" if packed else "grouped_gemm" if weight.element_size() > 1 else "scaled_grouped_gemm"
+    values = _launch.parameters(f"{launch}_{variant}", weight.device, size)
+    width = min(values["bytes"] // weight.element_size(), _launch.next_power_of_2(elements)) * (2 if packed else 1)
     return {
         "BLOCK_M": min(max(LEAST_ROWS, _launch.next_power_of_2(block_size)), MOST_ROWS),
         "BLOCK_N": max(LEAST_COLUMNS, min(values["outputs"], _launch.next_power_of_2(num_outputs))),
-        "BLOCK_K": width,
+        "BLOCK_K": max(LEAST_COLUMNS, width),
         "GROUP": values["group"],
         "num_warps": values["warps"],
         "num_stages": values["stages"],

@@ -1,18 +1,34 @@
 """fused_experts: the work of a layer's experts on all tokens, from the chosen experts to the weighted sum.
 
-Semantics: vLLM's `fused_experts` with unquantised weights, and `moe_sum` with the shared experts added. It is the
-composition of `permute`, `grouped_gemm`, an activation, `grouped_gemm` and `combine`.
+Semantics: vLLM's `fused_experts`, and `moe_sum` with the shared experts added. It is the composition of `permute`,
+`grouped_gemm`, an activation, `grouped_gemm` and `combine`. By some schemes, `quantise` comes before each product.
 """
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
-from vllm_opset.ops.moe import _activations
+from vllm_opset.ops.gemm._quantised import BLOCK, ROUNDED_FACTORS, TOKEN_BLOCK
+from vllm_opset.ops.moe import _activations, _quantised
 from vllm_opset.ops.moe.permute import ABSENT, choices, map_of_half, places
+from vllm_opset.ops.schemes import (
+    FP4,
+    FP8,
+    INT8,
+    MXFP4,
+    NONE,
+    PER_ROW,
+    PER_TENSOR,
+    GroupShape,
+    Quantised,
+    Scheme,
+    values_shape,
+)
 
 # An intermediate value has half a unit in the last place of error. Each result sums hundreds of them, of both signs, so
 # that these errors add up to about one such unit of the results' order, which is 1.
@@ -25,7 +41,14 @@ TOLERANCES = {
 }
 
 
-@op(tolerances=TOLERANCES)
+@dataclass(frozen=True)
+class FusedExpertsProblem(Problem):
+    """dtype: of hidden states and the result. scheme: how the weights and the factors of both products are stored."""
+
+    scheme: Scheme = NONE
+
+
+@op(problem=FusedExpertsProblem, prepared=("w1", "w2", "w1_scale", "w2_scale", "out_dtype"), tolerances=TOLERANCES)
 def fused_experts(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -41,30 +64,44 @@ def fused_experts(
     swiglu_alpha: float | None = None,
     swiglu_beta: float | None = None,
     shared_output: torch.Tensor | None = None,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    quant_dtype: torch.dtype | None = None,
+    group_shape: list[int] | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y[t] = Σ_k topk_weights[t, k] · expert(e = topk_ids[t, k])(hidden_states[t]) + shared_output[t].
 
     expert(e)(x) = w2[e] · act(w1[e] · x + w1_bias[e]) + w2_bias[e]. With apply_router_weight_on_input, x is multiplied
     by the weight before, and the result is not.
 
-    hidden_states: [num_tokens, hidden_size], rows dense. w1: [num_experts, 2 * d, hidden_size] for a gated activation,
-    whose gate comes first ("swigluoai": gate and up alternate), [num_experts, d, hidden_size] for one without a gate.
-    w2: [num_experts, hidden_size, d]. w1_bias: [num_experts, 2 * d or d], w2_bias: [num_experts, hidden_size].
-    shared_output: [num_tokens, hidden_size], the result of shared experts. All of hidden_states' dtype, weights and
-    biases contiguous. topk_weights: fp32, topk_ids: int32, both contiguous [num_tokens, top_k].
+    `hidden_states`: [num_tokens, hidden_size], rows dense. `w1`: [num_experts, 2 * d, hidden_size] for a gated
+    activation. Its gate comes first ("swigluoai": gate and up alternate). Without a gate, it has d rows for an expert.
+    `w2`: [num_experts, hidden_size, d]. `w1_bias` and `w2_bias`: a row for each expert, one element for each row of its
+    weight. `shared_output`: [num_tokens, hidden_size], the result of shared experts. All have hidden_states' dtype, and
+    weights and biases are contiguous. `topk_weights`: fp32, `topk_ids`: int32, both contiguous [num_tokens, top_k].
 
-    activation: a name of vLLM's `MoEActivation`. swiglu_limit, swiglu_alpha, swiglu_beta: its parameters, None for the
-    defaults; "silu" with a limit clamps gate and up. expert_map: see `permute`; choices of experts that are not here,
-    and ids of −1, add nothing.
+    `activation`: a name of vLLM's `MoEActivation`. `swiglu_limit`, `swiglu_alpha`, `swiglu_beta`: its parameters, None
+    for the defaults; "silu" with a limit clamps gate and up. `expert_map`: see `permute`. Choices of absent experts and
+    ids of −1 add nothing.
+
+    Quantised weights come with `w1_scale` and `w2_scale`, [num_experts, …] of one granularity (see
+    `grouped_gemm`). They also come with `out_dtype`, hidden_states' dtype, in which a kernel may prepare the weights.
+
+    `quant_dtype`: if given, `quantise` quantises x of both products to it. `group_shape`: the rows and columns of x
+    with one scale. It has one row. Or `a1_scale` and `a2_scale`, fp32 [1, 1], are given for the two products, and
+    `group_shape` is [−1, −1].
 
     Computed in fp32. A kernel may round the products and the activation to the dtype. Returns a new contiguous tensor
-    of hidden_states' shape and dtype. Zero rows are allowed. Raises ValueError for shapes or dtypes that do not fit,
-    and for an activation or parameters of it that do not exist.
+    of hidden_states' shape and dtype. Zero rows are allowed. Raises ValueError for shapes, dtypes or scales that do not
+    fit, and for an activation or parameters of it that do not exist.
     """
     act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
     check_arguments(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-        shared_output,
+        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale,
     )  # fmt: skip
     wide = accumulator(hidden_states)
     x, weights, experts = hidden_states.to(wide), topk_weights.to(wide), places(topk_ids, expert_map)
@@ -73,8 +110,12 @@ def fused_experts(
         chosen = experts == expert
         weight = torch.where(chosen, weights, 0).sum(dim=1, keepdim=True)
         given = x * weight if apply_router_weight_on_input else x
-        middle = act(F.linear(given, w1[expert].to(wide), _of(w1_bias, expert, wide)), **parameters)
-        result = F.linear(middle, w2[expert].to(wide), _of(w2_bias, expert, wide))
+        given = _quantised.as_stored(given, quant_dtype, group_shape, a1_scale)
+        own = _quantised.weight_of(w1, w1_scale, expert, wide)
+        middle = act(F.linear(given, own, _of(w1_bias, expert, wide)), **parameters)
+        middle = _quantised.as_stored(middle, quant_dtype, group_shape, a2_scale)
+        own = _quantised.weight_of(w2, w2_scale, expert, wide)
+        result = F.linear(middle, own, _of(w2_bias, expert, wide))
         result = result if apply_router_weight_on_input else result * weight
         total = total + torch.where(chosen.any(dim=1, keepdim=True), result, 0)
     return total.to(hidden_states.dtype).contiguous()
@@ -86,28 +127,48 @@ def _of(bias: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Ten
 
 def check_arguments(
     hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-    shared_output,
+    shared_output, w1_scale=None, w2_scale=None, out_dtype=None, quant_dtype=None, group_shape=None, a1_scale=None,
+    a2_scale=None,
 ) -> None:  # fmt: skip
-    (num_tokens, hidden_size), (num_experts, _, width) = hidden_states.shape, w2.shape
+    dtype, (num_tokens, hidden_size), (num_experts, rows, _) = hidden_states.dtype, hidden_states.shape, w1.shape
     halves = 2 if activation in _activations.GATED else 1
+    width = rows // halves
+    if (w1_scale is None) != (w2_scale is None):
+        raise ValueError("both weights must have scales, or none")
+    _quantised.check_weight("w1", w1, w1_scale, (num_experts, halves * width, hidden_size), dtype)
+    _quantised.check_weight("w2", w2, w2_scale, (num_experts, hidden_size, width), dtype)
+    if w1_scale is not None and out_dtype != dtype:
+        raise ValueError(f"quantised weights need out_dtype {dtype}, that of hidden_states, not {out_dtype}")
+    _check_activations(w1_scale, quant_dtype, group_shape, a1_scale, a2_scale)
     expected = {
-        "w1": (w1, (num_experts, halves * width, hidden_size)),
-        "w2": (w2, (num_experts, hidden_size, width)),
-        "w1_bias": (w1_bias, (num_experts, halves * width)),
+        "w1_bias": (w1_bias, (num_experts, rows)),
         "w2_bias": (w2_bias, (num_experts, hidden_size)),
         "shared_output": (shared_output, (num_tokens, hidden_size)),
     }
     for name, (tensor, shape) in expected.items():
-        if tensor is not None and (tensor.shape != shape or tensor.dtype != hidden_states.dtype):
-            raise ValueError(
-                f"{name} must be {hidden_states.dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}"
-            )
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
+            raise ValueError(f"{name} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")
     if topk_ids.ndim != 2 or len(topk_ids) != num_tokens or topk_weights.shape != topk_ids.shape:
         raise ValueError(
             f"no experts {list(topk_ids.shape)} and weights {list(topk_weights.shape)} for {num_tokens} tokens"
         )
     if apply_router_weight_on_input and topk_ids.shape[1] != 1:
         raise ValueError(f"the input can have the weight of one expert a token, not of {topk_ids.shape[1]}")
+
+
+def _check_activations(w1_scale, quant_dtype, group_shape, a1_scale, a2_scale) -> None:
+    if quant_dtype is None:
+        if group_shape is not None or a1_scale is not None or a2_scale is not None:
+            raise ValueError("scales of activations need the dtype to which these are quantised")
+        return
+    if w1_scale is None or group_shape is None:
+        raise ValueError("activations are quantised for quantised weights, in groups of some shape")
+    static = [scale is not None for scale in (a1_scale, a2_scale)]
+    one_scale = tuple(group_shape) == PER_TENSOR
+    if static != [one_scale, one_scale]:
+        raise ValueError("one scale for all tokens must be given for both products; others come from each token")
+    if not one_scale and group_shape[0] != 1:
+        raise ValueError(f"groups of activations have one row, not those of {list(group_shape)}")
 
 
 def check_expert_map(expert_map: torch.Tensor, num_experts: int, name: str = "expert_map") -> None:
@@ -123,19 +184,21 @@ def check_expert_map(expert_map: torch.Tensor, num_experts: int, name: str = "ex
 
 
 @fused_experts.problem_of
-def _(hidden_states, *_, **__) -> Problem:
-    return Problem(hidden_states.device.type, hidden_states.dtype)
+def _(hidden_states, w1, *_, w1_scale=None, quant_dtype=None, group_shape=None, **__) -> FusedExpertsProblem:
+    activation = None if quant_dtype is None else Quantised(quant_dtype, GroupShape(*group_shape))
+    scheme = _quantised.scheme_of(w1, w1_scale, activation)
+    return FusedExpertsProblem(hidden_states.device.type, hidden_states.dtype, scheme)
 
 
 @fused_experts.cost
-def _(hidden_states, w1, w2, topk_weights, topk_ids, *_, **__) -> Cost:
+def _(hidden_states, w1, w2, topk_weights, topk_ids, *_, w1_scale=None, w2_scale=None, **__) -> Cost:
     """Reads the weights of those experts that have tokens, at most one for each choice."""
     used = min(len(w1), topk_ids.numel())
-    weights = used * (w1[0].numel() + w2[0].numel())
-    flops = 2 * topk_ids.numel() * (w1[0].numel() + w2[0].numel())
+    weights = sum(used * part[0].nbytes for part in (w1, w2, w1_scale, w2_scale) if part is not None)
+    values = sum(math.prod(values_shape(*part)[1:]) for part in ((w1, w1_scale), (w2, w2_scale)))
     return Cost(
-        bytes=2 * hidden_states.nbytes + weights * w1.element_size() + topk_ids.nbytes + topk_weights.nbytes,
-        flops=flops,
+        bytes=2 * hidden_states.nbytes + weights + topk_ids.nbytes + topk_weights.nbytes,
+        flops=2 * topk_ids.numel() * values,
     )
 
 
@@ -172,10 +235,14 @@ def _arguments(
 
 @fused_experts.sample_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name: str, num_tokens: int, num_experts: int, top_k: int, *shape: int, **how) -> Sample:
+    def sample(name: str, num_tokens: int, num_experts: int, top_k: int, *shape: int, mapped=False, **how) -> Sample:
+        """mapped: whether half of the experts are here."""
+
         def make():
             ids = choices(name, num_tokens, num_experts, top_k, device)
-            return _arguments(name, ids, device, dtype, num_experts, *shape, **how)
+            where = {"expert_map": map_of_half(num_experts, device)} if mapped else {}
+            here = num_experts // 2 if mapped else num_experts
+            return _arguments(name, ids, device, dtype, num_experts, *shape, here=here, **where, **how)
 
         return Sample(name, make)
 
@@ -183,14 +250,6 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         def make():
             tensor = torch.tensor(ids, dtype=torch.int32, device=device)
             return _arguments(name, tensor, device, dtype, num_experts, *shape, **how)
-
-        return Sample(name, make)
-
-    def mapped(name: str, num_tokens: int, num_experts: int, top_k: int, *shape: int) -> Sample:
-        def make():
-            ids, here = choices(name, num_tokens, num_experts, top_k, device), num_experts // 2
-            expert_map = map_of_half(num_experts, device)
-            return _arguments(name, ids, device, dtype, num_experts, *shape, here=here, expert_map=expert_map)
 
         return Sample(name, make)
 
@@ -215,23 +274,52 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     for activation in _activations.WITHOUT_GATE:
         yield sample(f"no gate: {activation}", 9, 4, 2, 64, 48, activation=activation)
     yield sample("weights on the input", 9, 4, 1, 64, 48, apply_router_weight_on_input=True)
-    yield mapped("half of the experts are here", 17, 8, 2, 64, 48)
+    yield sample("half of the experts are here", 17, 8, 2, 64, 48, mapped=True)
     yield given("all tokens on one expert", [[2]] * 35, 4, 64, 48, bias=True)
     yield given("padded rows", [[1, 0], [-1, -1], [3, 1], [-1, -1]], 4, 64, 48, bias=True, shared=True)
+
+    def scaled(name: str, num_tokens: int, num_experts: int, top_k: int, *shape: int, group, x=None, to=FP8, **how):
+        made = sample(name, num_tokens, num_experts, top_k, *shape, **how).make
+        scale = ROUNDED_FACTORS if x is None else _quantised.ANOTHER_STEP / TOLERANCES[dtype].atol
+        return Sample(name, lambda: _quantised.rounded(*made(), group, x, to), scale)
+
+    yield scaled("fp8 weights per tensor", 5, 4, 2, 64, 48, group=PER_TENSOR)
+    yield scaled("fp8 weights by blocks, half of the experts", 5, 8, 2, 256, 96, group=BLOCK, mapped=True)
+    yield scaled("fp8 per tensor", 9, 4, 2, 64, 48, group=PER_TENSOR, x=PER_TENSOR)
+    yield scaled("fp8 per channel and token", 17, 4, 2, 96, 80, group=PER_ROW, x=PER_ROW, bias=True, shared=True)
+    yield scaled("fp8 by blocks, one token", 1, 8, 4, 256, 128, group=BLOCK, x=TOKEN_BLOCK)
+    yield scaled("fp8 by blocks", 80, 4, 2, 256, 128, group=BLOCK, x=TOKEN_BLOCK)
+    yield scaled("fp8 by incomplete blocks", 7, 4, 2, 200, 96, group=BLOCK, x=TOKEN_BLOCK, activation="gelu")
+    yield scaled(
+        "fp8, weights on the input", 9, 4, 1, 64, 48, group=PER_ROW, x=PER_ROW, apply_router_weight_on_input=True
+    )
+    yield scaled("int8 per channel and token", 9, 4, 2, 96, 80, group=PER_ROW, x=PER_ROW, to=INT8)
+    mxfp4 = {"group": MXFP4.group, "to": FP4}
+    yield scaled("mxfp4 weights", 7, 4, 2, 64, 32, **mxfp4)
+    yield scaled("mxfp4, gpt-oss", 9, 8, 4, 96, 64, **mxfp4, activation="swigluoai", bias=True)
+    yield scaled("mxfp4, gpt-oss, one token", 1, 8, 4, 288, 96, **mxfp4, activation="swigluoai", bias=True)
+    yield scaled("mxfp4, half of the experts", 40, 4, 2, 160, 64, **mxfp4, mapped=True, shared=True)
 
 
 @fused_experts.illegal_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name: str, hidden=64, ids=(6, 2), weights=(6, 2), **arguments) -> Sample:
+    def sample(name: str, hidden=64, ids=(6, 2), weights=(6, 2), to=dtype, **arguments) -> Sample:
         def make():
             def ones(*shape: int) -> torch.Tensor:
                 return torch.ones(shape, dtype=dtype, device=device)
 
             tensors = {key: ones(*value) if isinstance(value, tuple) else value for key, value in arguments.items()}
+            tensors |= {
+                key: value.float() for key, value in tensors.items() if key.endswith("_scale") and value is not None
+            }
             experts = torch.zeros(ids, dtype=torch.int32, device=device)
-            return (ones(6, hidden), ones(4, 96, 64), ones(4, 64, 48), ones(*weights).float(), experts), tensors
+            w1, w2 = ones(4, 96, 64).to(to), ones(4, 64, 48).to(to)
+            return (ones(6, hidden), w1, w2, ones(*weights).float(), experts), tensors
 
         return Sample(name, make)
+
+    def scaled(name: str, w1_scale=(4, 1, 1), w2_scale=(4, 1, 1), out_dtype=dtype, **arguments) -> Sample:
+        return sample(name, to=FP8, w1_scale=w1_scale, w2_scale=w2_scale, out_dtype=out_dtype, **arguments)
 
     yield sample("too wide", hidden=72)
     yield sample("a bias of one expert", w1_bias=(1, 96))
@@ -243,24 +331,37 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("no gate where the weight has one", activation="relu2_no_mul")
     yield sample("a parameter that the activation lacks", activation="gelu", swiglu_limit=1.0)
     yield sample("the weights of two experts on one input", apply_router_weight_on_input=True)
+    yield scaled("fp8, one weight without scales", w2_scale=None)
+    yield scaled("fp8, the scales of one expert", w1_scale=(1, 96, 1))
+    yield scaled("fp8, scales for five parts", w2_scale=(4, 5, 1))
+    yield scaled("fp8 without the dtype of the result", out_dtype=None)
+    yield scaled("fp8 in groups that are missing", quant_dtype=FP8)
+    yield scaled("fp8 in groups of two tokens", quant_dtype=FP8, group_shape=[2, 32])
+    yield scaled("fp8, one scale for all tokens that is missing", quant_dtype=FP8, group_shape=list(PER_TENSOR))
+    yield scaled("fp8, a scale for one of two products", quant_dtype=FP8, group_shape=list(PER_TENSOR), a1_scale=(1, 1))
+    yield sample("quantised activations for weights as they are", quant_dtype=FP8, group_shape=list(PER_ROW))
 
 
 @fused_experts.bench_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(num_tokens: int, num_experts: int, top_k: int, hidden_size: int, width: int) -> Sample:
+    def sample(
+        num_tokens: int, num_experts: int, top_k: int, hidden_size: int, width: int, fp8: bool = False
+    ) -> Sample:
         name = f"T{num_tokens} E{num_experts} k{top_k} H{hidden_size} I{width}"
 
         def make():
             ids = choices(name, num_tokens, num_experts, top_k, device)
-            return _arguments(name, ids, device, dtype, num_experts, hidden_size, width, on=device)
+            arguments = _arguments(name, ids, device, dtype, num_experts, hidden_size, width, on=device)
+            return _quantised.rounded(*arguments, BLOCK, TOKEN_BLOCK, FP8) if fp8 else arguments
 
-        return Sample(name, make)
+        return Sample(f"{name}, fp8 by blocks" if fp8 else name, make)
 
     for num_tokens in _samples.bench_tokens(device):
         if device == "cpu":  # OLMoE with half of its experts
             yield sample(num_tokens, 32, 8, 2048, 1024)
         else:  # Qwen3-30B-A3B
             yield sample(num_tokens, 128, 8, 2048, 768)
+            yield sample(num_tokens, 128, 8, 2048, 768, fp8=True)
 
 
 def _all_experts(run, x: torch.Tensor) -> torch.Tensor:

@@ -4,17 +4,43 @@ Semantics: one of the two products of vLLM's `fused_experts`, over the order of 
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from vllm_opset.ops import _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, accumulator, op
+from vllm_opset.ops.gemm._quantised import BLOCK, ROUNDED_FACTORS, TOKEN_BLOCK
 from vllm_opset.ops.gemm.linear import TOLERANCES
+from vllm_opset.ops.moe import _quantised
 from vllm_opset.ops.moe.permute import choices, permute
+from vllm_opset.ops.schemes import (
+    FP4,
+    FP8,
+    INT8,
+    MXFP4,
+    NONE,
+    PER_ROW,
+    PER_TENSOR,
+    GroupShape,
+    Scheme,
+    dequantise,
+    group_of,
+    quantised,
+    scales_of,
+    stored,
+)
 
 
-@op(tolerances=TOLERANCES)
+@dataclass(frozen=True)
+class GroupedGemmProblem(Problem):
+    """dtype: of the result. scheme: how the weights and the rows that they multiply are stored."""
+
+    scheme: Scheme = NONE
+
+
+@op(problem=GroupedGemmProblem, tolerances=TOLERANCES)
 def grouped_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -22,6 +48,9 @@ def grouped_gemm(
     expert_ids: torch.Tensor,
     top_k: int,
     bias: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """out[c] = x[c // top_k] weight[e]ᵀ + bias[e] for each choice c of an expert e, summed in fp32 and rounded once.
 
@@ -31,29 +60,45 @@ def grouped_gemm(
     weight: [num_experts, out_features, in_features], contiguous. bias: [num_experts, out_features] or None, contiguous.
     All of x's dtype. sorted_token_ids, expert_ids: the results of `permute` for rows * top_k choices.
 
-    Returns a new contiguous tensor [rows * top_k, out_features] of x's dtype. The rows of choices whose block has the
-    expert −1 are zero, whatever x holds there. Zero rows are allowed. Raises ValueError if widths or dtypes differ, if
-    bias would broadcast, or if sorted_token_ids are no whole blocks.
+    Quantised weights come with their weight_scale, fp32 [num_experts, …], whose shape says the granularity within an
+    expert (see `ops/schemes`), and stand for weight * weight_scale. Those in MXFP4 are bytes, [num_experts,
+    out_features, in_features / 2], and so are their scales, [num_experts, out_features, in_features / 32], with any
+    strides. Then out_dtype is the dtype of the bias and the
+    result, and x is of that dtype. Or x is quantised too, with its x_scale as for `linear`, and stands for x * x_scale.
+
+    Returns a new contiguous tensor [rows * top_k, out_features] of the result's dtype. The rows of choices whose block
+    has the expert −1 are zero, whatever x holds there. Zero rows are allowed. Raises ValueError if widths or dtypes
+    differ, if bias would broadcast, if sorted_token_ids are no whole blocks, or for a scale of no granularity.
     """
-    block_size = check_arguments(x, weight, sorted_token_ids, expert_ids, top_k, bias)
+    block_size = check_arguments(x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype)
     num_choices = x.shape[0] * top_k
-    wide = accumulator(x)
+    dtype = out_dtype or x.dtype
+    wide = accumulator(x.new_empty(0, dtype=dtype))
     # A last row takes the results of empty places.
     out = torch.zeros((num_choices + 1, weight.shape[1]), dtype=wide, device=x.device)
     experts = expert_ids.repeat_interleave(block_size, output_size=len(sorted_token_ids)).unsqueeze(1)
-    source = x.to(wide)[(sorted_token_ids.long() // top_k).clamp(max=max(x.shape[0] - 1, 0))]
+    source = dequantise(x, x_scale, wide)[(sorted_token_ids.long() // top_k).clamp(max=max(x.shape[0] - 1, 0))]
     for expert in range(len(weight)):
-        product = F.linear(source, weight[expert].to(wide), None if bias is None else bias[expert].to(wide))
+        own = _quantised.weight_of(weight, weight_scale, expert, wide)
+        product = F.linear(source, own, None if bias is None else bias[expert].to(wide))
         out[sorted_token_ids.long()] = torch.where(experts == expert, product, out[sorted_token_ids.long()])
-    return out[:num_choices].to(x.dtype).contiguous()
+    return out[:num_choices].to(dtype).contiguous()
 
 
-def check_arguments(x, weight, sorted_token_ids, expert_ids, top_k, bias) -> int:
+def check_arguments(
+    x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale=None, x_scale=None, out_dtype=None
+) -> int:
     """The number of choices of a block. Raises ValueError as the contract says."""
-    if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[2] or x.dtype != weight.dtype:
+    dtype = out_dtype or x.dtype
+    if x.ndim != 2 or weight.ndim != 3 or (x_scale is None and x.dtype != dtype):
         raise ValueError(f"x {x.dtype} {list(x.shape)} cannot be multiplied by {weight.dtype} {list(weight.shape)}")
-    if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != x.dtype):
-        raise ValueError(f"bias must be {x.dtype} {list(weight.shape[:2])}, not {bias.dtype} {list(bias.shape)}")
+    if weight_scale is not None and out_dtype is None:
+        raise ValueError("quantised weights need out_dtype")
+    if x_scale is not None:
+        group_of(x.shape, x_scale)
+    _quantised.check_weight("weight", weight, weight_scale, (*weight.shape[:2], x.shape[1]), dtype)
+    if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != dtype):
+        raise ValueError(f"bias must be {dtype} {list(weight.shape[:2])}, not {bias.dtype} {list(bias.shape)}")
     if top_k < 1:
         raise ValueError(f"a row cannot have {top_k} choices")
     num_blocks = len(expert_ids)
@@ -63,21 +108,24 @@ def check_arguments(x, weight, sorted_token_ids, expert_ids, top_k, bias) -> int
 
 
 @grouped_gemm.problem_of
-def _(x, *_, **__) -> Problem:
-    return Problem(x.device.type, x.dtype)
+def _(
+    x, weight, sorted_token_ids, expert_ids, top_k, bias=None, weight_scale=None, x_scale=None, out_dtype=None
+) -> GroupedGemmProblem:
+    scheme = _quantised.scheme_of(weight, weight_scale, quantised(x, x_scale))
+    return GroupedGemmProblem(x.device.type, out_dtype or x.dtype, scheme)
 
 
 @grouped_gemm.cost
-def _(x, weight, sorted_token_ids, expert_ids, top_k, bias=None) -> Cost:
+def _(
+    x, weight, sorted_token_ids, expert_ids, top_k, bias=None, weight_scale=None, x_scale=None, out_dtype=None
+) -> Cost:
     """Reads the weights of those experts that have choices, at most one for each choice and each block."""
-    rows, (num_experts, outputs, inputs) = x.shape[0] * top_k, weight.shape
+    rows, inputs, (num_experts, outputs) = x.shape[0] * top_k, x.shape[1], weight.shape[:2]
     read = min(num_experts, rows, len(expert_ids))
-    parameters = read * (outputs * inputs + (0 if bias is None else outputs)) * weight.element_size()
+    parameters = sum(read * part[0].nbytes for part in (weight, weight_scale, bias) if part is not None)
+    others = sum(part.nbytes for part in (x, x_scale, sorted_token_ids, expert_ids) if part is not None)
     results = rows * outputs
-    return Cost(
-        bytes=x.nbytes + parameters + sorted_token_ids.nbytes + expert_ids.nbytes + results * x.element_size(),
-        flops=2 * results * inputs,
-    )
+    return Cost(bytes=parameters + others + results * (out_dtype or x.dtype).itemsize, flops=2 * results * inputs)
 
 
 def _arguments(
@@ -126,38 +174,101 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("blocks of three tiles", 150, 2, 1, 64, 40, block_size=300, bias=True)
     yield given("all tokens on one expert", [[2]] * 35, 4, 64, 48, bias=True)
     yield given("padded rows", [[1, 0], [-1, -1], [3, 1], [-1, -1]], 4, 64, 48, bias=True)
+    yield from _quantised_samples(device, dtype)
+
+
+def _rounded(arguments: tuple, group: GroupShape, x_group: GroupShape | None, to: torch.dtype):
+    """Arguments of grouped_gemm, with weights in the dtype `to`, and x too where it has groups."""
+    x, weight, *others = arguments
+    weight, scale = _quantised.rounded_experts(weight.float(), group, to)
+    how, x_scale = {"weight_scale": scale, "out_dtype": x.dtype}, None
+    if x_group is not None:
+        x_scale = scales_of(x.nan_to_num(), to, x_group)
+        x = stored(x, x_scale, to)
+    return (x, weight, *others), how | {"x_scale": x_scale}
+
+
+def _quantised_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    def sample(name, num_tokens, num_experts, top_k, inputs, outputs, group, x_group=None, to=FP8, **how) -> Sample:
+        def make():
+            ids = choices(name, num_tokens, num_experts, top_k, device)
+            ids[1:2] = -1
+            arguments, _ = _arguments(name, ids, dtype, device, num_experts, inputs, outputs, **how)
+            return _rounded(arguments, group, x_group, to)
+
+        return Sample(name, make, ROUNDED_FACTORS)
+
+    yield sample("fp8, zero tokens", 0, 4, 2, 64, 48, PER_ROW, PER_ROW)
+    yield sample("fp8 weight per tensor", 5, 4, 2, 96, 48, PER_TENSOR)
+    yield sample("fp8 weight per channel, bias", 5, 4, 2, 96, 48, PER_ROW, bias=True)
+    yield sample("fp8 weight by blocks", 5, 4, 2, 256, 192, BLOCK)
+    yield sample("fp8 weight by incomplete blocks, bias", 40, 2, 1, 200, 150, BLOCK, bias=True, block_size=32)
+    yield sample("fp8 per tensor", 5, 4, 2, 96, 48, PER_TENSOR, PER_TENSOR, bias=True)
+    yield sample("fp8 per channel and token", 17, 4, 2, 160, 80, PER_ROW, PER_ROW)
+    yield sample("fp8 per channel and token, odd features", 7, 4, 2, 77, 33, PER_ROW, PER_ROW, bias=True)
+    yield sample("fp8 by blocks, one token", 1, 8, 4, 384, 256, BLOCK, TOKEN_BLOCK)
+    yield sample("fp8 by blocks", 150, 2, 1, 384, 256, BLOCK, TOKEN_BLOCK, block_size=128)
+    yield sample("fp8 by incomplete blocks, bias", 5, 4, 2, 200, 150, BLOCK, TOKEN_BLOCK, bias=True)
+    yield sample("fp8 by smaller blocks", 5, 4, 2, 192, 96, GroupShape(32, 32), GroupShape(1, 32))
+    yield sample("int8 per channel and token", 17, 4, 2, 160, 80, PER_ROW, PER_ROW, INT8)
+    yield sample("int8 weight per channel", 5, 4, 2, 96, 48, PER_ROW, None, INT8)
+    yield sample("mxfp4 weight", 5, 4, 2, 96, 48, MXFP4.group, None, FP4)
+    yield sample("mxfp4 weight, one token, bias", 1, 8, 4, 288, 96, MXFP4.group, None, FP4, bias=True)
+    yield sample("mxfp4 weight, one block", 3, 4, 2, 32, 33, MXFP4.group, None, FP4)
+    yield sample("mxfp4 weight, bias", 90, 2, 1, 320, 80, MXFP4.group, None, FP4, bias=True, block_size=64)
 
 
 @grouped_gemm.illegal_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name: str, *, inputs=64, bias=None, places=16, top_k=2) -> Sample:
+    def sample(
+        name: str, *, inputs=64, bias=None, places=48, top_k=2, weight_scale=None, x_scale=None, to=FP8, **how
+    ) -> Sample:
+        """to: what weights with scales are stored in. The scales of bytes are bytes too."""
+
         def make():
             ones = lambda *shape: torch.ones(shape, dtype=dtype, device=device)  # noqa: E731
+            x, weight, offset = ones(6, inputs), ones(4, 32, 64), None if bias is None else ones(*bias)
+            scales = {}
+            if weight_scale is not None:
+                scale_dtype = to if to is torch.uint8 else torch.float32
+                weight, scales = weight.to(to), {"weight_scale": ones(*weight_scale).to(scale_dtype)}
+                scales["out_dtype"] = dtype
+            if x_scale is not None:
+                x, scales["x_scale"] = x.to(FP8), ones(*x_scale).float()
             sorted_token_ids = torch.zeros(places, dtype=torch.int32, device=device)
             expert_ids = torch.zeros(3, dtype=torch.int32, device=device)
-            offset = None if bias is None else ones(*bias)
-            return (ones(6, inputs), ones(4, 32, 64), sorted_token_ids, expert_ids, top_k, offset), {}
+            return (x, weight, sorted_token_ids, expert_ids, top_k, offset), scales | how
 
         return Sample(name, make)
 
-    yield sample("too wide", inputs=72, places=48)
-    yield sample("too narrow", inputs=56, places=48)
-    yield sample("a bias of one expert", bias=(1, 32), places=48)
-    yield sample("a bias of one element", bias=(4, 1), places=48)
+    yield sample("too wide", inputs=72)
+    yield sample("too narrow", inputs=56)
+    yield sample("a bias of one expert", bias=(1, 32))
+    yield sample("a bias of one element", bias=(4, 1))
     yield sample("no whole blocks", places=50)
-    yield sample("no choices of a row", places=48, top_k=0)
+    yield sample("no choices of a row", top_k=0)
+    yield sample("fp8, the scales of one expert", weight_scale=(1, 32, 1))
+    yield sample("fp8, a matrix of scales", weight_scale=(4, 32))
+    yield sample("fp8, a scale for each of five parts", weight_scale=(4, 5, 1))
+    yield sample("fp8, a scale for another number of rows", weight_scale=(4, 1, 1), x_scale=(5, 1))
+    yield sample("fp8 without the dtype of the result", weight_scale=(4, 1, 1), out_dtype=None)
+    yield sample("mxfp4, a scale for 64 values", inputs=128, weight_scale=(4, 32, 2), to=torch.uint8)
+    yield sample("mxfp4, as many bytes as values", weight_scale=(4, 32, 4), to=torch.uint8)
 
 
 @grouped_gemm.bench_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(num_tokens: int, inputs: int, outputs: int, num_experts: int = 128, top_k: int = 8) -> Sample:
+    def sample(
+        num_tokens: int, inputs: int, outputs: int, num_experts: int = 128, top_k: int = 8, fp8: bool = False
+    ) -> Sample:
         name = f"T{num_tokens} E{num_experts} k{top_k} {inputs} to {outputs}"
 
         def make():
             ids = choices(name, num_tokens, num_experts, top_k, device)
-            return _arguments(name, ids, dtype, device, num_experts, inputs, outputs, block_size=64, on=device)
+            arguments = _arguments(name, ids, dtype, device, num_experts, inputs, outputs, block_size=64, on=device)
+            return _rounded(arguments[0], BLOCK, TOKEN_BLOCK, FP8) if fp8 else arguments
 
-        return Sample(name, make)
+        return Sample(f"{name}, fp8 by blocks" if fp8 else name, make)
 
     if device == "cpu":
         yield sample(1, 1024, 512, 32, 4)
@@ -165,3 +276,4 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         return
     for num_tokens in _samples.bench_tokens(device):  # Qwen3-30B-A3B
         yield sample(num_tokens, 2048, 1536)
+        yield sample(num_tokens, 2048, 1536, fp8=True)

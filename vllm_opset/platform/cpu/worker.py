@@ -46,8 +46,7 @@ class OpsetCpuWorker(OpsetWorker):
         return OpsetCpuRunner(self.vllm_config, self.device)
 
     def load_model(self, **kwargs) -> None:
-        if self.model_config.quantization is not None:
-            quantised_weights.register()
+        quantised_weights.register(self.model_config)
         super().load_model(**kwargs)
         packed_linear.bind(self.model_runner.get_model())
 

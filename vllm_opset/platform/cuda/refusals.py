@@ -1,18 +1,19 @@
 """The features that opset does not support on NVIDIA GPUs with a vLLM that has no compiled kernels."""
 
+import torch
+
 from vllm_opset.model.weights import offloads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, SIMULATED_ROUTING, WITHOUT_COMPILER, asks_to_compile, unset
-from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
+from vllm_opset.platform.quantised_weights import GPT_OSS, QUANTISED_WEIGHTS
+from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
-    EXPERT_PARALLELISM,
     Rule,
     Settings,
     caches_neither_alike_nor_in_fp8,
     given,
     of_model,
 )
-from vllm_opset.platform.refusals import RULES as COMMON
 
 has_experts = of_model(lambda model: model.is_moe)
 is_quantised = of_model(lambda model: model.quantization is not None)
@@ -33,7 +34,6 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     *COMMON,
-    EXPERT_PARALLELISM,
     Rule(
         "adapters (LoRA) for mixtures of experts",
         "merge the adapter into the weights, and leave out --enable-lora",
@@ -50,6 +50,11 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.speculative_config is not None and config.speculative_config.method != "ngram",
     ),
     Rule("a KV cache in this dtype", "leave out --kv-cache-dtype, or give fp8_e4m3", caches_neither_alike_nor_in_fp8),
+    Rule(
+        "MXFP4 weights in another dtype than bfloat16",
+        "leave out --dtype, or give bfloat16",
+        of_model(lambda model: model.quantization == GPT_OSS and model.dtype is not torch.bfloat16),
+    ),
     Rule(
         "offloading of quantised weights",
         "leave out --offload-*",

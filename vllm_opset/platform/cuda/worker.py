@@ -26,8 +26,7 @@ class OpsetCudaWorker(Starting, OpsetWorker):
     def load_model(self, **kwargs) -> None:
         if graphs.in_pieces(self.vllm_config):
             compat.break_graphs_at_attention()
-        if self.model_config.quantization is not None:
-            quantised_weights.register()
+        quantised_weights.register(self.model_config)
         with precompile():  # while weights load; next vLLM measures memory, for which it samples tokens
             if self.vllm_config.use_v2_model_runner:  # it has a sampler once it has a model
                 super().load_model(**kwargs)
