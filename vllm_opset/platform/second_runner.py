@@ -89,7 +89,7 @@ def _ignored(stream: torch.cpu.Stream) -> None:
 def view_pinned_memory(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let vLLM's second model runner view pinned memory from a GPU, on a platform out of vLLM's tree.
 
-    Its buffers are such views. vLLM's own function for this raises there. On vLLM's platforms it calls a compiled operator.
+    Its buffers are such views. vLLM's own function for this raises there. Elsewhere it calls a compiled operator.
 
     Parameters: view returns the device's view of a tensor in pinned memory.
     """

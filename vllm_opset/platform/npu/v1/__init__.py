@@ -1,1 +1,1 @@
-"""This package serves vLLM's first model runner on an NPU, and goes with it. It is imported where that runner is built."""
+"""This package serves vLLM's first model runner on an NPU, and goes with it. It is imported late."""
