@@ -2,8 +2,8 @@
 
 The platforms and workers for GPUs and NPUs are imported there too. The argument is the folder of a model.
 
-vLLM's first model runner, its sampler and the classes of its block tables cannot be imported. vLLM's own layers of 0.33
-need its IR, so opset's code for the IR is hidden instead, with the hooks for it.
+The process cannot import vLLM's first model runner, the sampler of that runner and the classes of its block tables. It
+cannot import opset's code for vLLM's IR either. vLLM 0.33 itself still needs its IR.
 """
 
 import importlib
