@@ -2,8 +2,8 @@
 
 The platforms and workers for GPUs and NPUs are imported there too. The argument is the folder of a model.
 
-What vLLM will remove cannot be imported: its first model runner, the sampler of that runner, and the classes of its
-block tables. vLLM's own layers of 0.33 need its IR. So opset's code for the IR is hidden, with the hooks for it.
+The process cannot import vLLM's first model runner, the sampler of that runner and the classes of its block tables. It
+cannot import opset's code for vLLM's IR either. vLLM 0.33 itself still needs its IR.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Which of vLLM's model runners serves, and the requests that the second one has no room for."""
+"""vLLM chooses its model runner, the log says why, and requests that the second one has no room for are refused."""
 
 import os
 from types import SimpleNamespace

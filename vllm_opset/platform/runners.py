@@ -1,4 +1,4 @@
-"""vLLM's two model runners: which one serves and why, and the requests that the second one has no room for."""
+"""Says which of vLLM's two model runners serves and why, and refuses requests that the second one has no room for."""
 
 import weakref
 from typing import TYPE_CHECKING

@@ -40,7 +40,7 @@ def configure_without_triton() -> None:
 def launch_without_triton() -> None:
     """Let vLLM's second model runner start without Triton, because opset replaces the kernels that it launches.
 
-    From 0.33 on, vLLM's worker raises for this runner if Triton finds no GPU. What vLLM puts in place of Triton lacks a
+    From 0.33 on, vLLM's worker raises for this runner if Triton finds no GPU. vLLM's placeholder for Triton lacks a
     function that computes the sizes of launches.
     """
     from vllm.triton_utils import HAS_TRITON, triton
@@ -87,9 +87,9 @@ def _ignored(stream: torch.cpu.Stream) -> None:
     worker=("cuda",),
 )
 def view_pinned_memory(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let the buffers of vLLM's second model runner be views of pinned memory, on a platform out of vLLM's tree.
+    """Let vLLM's second model runner view pinned memory from a GPU, on a platform out of vLLM's tree.
 
-    vLLM's own function for this raises there, and calls one of its compiled operators on its own platforms.
+    Its buffers are such views. vLLM's own function for this raises there. Elsewhere it calls a compiled operator.
 
     Parameters: view returns the device's view of a tensor in pinned memory.
     """

@@ -1,4 +1,4 @@
-"""What vLLM's second model runner launches as Triton kernels, in NumPy, PyTorch and C++ for a CPU.
+"""Functions for a CPU, in NumPy, PyTorch and C++, replace the Triton kernels of vLLM's second model runner.
 
 The files are named after vLLM's modules. The semantics are those of vLLM 0.31 to 0.33. A kernel whose parameters
 changed is served in each form. vLLM launches these functions through its registry of replaced kernels.

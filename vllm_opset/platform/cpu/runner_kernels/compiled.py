@@ -1,7 +1,7 @@
 """The kernels that every step launches, in C++ (`kernels/cpp/steps.cpp`). They do what their namesakes here do.
 
 A call of one takes a few microseconds. In NumPy it takes ten times as many, most of it for a dozen small operations.
-Where there is no compiler, this module is not imported, and the namesakes serve.
+Without a compiler this module is not imported, and the functions in NumPy serve.
 """
 
 import torch

@@ -1,1 +1,1 @@
-"""What serves only vLLM's first model runner on an NPU, and goes with it. It is imported where that runner is built."""
+"""This package serves vLLM's first model runner on an NPU, and goes with it. It is imported late."""
