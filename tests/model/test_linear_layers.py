@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
@@ -19,21 +19,7 @@ from vllm_opset.model import linear, packed_linear
 from vllm_opset.platform import compile_cache
 from vllm_opset.platform.refusals import Refusal
 
-pytestmark = pytest.mark.window
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    """A tensor-parallel group of a single process."""
-    from vllm.distributed import parallel_state
-
-    selection.configure()
-    selection.forget()
-    with set_current_vllm_config(VllmConfig()):
-        if not parallel_state.model_parallel_is_initialized():
-            parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:0", 0, "gloo")
-            parallel_state.initialize_model_parallel()
-        yield
+pytestmark = [pytest.mark.window, pytest.mark.usefixtures("alone")]
 
 
 def layers() -> torch.nn.ModuleDict:

@@ -1,10 +1,12 @@
-"""refusals_table.py: prints the two tables of docs/devices.md, from the platforms' own rules."""
+"""refusals_table.py: prints the tables of docs/devices.md, from the platforms' own rules and their evidence."""
 
 from collections.abc import Iterable, Iterator
 
+from vllm_opset.bench.format import TIMES
 from vllm_opset.platform.cpu import refusals as cpu
 from vllm_opset.platform.cuda import refusals as cuda
-from vllm_opset.platform.native.parts import PARTS
+from vllm_opset.platform.native import evidence
+from vllm_opset.platform.native.rules import PARTS
 from vllm_opset.platform.npu import refusals as npu
 from vllm_opset.platform.refusals import Settings
 
@@ -27,11 +29,28 @@ def parts() -> list[str]:
     """The configurations in which a part of opset is off on vLLM's own wheel for CUDA."""
     found: dict[str, dict[str, str]] = {}
     for name, part in PARTS.items():
-        for rule in (*part.unmeasured, *part.slower):
+        for rule in (*part.kinds, *part.slower):
             found.setdefault(rule.feature, {})[name] = "off by default"
         for rule in part.unsupported:
             found.setdefault(rule.feature, {})[name] = "unsupported"
     return list(_table(("configuration", *PARTS), ((feature, *map(of.get, PARTS)) for feature, of in found.items())))
+
+
+def kinds() -> list[str]:
+    """The evidence for each part and kind of model or engine."""
+    columns = ("kind", "part", "by default", "time to stock vLLM's", "model", "machine", "versions", "commit")
+    found = [row for family in evidence.defaults() for row in evidence.evidence(int(family.removeprefix("sm")))]
+    rows = (
+        (
+            row.kind,
+            row.part,
+            "on" if row.on else "off",
+            ", ".join(f"{case}: {ratio:.3f}{TIMES}" for case, ratio in row.ratios.items()),
+            *(row.model, row.machine, row.versions, row.commit),
+        )
+        for row in found
+    )
+    return list(_table(columns, rows))
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str | None]]) -> Iterator[str]:
@@ -41,4 +60,4 @@ def _table(columns: Iterable[str], rows: Iterable[Iterable[str | None]]) -> Iter
 
 
 if __name__ == "__main__":
-    print("\n".join(refused()), "\n".join(parts()), sep="\n\n")
+    print("\n".join(refused()), "\n".join(parts()), "\n".join(kinds()), sep="\n\n")

@@ -269,7 +269,6 @@ OF_NO_PART = {
         "enable_jit_warmup",
         "enable_rocm_segmented_attn_autotune",
         "linear_backend_per_quant",  # for quantised layers, which vLLM's kernels keep serving
-        "moe_backend",
         "monokernel",
         "sparse_indexer_topk_backend",
     },
@@ -280,8 +279,9 @@ def test_on_vllms_own_platform_every_setting_of_kernels_is_looked_at_or_about_no
     """If such a setting selects kernels that a part of opset would replace, the part is off (`cuda/test_native.py`)."""
     from vllm.config import AttentionConfig, KernelConfig
 
-    from vllm_opset.platform.native import parts
+    from vllm_opset.platform.native import rules
 
-    looked_at = {"AttentionConfig": parts.OF_ANOTHER_BACKEND, "KernelConfig": {"ir_op_priority", "linear_backend"}}
+    of_kernels = {"ir_op_priority", "linear_backend", "moe_backend"}
+    looked_at = {"AttentionConfig": rules.OF_ANOTHER_BACKEND, "KernelConfig": of_kernels}
     for owner in (AttentionConfig, KernelConfig):
         assert set(settings_table.types_of(owner)) <= OF_NO_PART[owner.__name__] | looked_at[owner.__name__]

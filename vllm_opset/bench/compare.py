@@ -6,8 +6,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from vllm_opset.bench.engines import GREEDY, Answer, Engine, RunningEngine, Started
-from vllm_opset.bench.shapes import Case, Shape
+from vllm_opset.bench.cases import Case, Run, Trace
+from vllm_opset.bench.engines import Answer, Engine, RunningEngine, Started
+from vllm_opset.bench.shapes import Shape
 
 # vLLM does not start if less than this share of the device's memory is free. After that, its memory depends on the
 # model and on the size of the KV cache, which is given. The engines that already run have allocated theirs.
@@ -15,40 +16,19 @@ FREE_SHARE = 0.1
 # The variables for the folders in which vLLM, torch, Triton, CUDA and opset's C++ kernels cache compiled code.
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "OPSET_CACHE")
 
-# By engine, for each repetition: the answers to one token for one prompt, one token for all prompts, and all tokens.
+# By engine, for each repetition: the answers to the rounds of the case.
 Answers = dict[str, list[list[Answer]]]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One repetition. ttft: seconds until every request has one token. total: seconds until all tokens are there.
-
-    compiled: the Triton kernels that were compiled, or loaded from Triton's cache, during it.
-    """
-
-    ttft: float
-    total: float
-    compiled: list[str]
 
 
 @dataclass(frozen=True)
 class Result:
     """One engine in one case. first: the uncounted run. same: number of requests with the first engine's tokens."""
 
-    case: Case
+    case: Case | Trace
     engine: str
     first: Run
     runs: list[Run]
     same: int | None
-
-    def metrics(self) -> dict[str, list[float]]:
-        """For each run: seconds to the first token, milliseconds for each further one, output tokens per second."""
-        case = self.case
-        return {
-            "TTFT, s": [run.ttft for run in self.runs],
-            "TPOT, ms": [1e3 * (run.total - run.ttft) / (case.output - 1) for run in self.runs],
-            "output tokens/s": [case.batch * case.output / run.total for run in self.runs],
-        }
 
 
 @dataclass(frozen=True)
@@ -73,7 +53,7 @@ class Comparison:
                 for engine in self.engines
             ],
             "results": [
-                {"case_name": result.case.name, **asdict(result), "metrics": result.metrics()}
+                {"case_name": result.case.name, **asdict(result), "metrics": result.case.metrics(result.runs)}
                 for result in self.results
             ],
         }
@@ -87,7 +67,7 @@ class Plan:
     """
 
     shape: Shape
-    cases: Sequence[Case]
+    cases: Sequence[Case | Trace]
     engines: Sequence[Engine]
     repetitions: int
     cold: bool
@@ -128,7 +108,7 @@ class Plan:
         env = {name: str(folder / "caches" / engine.name / name) for name in CACHES if self.cold}
         return RunningEngine(engine, self.engine_args(folder), logs, env)
 
-    def _done(self, answers: Mapping[str, Answers]) -> list[Case]:
+    def _done(self, answers: Mapping[str, Answers]) -> list[Case | Trace]:
         """The cases that every engine has answered."""
         return [case for case in self.cases if len(answers[case.name]) == len(self.engines)]
 
@@ -146,28 +126,30 @@ class Plan:
             "seed": 0,
         }
 
-    def _ask(self, case: Case, running: Sequence[RunningEngine], progress: Callable[[str], None]) -> Answers:
+    def _ask(self, case: Case | Trace, running: Sequence[RunningEngine], progress: Callable[[str], None]) -> Answers:
         """The answers of these engines, which run by turns if there are several."""
-        prompts = case.prompts(self.shape.config["vocab_size"])
-        # An engine's first step after it was stopped takes longer, so it answers one prompt first.
-        asked = ((prompts[:1], 1), (prompts, 1), (prompts, case.output))
+        rounds = case.rounds(self.shape.config["vocab_size"])
         answers: Answers = {one.engine.name: [] for one in running}
         for repetition in range(1 + self.repetitions):
             # The order alternates, so that drift of the machine affects all engines alike.
             for one in running if repetition % 2 == 0 else reversed(running):
                 progress(f"{case.name}, run {repetition} of {self.repetitions}: {one.engine.name}")
                 with one.awake():
-                    answers[one.engine.name].append([one.ask(*what, {**GREEDY, **case.sampling}) for what in asked])
+                    answers[one.engine.name].append([one.ask(requests) for requests in rounds])
         return answers
 
 
-def _results(case: Case, answers: Answers) -> Iterator[Result]:
+def _results(case: Case | Trace, answers: Answers) -> Iterator[Result]:
     """The result of each engine in one case."""
     expected = next(iter(answers.values()))[0][-1].tokens
     for name, found in answers.items():
-        first, *runs = [
-            Run(begun.seconds, complete.seconds, woken.compiled + begun.compiled + complete.compiled)
-            for woken, begun, complete in found
-        ]
-        same = None if case.sampling else sum(map(list.__eq__, found[0][-1].tokens, expected))
+        first, *runs = map(_run, found)
+        same = sum(map(list.__eq__, found[0][-1].tokens, expected)) if case.is_greedy else None
         yield Result(case, name, first, runs, same)
+
+
+def _run(answers: list[Answer]) -> Run:
+    """One repetition, from the answers to its rounds."""
+    _, *begun, complete = answers
+    compiled = [kernel for answer in answers for kernel in answer.compiled]
+    return Run(begun[0].seconds if begun else None, complete.seconds, compiled)

@@ -22,6 +22,7 @@ from vllm_opset.kernel import unavailable
 from vllm_opset.kernels import ascend
 from vllm_opset.platform import PluginError, stock
 from vllm_opset.platform.cuda import device as gpu
+from vllm_opset.platform.native import evidence
 from vllm_opset.platform.native import parts as native_parts
 
 NATIVE = "vllm_opset.platform.native.platform.OpsetNativePlatform"
@@ -49,12 +50,12 @@ def examine(
     if not faults:
         active, faults = _active_platform()
     device = _device(active)
-    kernels, parts = [], {}
+    kernels, parts, kinds = [], {}, []
     try:
         selection.require_device(device)
         kernels = _kernels(device, DTYPES[dtype])
         if active == NATIVE:
-            parts = native_parts.decide_without_model(_family())
+            parts, kinds = native_parts.decide_without_model(_family()), evidence.evidence(_family())
         elif active:
             _check_settings()
     except ValueError as error:
@@ -62,6 +63,7 @@ def examine(
     found = {
         "machine": _machine(), "platform": active, "device": device, "dtype": dtype, "kernels": kernels,
         "parts": {name: part._asdict() for name, part in parts.items()},
+        "kinds": [{**asdict(kind), "summary": kind.summary} for kind in kinds],
     }  # fmt: skip
     if as_json:
         print_json({**found, "unavailable": unavailable(), "faults": [asdict(fault) for fault in faults]})
@@ -79,6 +81,9 @@ def _print(found: dict, faults: list[Fault]) -> None:
         title = "Parts of these that serve here, if they can do the model; else vLLM's own do"
         switch = ({"part": name, "on": part["on"], "why": part["why"]} for name, part in found["parts"].items())
         print_table(title, ("part", "on", "why"), switch)
+    if found["kinds"]:
+        rows = ({**row, "found": f"{row['summary']} ({row['machine']}, {row['versions']})"} for row in found["kinds"])
+        print_table("Models and engines that were measured on their own", ("kind", "part", "on", "found"), rows)
     print_missing(unavailable())
     for fault in faults:
         print(f"NOT USED: {fault.what}. Cure: {fault.cure}")

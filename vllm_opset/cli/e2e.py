@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_opset.bench import shapes
+from vllm_opset.bench.cases import Case, Trace
 from vllm_opset.bench.compare import Comparison, Plan
 from vllm_opset.bench.compare_report import LEGEND, Report, as_plain, page, record
 from vllm_opset.bench.engines import Engine, EngineError, not_inherited
@@ -135,7 +136,7 @@ def _shape(name: str) -> shapes.Shape:
         raise typer.BadParameter(str(error), param_hint="--model") from error
 
 
-def _cases(shape: shapes.Shape, patterns: list[str]) -> list[shapes.Case]:
+def _cases(shape: shapes.Shape, patterns: list[str]) -> list[Case | Trace]:
     chosen = [case for case in shape.cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]
     if not chosen:
         known = ", ".join(case.name for case in shape.cases)

@@ -1,9 +1,9 @@
 """vLLM's experts, by ops.route and ops.fused_experts, and their registration for unquantised weights.
 
-vLLM leaves unquantised experts of an out-of-tree platform to a plugin, by the registry of custom ops. Its runner keeps
-what is around them: shared experts, transforms of the input, and the sum over tensor-parallel ranks. The method here is
-"monolithic" in vLLM's words: it gets the logits of the router, so that opset also chooses the experts. For quantised
-weights, see `quantised_experts`.
+vLLM leaves unquantised experts of an out-of-tree platform to a plugin, by the registry of custom ops. On vLLM's own
+platform, loaded layers get it otherwise (`bound_experts`). vLLM's runner keeps what is around them: shared experts,
+transforms of the input, and the sum over tensor-parallel ranks. The method here is "monolithic" in vLLM's words: it
+gets the logits of the router, so that opset also chooses the experts. For quantised weights, see `quantised_experts`.
 """
 
 import torch
@@ -36,7 +36,8 @@ class Experts:
         layer: vLLM's layer of experts, with its weights. moe: its configuration. scheme: how weights and activations
         are stored. quantised: the arguments of fused_experts that belong to it.
         """
-        _refuse_unsupported(layer)
+        if reason := why_not(layer):
+            raise Refusal(f"vllm-opset does not support {reason} in {layer.layer_name}: {ANOTHER_MODEL}.")
         if layer.expert_map is not None:
             check_expert_map(layer.expert_map, layer.local_num_experts, f"{layer.layer_name}.expert_map")
         self._layer, self._prepared = layer, None
@@ -129,6 +130,10 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         super().process_weights_after_loading(layer)
+        self.choose(layer)
+
+    def choose(self, layer: torch.nn.Module) -> None:
+        """Choose the kernels for weights that are ready."""
         self.opset_experts = Experts(layer, self.moe)
 
     def apply_monolithic(
@@ -149,16 +154,15 @@ def _groups(layer: torch.nn.Module, num_experts: int) -> tuple[int, int]:
     return groups, layer.topk_group
 
 
-def _refuse_unsupported(layer: torch.nn.Module) -> None:
-    """Raise Refusal for experts that the contracts do not express."""
+def why_not(layer: torch.nn.Module) -> str | None:
+    """What the contracts do not express of a layer's experts; None if they express all."""
     if layer.custom_routing_function is None and layer.scoring_func not in SCORING_FUNCS:
-        raise Refusal(
-            f"vllm-opset does not support the scores {layer.scoring_func} of {layer.layer_name}: {ANOTHER_MODEL}."
-        )
+        return f"the scores {layer.scoring_func}"
     try:
         _activations.find(layer.activation.value, layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta)
     except ValueError as error:
-        raise Refusal(f"vllm-opset does not support {layer.layer_name}: {error}; {ANOTHER_MODEL}.") from error
+        return f"this activation ({error})"
+    return None
 
 
 def multiply(model: torch.nn.Module, most_tokens: int) -> None:
@@ -175,8 +179,8 @@ def multiply(model: torch.nn.Module, most_tokens: int) -> None:
 def experts_of(layer: torch.nn.Module) -> Experts | None:
     """The experts that serve a layer of vLLM: its method has them, or the method's kernel. None for other layers."""
     method = getattr(layer, "quant_method", None)
-    kernel = getattr(method, "moe_kernel", None)
-    return getattr(method if kernel is None else kernel.fused_experts, "opset_experts", None)
+    kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    return getattr(method, "opset_experts", None) or getattr(kernel, "opset_experts", None)
 
 
 def register() -> None:

@@ -206,7 +206,7 @@ DIFFERENCES = (
     Bridge(
         "no sampling masks",
         "The configuration has no field for sampling masks.",
-        "vllm_opset.platform.native.parts",
+        "vllm_opset.platform.native.rules",
         lacks("vllm.config.ModelConfig.return_sampling_mask"),
         last=(0, 27),
     ),

@@ -56,6 +56,7 @@ NVTX = Rule(
     lambda config: config.observability_config.enable_layerwise_nvtx_tracing,
 )
 FLASHINFER_SAMPLER = unset("FlashInfer's sampler", "VLLM_USE_FLASHINFER_SAMPLER")
+SIMULATED_ROUTING = unset("simulated routing of experts", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY")
 TENSOR_DESCRIPTORS = unset("tensor descriptors in vLLM's own Triton kernels", "VLLM_TRITON_USE_TD")
 CACHE_LAYOUT = Rule("another layout of the KV cache in this vLLM", "unset VLLM_KV_CACHE_LAYOUT", gives_a_layout_unasked)
 

@@ -177,6 +177,12 @@ EXPERT_PARALLELISM = Rule(
     "leave out --enable-expert-parallel, and use --tensor-parallel-size",
     lambda config: config.parallel_config.enable_expert_parallel,
 )
+EPLB = Rule(
+    "balancing experts between workers (EPLB)",
+    "leave out --enable-eplb",
+    lambda config: config.parallel_config.enable_eplb,
+)
+RETURNED_EXPERTS = Rule("returning the chosen experts", "leave out --enable-return-routed-experts", returns_experts)
 MULTIMODAL = Rule("multimodal models", ANOTHER_MODEL, of_model(lambda model: model.is_multimodal_model))
 
 RULES: tuple[Rule, ...] = (
@@ -219,16 +225,8 @@ RULES: tuple[Rule, ...] = (
     # Several processes
     Rule("pipeline parallelism", WIDER, several("pipeline_parallel_size")),
     Rule("data parallelism", WIDER, several("data_parallel_size")),
-    Rule(
-        "balancing experts between workers (EPLB)",
-        "leave out --enable-eplb",
-        lambda config: config.parallel_config.enable_eplb,
-    ),
-    Rule(
-        "returning the chosen experts",
-        "leave out --enable-return-routed-experts",
-        returns_experts,
-    ),
+    EPLB,
+    RETURNED_EXPERTS,
     Rule("prefill context parallelism", WIDER, several("prefill_context_parallel_size")),
     Rule("decode context parallelism", WIDER, several("decode_context_parallel_size")),
     Rule("several machines", "leave out --nnodes", several("nnodes")),

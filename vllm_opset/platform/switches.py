@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from vllm_opset.overrides import OverrideError, nearest, settings
 
-PARTS = ("attention", "sampler", "linear", "ops")
+PARTS = ("attention", "sampler", "linear", "ops", "moe")
 VALUES: Mapping[object, bool] = {"on": True, "off": False, True: True, False: False}
 
 

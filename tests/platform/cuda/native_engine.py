@@ -1,6 +1,6 @@
 """Prints as JSON the answers of an engine on a small random model. Its platform and parts come from the environment.
 
-Its argument is JSON: more arguments of LLM.
+Its argument is JSON: more arguments of LLM, and whether the model has experts.
 """
 
 import json
@@ -8,7 +8,7 @@ import sys
 import tempfile
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
 VOCABULARY = 500
@@ -17,10 +17,15 @@ EVERYONE = list(range(len(PROMPTS)))
 SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 
 
-def save_model(folder: str) -> None:
+# Each token has all of the experts, so that no rounding changes the choice.
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+
+def save_model(folder: str, experts: bool) -> None:
     """Saves the same weights every time, spread so widely that attention shows in the log-probabilities."""
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        "qwen3_moe" if experts else "qwen3",
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
@@ -30,8 +35,9 @@ def save_model(folder: str) -> None:
         head_dim=64,
         max_position_embeddings=512,
         initializer_range=0.3,
+        **(EXPERTS if experts else {}),
     )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def answers(llm: LLM, order: list[int], sampled: list[int] = EVERYONE, **params) -> list[dict]:
@@ -62,9 +68,9 @@ def answers(llm: LLM, order: list[int], sampled: list[int] = EVERYONE, **params)
     return [found[index] for index in sorted(found)]
 
 
-def main(arguments: dict) -> None:
+def main(experts: bool = False, **arguments) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        save_model(folder)
+        save_model(folder, experts)
         llm = LLM(
             folder,
             skip_tokenizer_init=True,
@@ -93,4 +99,4 @@ def main(arguments: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(**json.loads(sys.argv[1]))

@@ -20,13 +20,15 @@ from vllm_opset import platform
 from vllm_opset.kernel import REFERENCE
 from vllm_opset.platform import stock
 from vllm_opset.platform.cuda import device
-from vllm_opset.platform.native import parts
+from vllm_opset.platform.native import evidence, parts
 from vllm_opset.platform.refusals import Refusal, check_graphs
 from vllm_opset.selection import OverrideError
 
 pytestmark = pytest.mark.window
 
 HOPPER, TURING = 90, 75
+# The parts that a model without experts, as in these configurations, can have.
+DENSE = tuple(part for part in parts.PARTS if part != "moe")
 NATIVE = "vllm_opset.platform.OpsetNativePlatform"
 
 # When the platform is chosen.
@@ -99,7 +101,7 @@ def config(unprocessed, monkeypatch):
 def everything_is_faster(monkeypatch):
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
     row = {**dict.fromkeys(parts.PARTS, True), "measured": "a page"}
-    monkeypatch.setattr(parts, "defaults", lambda: {"sm90": row})
+    monkeypatch.setattr(evidence, "defaults", lambda: {"sm90": row})
 
 
 def on(config, family: int = HOPPER) -> set[str]:
@@ -107,18 +109,19 @@ def on(config, family: int = HOPPER) -> set[str]:
 
 
 def test_the_table_is_well_formed():
-    for family, row in parts.defaults().items():
+    for family, row in evidence.defaults().items():
         assert family.startswith("sm") and divmod(int(family.removeprefix("sm")), 10) >= device.OLDEST
-        assert set(row) == {*parts.PARTS, "measured"}
+        assert set(row) == {*parts.PARTS, "measured", "kinds"}
         assert all(type(row[part]) is bool for part in parts.PARTS)
 
 
-@pytest.mark.parametrize("row", parts.defaults().values(), ids=parts.defaults().keys())
+@pytest.mark.parametrize("row", evidence.defaults().values(), ids=evidence.defaults().keys())
 def test_what_is_on_by_default_was_measured_to_be_faster(row):
     """The results name the parts that are on by default, and hold no engine with them slower than stock vLLM."""
     results = (Path(__file__).parents[3] / row["measured"]).with_suffix(".json").read_text()
     (named,) = re.findall(r"native is vLLM with opset's parts of that time: ([a-z, ]+)\.", results)
-    assert set(re.split(", | and ", named)) == {part for part in parts.PARTS if row[part]}
+    # The page's models have no experts. tests/platform/cuda/test_native_rules.py tests the part for experts.
+    assert set(re.split(", | and ", named)) == {part for part in parts.PARTS if row[part]} - {"moe"}
     ratios = _to_stock(json.loads(results))
     assert len(ratios["output tokens/s"]) >= 5 and min(ratios["output tokens/s"]) >= 1
     assert len(ratios["TPOT, ms"]) >= 5 and max(ratios["TPOT, ms"]) <= 1
@@ -141,9 +144,7 @@ def _to_stock(runs: list[dict]) -> dict[str, list[float]]:
 
 def test_by_default_the_table_says(config, everything_is_faster):
     decisions = parts.decide(config(), HOPPER)
-    assert {name: part.why for name, part in decisions.items() if part.on} == dict.fromkeys(
-        parts.PARTS, "faster by a page"
-    )
+    assert {name: part.why for name, part in decisions.items() if part.on} == dict.fromkeys(DENSE, "faster by a page")
 
 
 def test_what_is_said_of_a_model_that_every_part_can_do(everything_is_faster, monkeypatch):
@@ -235,7 +236,7 @@ NOT_COVERED = {
 def test_what_is_not_covered_is_left_to_vllm_by_default(part, config, everything_is_faster):
     decisions = parts.decide(config(**NOT_COVERED[part]), HOPPER)
     assert not decisions[part].on and decisions[part].why.startswith("vLLM's own serves ")
-    others = set() if part == "ops" else set(parts.PARTS) - {part}  # no part serves in another worker
+    others = set() if part == "ops" else set(DENSE) - {part}  # no part serves in another worker
     assert on(config(**NOT_COVERED[part])) == others
 
 
@@ -293,7 +294,7 @@ NOT_COMPARED = [
 
 @pytest.mark.parametrize(
     ("part", "changes"),
-    [*itertools.product(parts.PARTS, NOT_COMPARED), ("linear", {"model_config__dtype": torch.float32})],
+    [*itertools.product(DENSE, NOT_COMPARED), ("linear", {"model_config__dtype": torch.float32})],
 )
 def test_what_is_not_measured_can_be_asked_for(part, changes, config, everything_is_faster, monkeypatch):
     assert part not in on(config(**changes))
@@ -302,7 +303,7 @@ def test_what_is_not_measured_can_be_asked_for(part, changes, config, everything
 
 
 def test_users_linear_backends_stay(config, everything_is_faster):
-    assert on(config(kernel_config__linear_backend="cutlass")) == set(parts.PARTS) - {"linear"}
+    assert on(config(kernel_config__linear_backend="cutlass")) == set(DENSE) - {"linear"}
 
 
 @pytest.mark.parametrize(
@@ -311,9 +312,9 @@ def test_users_linear_backends_stay(config, everything_is_faster):
 def test_kernels_that_users_name_by_a_variable_stay(part, variable, config, everything_is_faster, monkeypatch):
     made = config()
     monkeypatch.setenv(variable, "0")
-    assert on(made) == set(parts.PARTS)
+    assert on(made) == set(DENSE)
     monkeypatch.setenv(variable, "1")
-    assert on(made) == set(parts.PARTS) - {part}
+    assert on(made) == set(DENSE) - {part}
     monkeypatch.setenv("OPSET_NATIVE", f"{part}=on")
     with pytest.raises(Refusal, match=f"unset {variable}"):
         parts.decide(made, HOPPER)

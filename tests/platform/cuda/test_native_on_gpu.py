@@ -28,11 +28,12 @@ CLOSE = 0.25
 
 # The value of OPSET_NATIVE, or "stock" for vLLM without the plugin's platform.
 STOCK = "stock"
-OFF = "attention=off,sampler=off,linear=off,ops=off"
+OFF = "attention=off,sampler=off,linear=off,ops=off,moe=off"
 NAMED = "sampler=off,linear=off,ops=off"  # attention by --attention-backend
 SAMPLER = "attention=off,sampler=on,linear=off,ops=off"
 COMPILED_PARTS = "attention=on,sampler=on,linear=on,ops=off"  # the default on GPUs where they are faster
 ALL = "attention=on,sampler=on,linear=on,ops=on"
+EXPERTS = "attention=off,sampler=off,linear=off,ops=off,moe=on"
 # vLLM's model runners, by the value of VLLM_USE_V2_MODEL_RUNNER: this process may have it set for other platforms.
 FIRST, SECOND = "0", "1"
 
@@ -73,8 +74,8 @@ def answers() -> Iterator[Callable[..., dict]]:
         pool.shutdown(cancel_futures=True)
 
 
-def ask(native: str, runner: str, eager: bool) -> dict:
-    arguments = EAGER if eager else COMPILED
+def ask(native: str, runner: str, eager: bool, experts: bool = False) -> dict:
+    arguments = {"experts": experts, **(EAGER if eager else COMPILED)}
     if native == NAMED:
         arguments = {**arguments, "attention_config": {"backend": "CUSTOM"}}
     with tempfile.TemporaryDirectory() as folder:
@@ -180,3 +181,11 @@ def test_all_parts_together_answer(runner, answers):
     assert {"rms_norm", "fused_add_rms_norm", "silu_and_mul", "qk_norm_rope_cache"} <= found["kernels"].keys()
     assert set(found["kernels"].values()) == {"triton"}
     assert_close(found, answers(STOCK, runner))
+
+
+def test_experts_answer():
+    """With the model runner that vLLM 0.26 has for them."""
+    with ThreadPoolExecutor(2) as pool:
+        found, stock = pool.map(lambda native: ask(native, FIRST, False, experts=True), (EXPERTS, STOCK))
+    assert found["kernels"] == {"route": "triton", "fused_experts": "triton"}
+    assert_close(found, stock)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from small_models import QWEN3
 
-from vllm_opset.platform.native import parts
+from vllm_opset.platform.native import evidence, parts
+from vllm_opset.platform.native.rules import SINKS
 from vllm_opset.platform.refusals import Refusal
 
 pytestmark = pytest.mark.window
@@ -43,10 +44,12 @@ EXAMPLES: dict[str, dict] = {
     "weight offloading": {"offload_config__uva__cpu_offload_gb": 4.0},
     "another linear backend": {"kernel_config__linear_backend": "cutlass"},
     "an order of IR ops": {"kernel_config__ir_op_priority": SimpleNamespace(rms_norm=["native"])},
-    "quantised weights": {"model_config__quantization": "fp8"},
+    "fp8 weights": {"model_config__quantization": "fp8"},
+    "quantised weights other than fp8": {"model_config__quantization": "awq"},
     "mixture-of-experts (MoE) models": {"model_config__is_moe": True},
     "adapters (LoRA)": {"lora_config": object()},
-    "tensor parallelism": {"parallel_config__tensor_parallel_size": 2},
+    "tensor parallelism of 2": {"parallel_config__tensor_parallel_size": 2},
+    "wider tensor parallelism": {"parallel_config__tensor_parallel_size": 4},
     "pipeline parallelism": {"parallel_config__pipeline_parallel_size": 2},
     "data parallelism": {"parallel_config__data_parallel_size": 2},
     "two batches at a time (DBO)": {"parallel_config__enable_dbo": True},
@@ -54,8 +57,16 @@ EXAMPLES: dict[str, dict] = {
     "tensor descriptors in vLLM's own Triton kernels": {"VLLM_TRITON_USE_TD": "1"},
     "FlashInfer's sampler": {"VLLM_USE_FLASHINFER_SAMPLER": "1"},
     "sampling where FlashInfer is installed": {"installed": "flashinfer"},
+    "models without experts": {"model_config__is_moe": False},
+    "another backend for experts": {"kernel_config__moe_backend": "marlin"},
+    "balancing experts between workers (EPLB)": {"parallel_config__enable_eplb": True},
+    "returning the chosen experts": {"model_config__enable_return_routed_experts": True},
+    "simulated routing of experts": {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"},
+    "expert parallelism": {"parallel_config__enable_expert_parallel": True},
 }
-KINDS = ("unsupported", "unmeasured", "slower")
+# What a part needs that no other part has.
+NEEDS: dict[str, dict] = {"moe": {"model_config__is_moe": True}}
+RULES = ("unsupported", "kinds", "slower")
 
 
 class Changed:
@@ -74,6 +85,11 @@ class Changed:
         return Changed(value, below) if below else value
 
 
+def for_part(name: str, made: Changed) -> Changed:
+    """The same configuration, of a model that a part can have anything to do with."""
+    return Changed(made._base, NEEDS.get(name, {}) | made._changes)
+
+
 @functools.cache
 def rules(name: str, which: str) -> dict[str, parts.Rule]:
     return {rule.feature: rule for rule in getattr(parts.PARTS[name], which)}
@@ -82,7 +98,8 @@ def rules(name: str, which: str) -> dict[str, parts.Rule]:
 @pytest.fixture
 def changed(unprocessed, monkeypatch, tmp_path):
     """`changed(feature)`: a configuration that every part could serve, except for the feature."""
-    monkeypatch.setattr(parts, "defaults", lambda: {"sm90": dict.fromkeys(parts.PARTS, True) | {"measured": "a page"}})
+    row = dict.fromkeys(parts.PARTS, True) | {"measured": "a page", "kinds": []}
+    monkeypatch.setattr(evidence, "defaults", lambda: {"sm90": row})
     monkeypatch.delenv("OPSET_CONFIG", raising=False)
     monkeypatch.delenv("OPSET_NATIVE", raising=False)
     monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
@@ -105,15 +122,16 @@ def changed(unprocessed, monkeypatch, tmp_path):
 
 
 def test_every_rule_has_an_example_and_every_example_a_rule():
-    features = {feature for name in parts.PARTS for which in KINDS for feature in rules(name, which)}
+    features = {feature for name in parts.PARTS for which in RULES for feature in rules(name, which)}
     assert features == set(EXAMPLES), "add what turns a new rule on to EXAMPLES"
 
 
 def test_without_any_of_these_every_part_serves(changed):
-    assert all(decision.on for decision in parts.decide(changed(None), HOPPER).values())
+    made = changed(None)
+    assert all(parts.decide(for_part(name, made), HOPPER)[name].on for name in parts.PARTS)
 
 
-# The features that each part does not support, and those for which it was not measured. They are listed in full, so
+# The features that each part does not support, and the kinds for which it needs evidence. They are listed in full, so
 # that a removed rule is noticed.
 UNSUPPORTED = {
     "attention": (
@@ -127,11 +145,18 @@ UNSUPPORTED = {
     ),
     "linear": ("another worker class", "weight offloading", "another linear backend", "batch invariance"),
     "ops": ("another worker class", "batch invariance"),
+    "moe": (
+        "another worker class", "models without experts", "another backend for experts", "adapters (LoRA)",
+        "data parallelism", "prefill context parallelism", "two batches at a time (DBO)",
+        "balancing experts between workers (EPLB)", "returning the chosen experts", "simulated routing of experts",
+        "weight offloading", "batch invariance",
+    ),
 }  # fmt: skip
 ENGINES = (
     "speculative decoding", "Mamba, state-space and linear attention", "encoder-decoder models", "multimodal models",
-    "quantised weights", "mixture-of-experts (MoE) models", "adapters (LoRA)", "tensor parallelism",
-    "pipeline parallelism", "data parallelism", "two batches at a time (DBO)",
+    "fp8 weights", "quantised weights other than fp8", "mixture-of-experts (MoE) models", "adapters (LoRA)",
+    "tensor parallelism of 2", "wider tensor parallelism", "pipeline parallelism", "data parallelism",
+    "two batches at a time (DBO)",
 )  # fmt: skip
 REPLACES_LAYERS = (*ENGINES, "pooling models", "multi-head latent attention (MLA)")
 NOT_BY_DEFAULT = {
@@ -139,7 +164,13 @@ NOT_BY_DEFAULT = {
     "sampler": (*ENGINES, "sampling where FlashInfer is installed"),
     "linear": (*REPLACES_LAYERS, "fp32"),
     "ops": REPLACES_LAYERS,
-}
+    "moe": (
+        "speculative decoding", "Mamba, state-space and linear attention", "encoder-decoder models",
+        "multimodal models", "fp8 weights", "quantised weights other than fp8", "tensor parallelism of 2",
+        "wider tensor parallelism",
+        "pipeline parallelism", "pooling models", "multi-head latent attention (MLA)", "expert parallelism", "fp32",
+    ),
+}  # fmt: skip
 
 
 def _cases(features: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
@@ -148,7 +179,7 @@ def _cases(features: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "feature"), _cases(UNSUPPORTED))
 def test_what_a_part_does_not_do_is_left_to_vllm_and_refused_where_it_is_asked_for(name, feature, changed, monkeypatch):
-    made = changed(feature)
+    made = for_part(name, changed(feature))
     assert not parts.decide(made, HOPPER)[name].on
     monkeypatch.setenv("OPSET_NATIVE", f"{name}=on")
     with pytest.raises(Refusal):
@@ -156,5 +187,78 @@ def test_what_a_part_does_not_do_is_left_to_vllm_and_refused_where_it_is_asked_f
 
 
 @pytest.mark.parametrize(("name", "feature"), _cases(NOT_BY_DEFAULT))
-def test_what_was_not_measured_to_be_faster_is_left_to_vllm(name, feature, changed):
-    assert not parts.decide(changed(feature), HOPPER)[name].on
+def test_what_was_not_measured_to_be_faster_is_left_to_vllm(name, feature, changed, monkeypatch):
+    made = for_part(name, changed(feature))
+    assert not parts.decide(made, HOPPER)[name].on
+    if feature not in UNSUPPORTED[name]:
+        monkeypatch.setenv("OPSET_NATIVE", f"{name}=on")
+        assert parts.decide(made, HOPPER)[name].on
+
+
+# Evidence of a kind.
+
+FASTER = {
+    "part": "attention", "kind": "fp8 weights", "on": True, "model": "Qwen3-8B", "machine": "NVIDIA H200",
+    "versions": "vLLM 0.26.0", "commit": "0123456", "ratios": {"TPOT 1x1024/32": 0.9, "TTFT 8x8192/8": 1.0},
+}  # fmt: skip
+SLOWER = FASTER | {"on": False, "ratios": {"TPOT 1x1024/32": 0.95, "TTFT 8x8192/8": 1.25}}
+
+
+@pytest.fixture
+def measured(changed, monkeypatch):
+    """`measured(*rows)`: these are the rows of evidence on Hopper GPUs."""
+
+    def measured(*rows: dict) -> None:
+        monkeypatch.setitem(evidence.defaults()["sm90"], "kinds", rows)
+
+    return measured
+
+
+@pytest.mark.parametrize(
+    ("row", "on", "why"),
+    [
+        (FASTER, True, "faster by a page"),
+        (SLOWER, False, "vLLM's own serves fp8 weights: Qwen3-8B took 0.950 to 1.250 of the time without the part"),
+        (FASTER | {"part": "linear"}, False, "vLLM's own serves fp8 weights: not measured"),
+        (FASTER | {"kind": "ALiBi"}, False, "vLLM's own serves fp8 weights: not measured"),
+    ],
+)
+def test_evidence_decides_on_its_part_and_kind(row, on, why, changed, measured):
+    made = changed("fp8 weights")
+    assert not parts.decide(made, HOPPER)["attention"].on
+    measured(row)
+    assert parts.decide(made, HOPPER)["attention"] == (on, why)
+
+
+def test_each_kind_of_a_configuration_needs_evidence(changed, measured):
+    measured(FASTER)
+    made = changed("fp8 weights")
+    both = Changed(made._base, made._changes | EXAMPLES["an fp8 KV cache"])
+    assert not parts.decide(both, HOPPER)["attention"].on
+    measured(FASTER, FASTER | {"kind": "an fp8 KV cache"})
+    assert parts.decide(both, HOPPER)["attention"].on
+
+
+def test_evidence_is_of_its_gpus(changed, measured):
+    measured(FASTER)
+    assert evidence.of_kind("attention", "fp8 weights", HOPPER)
+    assert not evidence.of_kind("attention", "fp8 weights", 100)
+
+
+# What stock vLLM's own times differ by between two engines.
+NOISE = 0.005
+MOE = "mixture-of-experts (MoE) models"
+# Kinds that no rule of the part decides on: of single layers, and of all models that have the part.
+BESIDE_RULES = {"attention": {SINKS}, "moe": {MOE}}
+
+
+def test_the_rows_of_evidence_are_well_formed():
+    for family, row in evidence.defaults().items():
+        found = evidence.evidence(int(family.removeprefix("sm")))
+        assert len({(one.part, one.kind) for one in found}) == len(found), "two rows of one part and kind"
+        for one in found:
+            kinds = {kind.feature for kind in parts.PARTS[one.part].kinds} | BESIDE_RULES.get(one.part, set())
+            assert one.kind in kinds, f"no rule of {one.part} names {one.kind}"
+            assert one.on == (max(one.ratios.values()) <= 1 + NOISE), one
+        by_experts = [one.on for one in found if (one.part, one.kind) == ("moe", MOE)]
+        assert row["moe"] == any(by_experts), "the part moe is on where it was measured"

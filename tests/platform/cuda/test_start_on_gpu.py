@@ -23,6 +23,8 @@ COMPILED = {
 }
 # With it, vLLM does not measure the GPU's free memory, which other tests' engines change meanwhile.
 FIXED_MEMORY = {"kv_cache_memory_bytes": 1 << 30}
+# vLLM says this if another engine returned memory while this one measured. A test then starts its engine anew.
+MEMORY_RETURNED, ATTEMPTS = "Error in memory profiling", 3
 # A workspace of the largest size: as many heads of keys as of queries, and eight queries a request.
 NUM_REQS = 1024
 WITHOUT_GROUPS = {
@@ -84,6 +86,9 @@ def test_drafts_of_many_requests_fit_beside_the_kv_cache(answers, tmp_path):
         "gpu_memory_utilization": 0.3,
         "speculative_config": DRAFTED,
     }
-    ended = started("cuda", arguments, answers, NUM_REQS)
+    for _ in range(ATTEMPTS):
+        ended = started("cuda", arguments, answers, NUM_REQS)
+        if MEMORY_RETURNED not in ended.output:
+            break
     assert ended.code == 0, ended.output
     assert len(json.loads(answers.read_text())) == NUM_REQS

@@ -7,15 +7,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from vllm_opset.bench.cases import Request
+
 CHILD = Path(__file__).with_name("engine_process.py")
-GREEDY = {"temperature": 0.0}
 # Prefixes of variables that configure vLLM, opset and OpenMP, and the variables that every engine gets.
 CONFIGURES = ("OMP_", "VLLM_", "OPSET_")
 ALWAYS = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -56,10 +57,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one request. seconds: of the generation, as a user waits for it.
+    """The answers to requests that were asked together. seconds: of the generation, as a user waits for it.
 
     cpu_seconds: CPU time of all the engine's processes during it. compiled: the Triton kernels that
-    were compiled, or loaded from Triton's cache, for it. peak_bytes: the largest memory of one worker so far. On an
+    were compiled, or loaded from Triton's cache, for them. peak_bytes: the largest memory of one worker so far. On an
     accelerator that is the memory of PyTorch's allocator, and on a CPU resident memory.
     """
 
@@ -127,9 +128,12 @@ class RunningEngine:
         finally:
             self._signal(signal.SIGSTOP)
 
-    def ask(self, prompts: list[list[int]], max_tokens: int, sampling: Mapping = GREEDY) -> Answer:
-        """Generate max_tokens for each prompt of token ids, while awake. sampling: arguments of SamplingParams."""
-        request = {"prompts": prompts, "sampling": {**sampling, "max_tokens": max_tokens}}
+    def ask(self, requests: Sequence[Request]) -> Answer:
+        """Let the engine answer these requests together, while awake."""
+        request = {
+            "prompts": [request.prompt for request in requests],
+            "sampling": [{**request.sampling, "max_tokens": request.max_tokens} for request in requests],
+        }
         before = self._cpu_seconds()
         with suppress(BrokenPipeError):  # the engine has ended, and reading will report it
             print(json.dumps(request), file=self._process.stdin, flush=True)

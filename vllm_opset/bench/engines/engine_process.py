@@ -1,7 +1,7 @@
 """One vLLM engine behind a pipe. A benchmark of engines runs this file in the environment of each engine.
 
 argv[1]: the arguments of `LLM` as JSON. Writes {"versions", "platform", "device", "compiled"} when the engine is up.
-Then it reads one request a line, {"prompts": [[token id]], "sampling": arguments of SamplingParams}. It answers each
+Then it reads one request a line, {"prompts": [[token id]], "sampling": [arguments of SamplingParams]}. It answers each
 with a line {"seconds", "tokens": [[token id]], "compiled", "peak_bytes"}.
 It needs only vLLM, because it runs in environments without this project.
 """
@@ -27,7 +27,7 @@ def serve(engine_args: dict, answers) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
-        sampling = vllm.SamplingParams(**request["sampling"], ignore_eos=True, detokenize=False)
+        sampling = [vllm.SamplingParams(**of_one, ignore_eos=True, detokenize=False) for of_one in request["sampling"]]
         begin = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - begin

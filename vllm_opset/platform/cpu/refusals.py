@@ -3,7 +3,7 @@
 from vllm_opset.model.weights import offloads
 from vllm_opset.platform import compat
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
-from vllm_opset.platform.early_rules import NVTX, PROFILERS, WITHOUT_COMPILER, unset
+from vllm_opset.platform.early_rules import NVTX, PROFILERS, SIMULATED_ROUTING, WITHOUT_COMPILER, unset
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
@@ -43,7 +43,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
         "leave out --device-ids",
         lambda config: config.parallel_config.assigned_physical_gpu_ids is not None,
     ),
-    *unset("simulated routing of experts", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
+    *SIMULATED_ROUTING,
     PROFILERS,
     NVTX,
 )

@@ -4,7 +4,7 @@ import torch
 
 from vllm_opset.model.weights import offloads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
-from vllm_opset.platform.early_rules import GRAPHS, WITHOUT_COMPILER, asks_to_compile, unset
+from vllm_opset.platform.early_rules import GRAPHS, SIMULATED_ROUTING, WITHOUT_COMPILER, asks_to_compile, unset
 from vllm_opset.platform.quantised_weights import GPT_OSS, QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
@@ -28,7 +28,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
         unless=asks_to_compile,
     ),
     *unset("all-reduce over symmetric memory", "VLLM_ALLREDUCE_USE_SYMM_MEM"),
-    *unset("simulated routing of experts", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
+    *SIMULATED_ROUTING,
 )
 
 RULES: tuple[Rule, ...] = (

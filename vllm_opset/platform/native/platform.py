@@ -15,12 +15,15 @@ from vllm_opset.attention import BACKEND
 from vllm_opset.platform import compile_cache, forking
 from vllm_opset.platform.cuda import graphs
 from vllm_opset.platform.native import parts
+from vllm_opset.platform.native.rules import SINKS, STOCK_WORKER, WORKER
 from vllm_opset.platform.refusals import Refusal, wants_quick_start
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 USUAL_BLOCK_SIZE = 16  # no kernel depends on it
+# The parts whose layers torch.compile traces through.
+SEEN_BY_COMPILER = ("attention", "linear", "ops", "moe")
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -59,9 +62,9 @@ class OpsetNativePlatform(CudaPlatform):
         on = {name for name, part in decisions.items() if part.on}
         parallel = vllm_config.parallel_config
         forking.make_safe()
-        if on and parallel.worker_cls in ("auto", parts.STOCK_WORKER):
-            parallel.worker_cls = parts.WORKER
-        if seen_by_compiler := [name for name in ("attention", "linear", "ops") if name in on]:
+        if on and parallel.worker_cls in ("auto", STOCK_WORKER):
+            parallel.worker_cls = WORKER
+        if seen_by_compiler := [name for name in SEEN_BY_COMPILER if name in on]:
             compile_cache.keep_apart(vllm_config, f"{cls.__qualname__} with {' and '.join(seen_by_compiler)}")
         for name, part in decisions.items():
             logger.info_once(f"vllm-opset's {name} is {'on' if part.on else 'off'}: {part.why}")
@@ -79,8 +82,9 @@ class OpsetNativePlatform(CudaPlatform):
         if config.model_config is None or not cls.decide(config)["attention"].on:
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
         reasons = _why_not(attn_selector_config, num_heads, cls.get_device_capability())
-        if attn_selector_config.has_sink and not parts.is_asked_for("attention", config):
-            reasons = [*reasons, "it was not measured with attention sinks"]
+        family = cls.get_device_capability().to_int()
+        if attn_selector_config.has_sink and not parts.is_wanted("attention", SINKS, config, family):
+            reasons = [*reasons, f"it was not measured to be faster with {SINKS}"]
         if not reasons:
             return BACKEND
         if selected_backend is not None:

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -13,6 +15,8 @@ from vllm_opset.platform import compat, compile_cache, refusals
 from vllm_opset.platform.cuda import device, warm_up
 from vllm_opset.platform.cuda.starting import Starting
 from vllm_opset.platform.packing import PackingWorker
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class OpsetNativeWorker(Starting, PackingWorker):
@@ -31,7 +35,9 @@ class OpsetNativeWorker(Starting, PackingWorker):
             fusion.bind(model, self.vllm_config, precompile)
         if "linear" in self.parts:
             linear.bind(model, compiled=refusals.compiles(self.vllm_config))
-        if self.parts & {"linear", "ops"}:
+        if "moe" in self.parts:
+            self._bind_experts(model)
+        if self.parts & {"linear", "ops", "moe"}:
             compile_cache.keep_kernels_apart(self.vllm_config)
         if "sampler" in self.parts:
             if sampler.install(self.model_runner):
@@ -40,10 +46,19 @@ class OpsetNativeWorker(Starting, PackingWorker):
             else:
                 self.parts.remove("sampler")
 
+    def _bind_experts(self, model: torch.nn.Module) -> None:
+        # Imported late: vLLM's module of experts imports thousands of others.
+        from vllm_opset.model import bound_experts
+
+        with set_current_vllm_config(self.vllm_config):
+            kept = bound_experts.bind(model)
+        for reason, number in kept.items():
+            logger.info("vLLM's own experts serve %d layers, since vllm-opset's do not support %s", number, reason)
+
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.check_choices()
         with device.named_out_of_memory():
-            if self.parts & {"attention", "linear", "ops"}:
+            if self.parts & {"attention", "linear", "ops", "moe"}:
                 warm_up.model(self)
             if "sampler" in self.parts:
                 warm_up.sampler(self.model_runner)

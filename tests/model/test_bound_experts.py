@@ -1,0 +1,138 @@
+"""Experts of a loaded model that get opset's method, and those that keep vLLM's."""
+
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers import fused_moe
+from vllm.model_executor.layers.fused_moe import MoERunner
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulatorRouter
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from vllm_opset.model import bound_experts, experts
+
+pytestmark = [pytest.mark.window, pytest.mark.usefixtures("alone")]
+
+# Releases after 0.27 call it a factory.
+FusedMoE = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
+NUM_EXPERTS, TOP_K, HIDDEN_SIZE, WIDTH = 8, 3, 32, 16
+
+
+@pytest.fixture
+def layer(monkeypatch) -> Callable[..., MoERunner]:
+    """`layer(**arguments)`: a layer of experts with vLLM's method, as on a GPU where Triton kernels compute it."""
+    monkeypatch.delitem(op_registry_oot, UnquantizedFusedMoEMethod.__name__, raising=False)
+    numbers = iter(range(100))
+
+    def layer(**arguments) -> MoERunner:
+        sizes = {"num_experts": NUM_EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN_SIZE, "intermediate_size": WIDTH}
+        made = FusedMoE(**sizes, prefix=f"layers.{next(numbers)}", params_dtype=torch.float32, **arguments)
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        method = made.routed_experts.quant_method
+        method.unquantized_backend = UnquantizedMoeBackend.TRITON
+        experts_of_vllm = types.SimpleNamespace(consumes_expert_mask=False)
+        method.moe_kernel = types.SimpleNamespace(output_is_reduced=lambda: False, fused_experts=experts_of_vllm)
+        return made
+
+    return layer
+
+
+def by_hand(layer: MoERunner, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The experts' results, one token and expert after the other, in fp64."""
+    found = torch.zeros_like(x, dtype=torch.float64)
+    w13, w2 = layer.routed_experts.w13_weight.double(), layer.routed_experts.w2_weight.double()
+    for token in range(len(x)):
+        for weight, expert in zip(weights[token], ids[token], strict=True):
+            gate, up = (w13[expert] @ x[token].double()).chunk(2)
+            found[token] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_bound_experts_compute_what_the_formula_says(num_tokens, renormalize, layer):
+    made = layer(renormalize=renormalize)
+    kernel = made._quant_method.moe_kernel
+    assert not bound_experts.bind(torch.nn.ModuleList([made]))
+    assert type(made._quant_method) is bound_experts.BoundExpertsMethod and made.is_monolithic
+    assert made._quant_method.moe_kernel is kernel
+    x, logits = torch.randn(num_tokens, HIDDEN_SIZE), torch.randn(num_tokens, NUM_EXPERTS)
+    shared, found = made._apply_quant_method(x, logits, None)
+    weights, ids = logits.double().softmax(-1).topk(TOP_K)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    assert shared is None
+    torch.testing.assert_close(found.double(), by_hand(made, x, weights, ids), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_vllm_loads_again_are_used(layer):
+    made = layer()
+    bound_experts.bind(torch.nn.ModuleList([made]))
+    x, logits = torch.randn(5, HIDDEN_SIZE), torch.randn(5, NUM_EXPERTS)
+    before = made._apply_quant_method(x, logits, None)[1].clone()
+    made.routed_experts.w2_weight.data.mul_(2)
+    torch.testing.assert_close(made._apply_quant_method(x, logits, None)[1], 2 * before)
+
+
+def test_the_warm_up_reaches_bound_experts(layer, monkeypatch):
+    made = layer()
+    model = torch.nn.ModuleList([made])
+    bound_experts.bind(model)
+    sizes = []
+    monkeypatch.setattr(experts.Experts, "__call__", lambda self, x, logits: sizes.append(len(x)))
+    experts.multiply(model, 10)
+    assert sizes == [1, 2, 4, 8, 10]
+
+
+def _of_another_method(made: MoERunner) -> None:
+    made._quant_method.__class__ = type("Fp8MoEMethod", (UnquantizedFusedMoEMethod,), {})
+
+
+def _of_another_runner(made: MoERunner) -> None:
+    made.__class__ = type("LatentMoERunner", (MoERunner,), {})
+
+
+def _stored_for_another_kernel(made: MoERunner) -> None:
+    made._quant_method.unquantized_backend = UnquantizedMoeBackend.FLASHINFER_CUTLASS
+
+
+def _routed_by_token_ids(made: MoERunner) -> None:
+    made.router._hash_indices_table = torch.zeros(10, TOP_K, dtype=torch.int32)
+
+
+def _simulated(made: MoERunner) -> None:
+    made.router = RoutingSimulatorRouter.__new__(RoutingSimulatorRouter)
+
+
+def _of_unknown_scores(made: MoERunner) -> None:
+    made.routed_experts.scoring_func = "cosine"
+
+
+def _of_an_unknown_activation(made: MoERunner) -> None:
+    made.routed_experts.activation = types.SimpleNamespace(value="swish_cubed")
+
+
+KEEP = {
+    "the weights of Fp8MoEMethod": _of_another_method,
+    "the model's own LatentMoERunner": _of_another_runner,
+    "weights that are stored for FlashInfer CUTLASS": _stored_for_another_kernel,
+    "this choice of experts (FusedTopKRouter)": _routed_by_token_ids,
+    "this choice of experts (RoutingSimulatorRouter)": _simulated,
+    "the scores cosine": _of_unknown_scores,
+    "this activation (": _of_an_unknown_activation,
+}
+
+
+@pytest.mark.parametrize(("reason", "change"), KEEP.items(), ids=[change.__name__ for change in KEEP.values()])
+def test_what_opset_does_not_serve_keeps_vllms_method(reason, change, layer):
+    made, other = layer(), layer()
+    change(made)
+    method = made._quant_method
+    ((found, layers),) = bound_experts.bind(torch.nn.ModuleList([made, other])).items()
+    assert found.startswith(reason) and layers == 1
+    assert made._quant_method is method
+    assert type(other._quant_method) is bound_experts.BoundExpertsMethod

@@ -1,0 +1,66 @@
+"""Experts of a model that vLLM has loaded for its own kernels, computed by opset's.
+
+vLLM's registry of custom ops (`experts.register`) would replace the method of every layer while it is built, also of
+layers that opset does not serve. After loading, a layer's method, router and backend are known, and each layer that
+opset does not serve keeps vLLM's.
+"""
+
+from collections import Counter
+
+import torch
+from vllm.model_executor.layers.fused_moe import MoERunner
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from vllm_opset.model.experts import ExpertsMethod, why_not
+
+# The routers that choose by the scores alone, as ops.route does.
+ROUTERS = (CustomRoutingRouter, FusedTopKBiasRouter, FusedTopKRouter, GroupedTopKRouter)
+# What FusedTopKBiasRouter chooses by beside the scores. Releases differ in what it has.
+BESIDE_SCORES = ("_hash_indices_table", "bias_vl")
+
+
+class BoundExpertsMethod(ExpertsMethod):
+    """The method of one layer's experts. It keeps vLLM's kernel, which tells the runner that nothing was summed yet."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        replaced = layer.quant_method
+        super().__init__(replaced.moe)
+        self.moe_quant_config, self.moe_kernel = replaced.moe_quant_config, replaced.moe_kernel
+        self.choose(layer)
+
+
+def bind(model: torch.nn.Module) -> Counter[str]:
+    """Replace the methods of a model that was just loaded, under vLLM's current config.
+
+    Returns the number of layers that keep vLLM's method, by the reason.
+    """
+    kept: Counter[str] = Counter()
+    for runner in model.modules():
+        if isinstance(runner, MoERunner):
+            if reason := why_vllms(runner):
+                kept[reason] += 1
+            else:
+                runner._replace_quant_method(BoundExpertsMethod(runner.routed_experts))
+    return kept
+
+
+def why_vllms(runner: MoERunner) -> str | None:
+    """Why vLLM's own kernels compute the experts of a layer; None if opset's can."""
+    layer, method = runner.routed_experts, runner.routed_experts.quant_method
+    if type(runner) is not MoERunner:
+        return f"the model's own {type(runner).__name__}"
+    if type(method) is not UnquantizedFusedMoEMethod:
+        return f"the weights of {type(method).__name__}"
+    # Other kernels of vLLM store the weights in another order.
+    if method.unquantized_backend is not UnquantizedMoeBackend.TRITON:
+        return f"weights that are stored for {method.unquantized_backend.value}"
+    if type(runner.router) not in ROUTERS or any(
+        getattr(runner.router, name, None) is not None for name in BESIDE_SCORES
+    ):
+        return f"this choice of experts ({type(runner.router).__name__})"
+    return why_not(layer)

@@ -1,0 +1,261 @@
+"""The rules of the parts of opset on stock vLLM: what a part does not support, or needs evidence for."""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_opset.model.weights import offloads
+from vllm_opset.platform import settings
+from vllm_opset.platform.early_rules import CACHE_LAYOUT, FLASHINFER_SAMPLER, SIMULATED_ROUTING, TENSOR_DESCRIPTORS
+from vllm_opset.platform.refusals import (
+    EPLB,
+    EXPERT_PARALLELISM,
+    RETURNED_EXPERTS,
+    Rule,
+    caches_neither_alike_nor_in_fp8,
+    environment,
+    given,
+    of_model,
+    several,
+    two_batches,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+STOCK_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+WORKER = "vllm_opset.platform.native.worker.OpsetNativeWorker"
+WHERE = "on vLLM's own CUDA platform"
+# A kind of attention layers, not of models: the platform decides on each layer (`platform.py`).
+SINKS = "attention sinks"
+# Settings of vLLM's own attention backends. Settings for MLA are not among them, because the part leaves MLA to vLLM.
+OF_ANOTHER_BACKEND = frozenset(
+    {
+        "backend_per_kind",
+        "disable_flashinfer_q_quantization",
+        "flash_attn_max_num_splits_for_cuda_graph",
+        "flash_attn_version",
+        "flex_attn_block_m",
+        "flex_attn_block_n",
+        "flex_attn_kv_block_size",
+        "flex_attn_q_block_size",
+        "tq_max_kv_splits_for_cuda_graph",
+        "use_prefill_decode_attention",
+        "use_trtllm_attention",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rules of a part. unsupported: configurations that the part does not support.
+
+    kinds: configurations that need evidence of their own (`evidence`). Without it, the part is off by default, and
+    users can ask for it. slower: configurations in which vLLM's own code was faster in some cases. Users can ask for
+    the part there, too. A rule in `slower` does not depend on the model or the configuration.
+    """
+
+    unsupported: tuple[Rule, ...]
+    kinds: tuple[Rule, ...] = ()
+    slower: tuple[Rule, ...] = ()
+
+
+def _another_worker(config: "VllmConfig") -> bool:
+    return config.parallel_config.worker_cls not in ("auto", STOCK_WORKER, WORKER)
+
+
+def our_backend(config: "VllmConfig") -> bool:
+    backend = config.attention_config.backend
+    return backend is not None and backend.name == "CUSTOM"
+
+
+def _another_backend(config: "VllmConfig") -> bool:
+    attention = config.attention_config
+    named = attention.backend is not None and not our_backend(config)
+    # Such a setting is only meaningful for vLLM's own backend.
+    return named or bool(OF_ANOTHER_BACKEND & set(settings.changed(config, "attention_config")))
+
+
+def _flashinfer_samples(config: "VllmConfig | None") -> bool:
+    """Whether vLLM's own sampler would be FlashInfer's. That is the default if FlashInfer is installed."""
+    return environment("VLLM_USE_FLASHINFER_SAMPLER") and importlib.util.find_spec("flashinfer") is not None
+
+
+def _another_linear_backend(config: "VllmConfig") -> bool:
+    return config.kernel_config.linear_backend != "auto"
+
+
+def _another_moe_backend(config: "VllmConfig") -> bool:
+    return config.kernel_config.moe_backend != "auto"
+
+
+def _has_no_experts(config: "VllmConfig") -> bool:
+    return config.model_config is not None and not config.model_config.is_moe
+
+
+def _orders_ir_ops(config: "VllmConfig") -> bool:
+    """Whether a user gave an order to the providers of IR ops. vLLM adds its platform's order to what the user gave."""
+    from vllm.platforms import current_platform
+
+    given = getattr(config.kernel_config, "ir_op_priority", None)  # vLLM removes its IR after 0.33
+    if given is None or not any(vars(given).values()):
+        return False
+    return vars(given) != vars(current_platform.get_default_ir_op_priority(config))
+
+
+def _offloads_cache(config: "VllmConfig") -> bool:
+    return config.cache_config.kv_offloading_size is not None
+
+
+def _caches_fp8(config: "VllmConfig") -> bool:
+    return str(config.cache_config.cache_dtype).startswith("fp8")
+
+
+def _weights_in_fp8(model) -> bool:
+    return str(model.quantization).startswith("fp8")
+
+
+def _weights_otherwise_quantised(model) -> bool:
+    return model.quantization is not None and not _weights_in_fp8(model)
+
+
+def _soft_caps(model) -> bool:
+    return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
+
+
+def _model(name: str) -> Callable[["VllmConfig"], bool]:
+    return of_model(lambda model: getattr(model, name, False))
+
+
+_LEAVE_IT_OUT = "switch this part off, or leave that out"
+_OTHER_WORKER = Rule("another worker class", "leave out --worker-cls", _another_worker)
+_SPECULATIVE = Rule("speculative decoding", _LEAVE_IT_OUT, given("speculative_config"))
+_BATCH_INVARIANT = Rule(
+    "batch invariance", "unset VLLM_BATCH_INVARIANT", lambda config: environment("VLLM_BATCH_INVARIANT")
+)
+_HYBRID = Rule("Mamba, state-space and linear attention", _LEAVE_IT_OUT, _model("has_inner_state"))
+_ENCODER_DECODER = Rule("encoder-decoder models", _LEAVE_IT_OUT, _model("is_encoder_decoder"))
+_FP32 = Rule("fp32", _LEAVE_IT_OUT, of_model(lambda model: model.dtype == torch.float32))
+_MULTIMODAL = Rule("multimodal models", _LEAVE_IT_OUT, _model("is_multimodal_model"))
+_QUANTISED = (
+    Rule("fp8 weights", _LEAVE_IT_OUT, of_model(_weights_in_fp8)),
+    Rule("quantised weights other than fp8", _LEAVE_IT_OUT, of_model(_weights_otherwise_quantised)),
+)
+_MOE = Rule("mixture-of-experts (MoE) models", _LEAVE_IT_OUT, _model("is_moe"))
+_LORA = Rule("adapters (LoRA)", _LEAVE_IT_OUT, given("lora_config"))
+_POOLING = Rule("pooling models", _LEAVE_IT_OUT, of_model(lambda model: model.runner_type == "pooling"))
+_MLA = Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla"))
+_DATA_PARALLEL = Rule("data parallelism", _LEAVE_IT_OUT, several("data_parallel_size"))
+_TWO_BATCHES = Rule("two batches at a time (DBO)", _LEAVE_IT_OUT, two_batches)
+_PREFILL_CONTEXT = Rule("prefill context parallelism", _LEAVE_IT_OUT, several("prefill_context_parallel_size"))
+_OFFLOADS = Rule("weight offloading", "leave out --cpu-offload-gb and --offload-*, or switch this part off", offloads)
+
+# opset was first compared with stock vLLM on one GPU, with unquantised language models without experts. Each of these
+# kinds of models and engines needs evidence of its own.
+_COMMON_KINDS = (
+    _SPECULATIVE,
+    _HYBRID,
+    _ENCODER_DECODER,
+    _MULTIMODAL,
+    *_QUANTISED,
+    _MOE,
+    _LORA,
+    Rule("tensor parallelism of 2", _LEAVE_IT_OUT, lambda config: config.parallel_config.tensor_parallel_size == 2),
+    Rule("wider tensor parallelism", _LEAVE_IT_OUT, lambda config: config.parallel_config.tensor_parallel_size > 2),
+    Rule("pipeline parallelism", _LEAVE_IT_OUT, several("pipeline_parallel_size")),
+    _DATA_PARALLEL,
+    _TWO_BATCHES,
+)
+# Parts that replace vLLM's layers need it for these, too.
+_KINDS_OF_LAYERS = (*_COMMON_KINDS, _POOLING, _MLA)
+
+PARTS: Mapping[str, Part] = {
+    "attention": Part(
+        unsupported=(
+            _OTHER_WORKER,
+            Rule("another attention backend", "leave out --attention-backend and --attention-config", _another_backend),
+            _MLA,
+            Rule("a KV cache in that dtype", "leave out --kv-cache-dtype", caches_neither_alike_nor_in_fp8),
+            Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
+            # vLLM makes a connector for it after the configuration is checked.
+            Rule("KV cache offloading", "leave out --kv-offloading-size", _offloads_cache),
+            Rule("decode context parallelism", _LEAVE_IT_OUT, several("decode_context_parallel_size")),
+            _PREFILL_CONTEXT,
+            CACHE_LAYOUT,
+            *TENSOR_DESCRIPTORS,
+            _BATCH_INVARIANT,
+        ),
+        kinds=(
+            *_COMMON_KINDS,  # also, encoders of some multimodal models derive backends from vLLM's own only
+            _POOLING,
+            # For these, prompts run on another kernel than the one that was measured.
+            Rule("an fp8 KV cache", _LEAVE_IT_OUT, _caches_fp8),
+            Rule("soft-capped attention", _LEAVE_IT_OUT, of_model(_soft_caps)),
+            Rule("ALiBi", _LEAVE_IT_OUT, _model("uses_alibi")),
+            _FP32,
+        ),
+    ),
+    "sampler": Part(
+        unsupported=(
+            _OTHER_WORKER,
+            _POOLING,
+            _SPECULATIVE,
+            Rule("fp64 sampling noise", "leave out --use-fp64-gumbel", _model("use_fp64_gumbel")),
+            Rule("sampling masks", "leave out --return-sampling-mask", _model("return_sampling_mask")),
+            Rule("watermarks", "leave out --watermark-config", given("watermark_config")),
+            Rule("diffusion models", _LEAVE_IT_OUT, given("diffusion_config")),
+            *FLASHINFER_SAMPLER,
+            _BATCH_INVARIANT,
+        ),
+        kinds=_COMMON_KINDS,
+        # FlashInfer is faster for many rows in which top-p alone keeps many tokens (docs/log/wide-top-p.md).
+        slower=(
+            Rule("sampling where FlashInfer is installed", "set VLLM_USE_FLASHINFER_SAMPLER=0", _flashinfer_samples),
+        ),
+    ),
+    "linear": Part(
+        unsupported=(
+            _OTHER_WORKER,
+            _OFFLOADS,
+            Rule("another linear backend", "leave out --linear-backend", _another_linear_backend),
+            _BATCH_INVARIANT,
+        ),
+        kinds=(*_KINDS_OF_LAYERS, _FP32),
+    ),
+    "ops": Part(
+        unsupported=(
+            _OTHER_WORKER,
+            # opset's layers do not call the IR's ops.
+            Rule("an order of IR ops", "leave out --ir-op-priority, or switch this part off", _orders_ir_ops),
+            _BATCH_INVARIANT,
+        ),
+        kinds=_KINDS_OF_LAYERS,
+    ),
+    "moe": Part(
+        unsupported=(
+            _OTHER_WORKER,
+            Rule("models without experts", "switch this part off", _has_no_experts),
+            Rule("another backend for experts", "leave out --moe-backend", _another_moe_backend),
+            # vLLM adds adapters to the products of its own kernels.
+            _LORA,
+            # Tokens go to experts of other engines and back within vLLM's own kernels.
+            _DATA_PARALLEL,
+            _PREFILL_CONTEXT,
+            _TWO_BATCHES,
+            # vLLM's router counts, moves, records or draws the chosen experts, and the part has a router of its own.
+            EPLB,
+            RETURNED_EXPERTS,
+            *SIMULATED_ROUTING,
+            _OFFLOADS,
+            _BATCH_INVARIANT,
+        ),
+        kinds=(
+            *(kind for kind in _KINDS_OF_LAYERS if kind not in (_MOE, _LORA, _DATA_PARALLEL, _TWO_BATCHES)),
+            Rule("expert parallelism", _LEAVE_IT_OUT, EXPERT_PARALLELISM.applies),
+            _FP32,
+        ),
+    ),
+}
