@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedT
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from vllm_opset.model.experts import Experts, ExpertsMethod, why_not
+from vllm_opset.model.experts import ExpertsMethod, why_not
 
 # The routers that choose by the scores alone, as ops.route does.
 ROUTERS = (CustomRoutingRouter, FusedTopKBiasRouter, FusedTopKRouter, GroupedTopKRouter)
@@ -31,7 +31,7 @@ class BoundExpertsMethod(ExpertsMethod):
         replaced = layer.quant_method
         super().__init__(replaced.moe)
         self.moe_quant_config, self.moe_kernel = replaced.moe_quant_config, replaced.moe_kernel
-        self.opset_experts = Experts(layer, self.moe)
+        self.choose(layer)
 
 
 def bind(model: torch.nn.Module) -> Counter[str]:

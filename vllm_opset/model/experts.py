@@ -130,6 +130,10 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         super().process_weights_after_loading(layer)
+        self.choose(layer)
+
+    def choose(self, layer: torch.nn.Module) -> None:
+        """Choose the kernels for weights that are ready."""
         self.opset_experts = Experts(layer, self.moe)
 
     def apply_monolithic(
@@ -175,8 +179,8 @@ def multiply(model: torch.nn.Module, most_tokens: int) -> None:
 def experts_of(layer: torch.nn.Module) -> Experts | None:
     """The experts that serve a layer of vLLM: its method has them, or the method's kernel. None for other layers."""
     method = getattr(layer, "quant_method", None)
-    holders = method, getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    return next((found for one in holders if (found := getattr(one, "opset_experts", None)) is not None), None)
+    kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    return getattr(method, "opset_experts", None) or getattr(kernel, "opset_experts", None)
 
 
 def register() -> None:
