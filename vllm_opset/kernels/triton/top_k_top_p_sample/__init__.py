@@ -58,7 +58,7 @@ def top_k_top_p_sample(
     listed = empty(num_rows * capacity * filtered, dtype=torch.float32)
     listed_ids = empty(num_rows * capacity * filtered, dtype=torch.int32)
 
-    registers = _launch.registers(device, values["registers"])
+    registers, row_registers = (_launch.registers(device, values[name]) for name in ("registers", "row_registers"))
     # `given` has a bit for each setting; kernels do not read settings that are off. So one compiled variant serves all
     # combinations of settings.
     given = sum(1 << bit for bit, setting in enumerate((temperature, top_k, top_p, min_p)) if setting is not None)
@@ -84,13 +84,13 @@ def top_k_top_p_sample(
         reread.reread[(num_rows * programs,)](
             logits, logits.stride(), vocab_size, num_chunks, programs, keys, given, settings, strides, wants_processed,
             ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-            CHUNK=chunk, CHUNKS=chunks, num_warps=values["warps"], **registers, **options,
+            CHUNK=chunk, CHUNKS=chunks, num_warps=values["warps"], **row_registers, **options,
         )  # fmt: skip
     finish.finish[(num_rows,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, wants_processed,
         ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
         CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered,
-        num_warps=values["row_warps"], **_launch.registers(device, values["row_registers"]), **options,
+        num_warps=values["row_warps"], **row_registers, **options,
     )  # fmt: skip
     if out is not None:
         read.process[(num_rows * num_chunks,)](

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton.top_k_top_p_sample._noise import WORDS, noise_of, noise_of_block
-from vllm_opset.kernels.triton.top_k_top_p_sample._search import INFINITY, divided, weight_of
+from vllm_opset.kernels.triton.top_k_top_p_sample._search import INFINITY, divided, kept_by_min_p, weight_of
 from vllm_opset.ops.sampling.top_k_top_p_sample import GREEDY_BELOW as _GREEDY_BELOW
 
 GREEDY_BELOW = tl.constexpr(_GREEDY_BELOW)
@@ -137,15 +137,22 @@ def reduce_argmax(scores, tokens, vocab_size):
 
 
 @triton.jit
-def best_listed(bound, last, listed_logits, listed_ids, number, top, scale, seed, vocab_size, ITEMS: tl.constexpr):
-    """The best score of the listed tokens that come before `last`, whose x is `bound`, and its token."""
+def best_listed(
+    bound, last, least, listed_logits, listed_ids, number, top, scale, seed, vocab_size, ITEMS: tl.constexpr
+):
+    """The best score of the listed tokens that come before `last`, whose x is `bound`, and its token.
+
+    It leaves out tokens that `least`, a min-p, drops.
+    """
     best_score, best_token = tl.zeros((ITEMS,), tl.float32), tl.full((ITEMS,), 0, tl.int32) + vocab_size
     for first in range(0, number, ITEMS):
         item = first + tl.arange(0, ITEMS)
         logit = tl.load(listed_logits + item, item < number, -INFINITY)
         token = tl.load(listed_ids + item, item < number, vocab_size)
+        x = divided(logit, scale)
         score = weight_of(logit, top, scale) / noise_of(seed, token)
-        score = tl.where(precedes(divided(logit, scale), token, bound, last), score, -1.0)
+        candidate = precedes(x, token, bound, last) & kept_by_min_p(x, divided(top, scale), least)
+        score = tl.where(candidate, score, -1.0)
         better = (score > best_score) | ((score == best_score) & (token < best_token))
         best_score, best_token = tl.where(better, score, best_score), tl.where(better, token, best_token)
     return reduce_argmax(best_score, best_token, vocab_size)

@@ -113,10 +113,10 @@ def finish(
             row_logits, row_ids, capacity, line, column_stride, top_logit, scale, seed, vocab_size, num_chunks, CHUNK,
         )  # fmt: skip
     elif FILTERED and (
-        strategy == USE_LIST and ((p < 1 and k == 0) and (least == 0 and (processed == 0 and not greedy)))
+        strategy == USE_LIST and ((k == 0 and ((p < 1) != (least > 0))) and (processed == 0 and not greedy))
     ):
         sampled = _reject_listed(
-            p * total, tl.load(ints + row * NUM_INTS + LISTED), row_logits, row_ids,
+            p * total, least, tl.load(ints + row * NUM_INTS + LISTED), row_logits, row_ids,
             line, column_stride, top_logit, scale, seed, vocab_size,
         )  # fmt: skip
     elif FILTERED and (strategy != SAMPLED and ((k > 0 or p < 1 or least > 0) and (processed != 0 or not greedy))):
@@ -190,7 +190,7 @@ def _reject_late(
         rival, bound, kept = vocab_size, -INFINITY, False
         while not kept:
             best, rival = best_listed(
-                bound, rival, listed_logits, listed_ids, number, top, scale, seed, vocab_size, ITEMS
+                bound, rival, 0.0, listed_logits, listed_ids, number, top, scale, seed, vocab_size, ITEMS
             )
             kept = not (best > score)
             if not kept:
@@ -202,22 +202,36 @@ def _reject_late(
 
 
 @triton.jit
-def _reject_listed(wanted, number, listed_logits, listed_ids, line, column_stride, top, scale, seed, vocab_size):
-    """Samples a token of a list that holds all kept tokens: the best one that top-p keeps."""
+def _reject_listed(wanted, least, number, listed_logits, listed_ids, line, column_stride, top, scale, seed, vocab_size):
+    """Samples a token of a list that holds all kept tokens: the best one that top-p keeps, or min-p if least > 0."""
     goal = tl.ceil(wanted * ONE).to(tl.int64)
     sampled, bound, kept = vocab_size, -INFINITY, False
     while not kept:
-        _, sampled = best_listed(bound, sampled, listed_logits, listed_ids, number, top, scale, seed, vocab_size, ITEMS)
-        bound = x_of_token(sampled, line, column_stride, scale, vocab_size)
-        before = tl.zeros((ITEMS,), tl.int64)
-        for first in range(0, number, ITEMS):
-            item = first + tl.arange(0, ITEMS)
-            x = divided(tl.load(listed_logits + item, item < number, -INFINITY), scale)
-            token = tl.load(listed_ids + item, item < number, vocab_size)
-            weight = in_fixed_point(tl.exp2((x - divided(top, scale)) * LOG2E))
-            before += tl.where(precedes(x, token, bound, sampled), weight, 0)
-        kept = sampled == vocab_size or tl.sum(before, 0) < goal or goal <= 0
+        _, sampled = best_listed(
+            bound, sampled, least, listed_logits, listed_ids, number, top, scale, seed, vocab_size, ITEMS
+        )
+        # Without top-p, the first one is the result.
+        kept = least > 0 or sampled == vocab_size
+        if not kept:
+            bound = x_of_token(sampled, line, column_stride, scale, vocab_size)
+            before = _listed_before(
+                bound, sampled, listed_logits, listed_ids, number, divided(top, scale), scale, vocab_size
+            )
+            kept = before < goal or goal <= 0
     return sampled
+
+
+@triton.jit
+def _listed_before(bound, sampled, listed_logits, listed_ids, number, top, scale, vocab_size):
+    """The sum of the weights of the listed tokens that come before `sampled`, in fixed point."""
+    sums = tl.zeros((ITEMS,), tl.int64)
+    for first in range(0, number, ITEMS):
+        item = first + tl.arange(0, ITEMS)
+        x = divided(tl.load(listed_logits + item, item < number, -INFINITY), scale)
+        token = tl.load(listed_ids + item, item < number, vocab_size)
+        weight = in_fixed_point(tl.exp2((x - top) * LOG2E))
+        sums += tl.where(precedes(x, token, bound, sampled), weight, 0)
+    return tl.sum(sums, 0)
 
 
 @triton.jit

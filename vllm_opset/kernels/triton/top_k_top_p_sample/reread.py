@@ -152,7 +152,7 @@ def _rivals(score, right, listed_logits, listed_ids, number, line, column_stride
         rival, bound, more = vocab_size, -INFINITY, True
         while more:
             best, rival = best_listed(
-                bound, rival, listed_logits, listed_ids, number, top, scale, seed, vocab_size, ARGMAX_BLOCK
+                bound, rival, 0.0, listed_logits, listed_ids, number, top, scale, seed, vocab_size, ARGMAX_BLOCK
             )
             more = best > score
             if more:
