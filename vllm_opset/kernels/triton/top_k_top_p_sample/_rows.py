@@ -12,7 +12,8 @@ from vllm_opset.ops.sampling.top_k_top_p_sample import GREEDY_BELOW as _GREEDY_B
 
 GREEDY_BELOW = tl.constexpr(_GREEDY_BELOW)
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(1 << bit) for bit in range(4))  # bits of the settings that are given
-ARGMAX_BLOCK = tl.constexpr(1024)  # tokens of one step of an exponential argmax
+LIST_BY_SCAN = tl.constexpr(1)  # one atomic operation for all candidates of a chunk, not one for each
+ARGMAX_BLOCK = tl.constexpr(512)  # tokens of one step of an exponential argmax
 
 # Integers of a row: the numbers of candidates that `read` and `reread` listed, the strategy that samples its token, the
 # key of the cut-off, the last index that is kept at the cut-off, and with rejection the number of rivals that beat the
@@ -55,12 +56,20 @@ def settings_of(row, given, settings, strides, vocab_size):
 
 
 @triton.jit
-def list_candidates(logit, place, among, listed, listed_logits, listed_ids, row, capacity):
-    """Writes candidates in any order, up to the capacity. They are so few that atomics are cheaper than a scan."""
-    slot = tl.atomic_add(listed + tl.zeros_like(place), 1, among, sem="relaxed")
-    first = row.to(tl.int64) * capacity
-    tl.store(listed_logits + first + slot, logit, among & (slot < capacity))
-    tl.store(listed_ids + first + slot, place, among & (slot < capacity))
+def list_candidates(logit, place, among, listed, listed_logits, listed_ids, row, capacity, MANY: tl.constexpr):
+    """Writes candidates in any order, up to the capacity.
+
+    MANY: whether they are so many that a scan is cheaper than an atomic operation for each.
+    """
+    number = tl.sum(among.to(tl.int32), 0)
+    if number > 0:
+        if MANY and LIST_BY_SCAN:
+            slot = tl.atomic_add(listed, number, sem="relaxed") + tl.cumsum(among.to(tl.int32), 0) - 1
+        else:
+            slot = tl.atomic_add(listed + tl.zeros_like(place), 1, among, sem="relaxed")
+        first = row.to(tl.int64) * capacity
+        tl.store(listed_logits + first + slot, logit, among & (slot < capacity))
+        tl.store(listed_ids + first + slot, place, among & (slot < capacity))
 
 
 @triton.jit
@@ -95,7 +104,7 @@ def chunk_argmax(
         noise = noise_of_block(seed, tl.arange(0, ARGMAX_BLOCK // WORDS) + place // WORDS)
         if RIVALS:
             among = (logit >= low) & (logit < high) & (weight > least_score * noise)
-            list_candidates(logit, token, among, rivals, listed_logits, listed_ids, row, capacity)
+            list_candidates(logit, token, among, rivals, listed_logits, listed_ids, row, capacity, False)
         best_weight, best_noise, best_token = update_argmax(
             best_weight, best_noise, best_token, tl.where(logit >= high, weight, 0.0), noise, token
         )

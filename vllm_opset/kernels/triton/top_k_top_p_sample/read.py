@@ -93,7 +93,8 @@ LEAST_CERTAIN = tl.constexpr(0.25)  # the share of top-p that the tokens above t
 # Scores of a token differ in their last bits, by how they are computed.
 SCORE_MARGIN = tl.constexpr(1 - 1e-3)
 LOWEST_PIVOT, LEAST_REACH = tl.constexpr(-1.5), tl.constexpr(0.5)  # in standard deviations of the sample
-PIVOT_BLOCK = tl.constexpr(256)  # tokens that are compared with the pivots together
+LIST_BLOCK = tl.constexpr(2048)  # tokens that are listed together
+PIVOT_BLOCK = tl.constexpr(128)  # tokens that are compared with the pivots together
 
 
 @triton.jit(do_not_specialize=["vocab_size", "given", "processed"])
@@ -210,7 +211,7 @@ def _add_three(a, b, c, x, y, z):
     return a + x, b + y, c + z
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_chunks", "given", "processed", "capacity"])
+@triton.jit(do_not_specialize=["num_chunks", "given", "processed", "capacity"])
 def read(
     logits, logits_strides, vocab_size, num_chunks, keys, given, settings, strides, processed,
     ints, floats, parts, part_ids, pivot_sums, listed_logits, listed_ids, capacity,
@@ -224,21 +225,23 @@ def read(
     num_rows = tl.num_programs(0) // num_chunks
     row, chunk = tl.program_id(0) % num_rows, tl.program_id(0) // num_rows
     line = logits + row.to(tl.int64) * logits_strides[0]
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    logit = tl.load(line + place.to(tl.int64) * logits_strides[1], place < vocab_size, -INFINITY).to(tl.float32)
     low, high, strategy = INFINITY, -INFINITY, USE_LIST
     if FILTERED:
         low, high = tl.load(floats + row * NUM_FLOATS + LOW), tl.load(floats + row * NUM_FLOATS + HIGH)
         strategy = tl.load(ints + row * NUM_INTS + STRATEGY)
+    if FILTERED and (low < INFINITY and strategy != REJECTION):
+        _list_from(
+            low, line, logits_strides[1], chunk * CHUNK, vocab_size, ints + row * NUM_INTS + LISTED,
+            listed_logits, listed_ids, row, capacity, CHUNK,
+        )  # fmt: skip
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    logit = tl.load(line + place.to(tl.int64) * logits_strides[1], place < vocab_size, -INFINITY).to(tl.float32)
     scale, greedy, k, _, _ = settings_of(row, given, settings, strides, vocab_size)
     seed = tl.load(keys + row * strides[4])
     number = row * num_chunks + chunk
     part = parts + number * NUM_PARTS
     top = tl.max(logit, 0)
     tl.store(part + CHUNK_MAX, top)
-    if FILTERED and (low < INFINITY and strategy != REJECTION):
-        among = (logit >= low) & (logit > -INFINITY)
-        list_candidates(logit, place, among, ints + row * NUM_INTS + LISTED, listed_logits, listed_ids, row, capacity)
     if k == 0 and (processed != 0 or (FILTERED and not greedy)):
         weight = weight_of(logit, top, scale)
         total, listed, certain = tl.reduce(
@@ -268,6 +271,18 @@ def read(
         )  # fmt: skip
     tl.store(part + CHUNK_SCORE, score)
     tl.store(part_ids + number, sampled)
+
+
+@triton.jit
+def _list_from(
+    low, line, column_stride, first, vocab_size, listed, listed_logits, listed_ids, row, capacity, CHUNK: tl.constexpr
+):
+    """Lists the tokens of a chunk from `low` on."""
+    for place in range(first, first + CHUNK, LIST_BLOCK):
+        token = place + tl.arange(0, LIST_BLOCK)
+        logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
+        among = (logit >= low) & (logit > -INFINITY)
+        list_candidates(logit, token, among, listed, listed_logits, listed_ids, row, capacity, True)
 
 
 @triton.jit

@@ -252,7 +252,7 @@ def _read_between(
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(line + place.to(tl.int64) * column_stride, place < vocab_size, -INFINITY).to(tl.float32)
     among = (logit >= low) & (logit < high) & (logit > -INFINITY)
-    list_candidates(logit, place, among, relisted, listed_logits, listed_ids, row, capacity)
+    list_candidates(logit, place, among, relisted, listed_logits, listed_ids, row, capacity, True)
     top = tl.load(part + CHUNK_MAX)
     certain, score, sampled = 0.0, 0.0, vocab_size
     if top >= high:
