@@ -93,7 +93,7 @@ LEAST_CERTAIN = tl.constexpr(0.25)  # the share of top-p that the tokens above t
 # Scores of a token differ in their last bits, by how they are computed.
 SCORE_MARGIN = tl.constexpr(1 - 1e-3)
 LOWEST_PIVOT, LEAST_REACH = tl.constexpr(-1.5), tl.constexpr(0.5)  # in standard deviations of the sample
-LIST_BLOCK = tl.constexpr(2048)  # tokens that are listed together
+LIST_BLOCK = tl.constexpr(1024)  # tokens that are listed together
 PIVOT_BLOCK = tl.constexpr(128)  # tokens that are compared with the pivots together
 
 
