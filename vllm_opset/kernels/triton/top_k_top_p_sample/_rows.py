@@ -12,7 +12,8 @@ from vllm_opset.ops.sampling.top_k_top_p_sample import GREEDY_BELOW as _GREEDY_B
 
 GREEDY_BELOW = tl.constexpr(_GREEDY_BELOW)
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (tl.constexpr(1 << bit) for bit in range(4))  # bits of the settings that are given
-LIST_BY_SCAN = tl.constexpr(1)  # one atomic operation for all candidates of a chunk, not one for each
+# From so many candidates of a block on, a scan and one atomic operation are cheaper than one operation for each.
+SCAN_FROM = tl.constexpr(16)
 ARGMAX_BLOCK = tl.constexpr(512)  # tokens of one step of an exponential argmax
 
 # Integers of a row: the numbers of candidates that `read` and `reread` listed, the strategy that samples its token, the
@@ -59,12 +60,15 @@ def settings_of(row, given, settings, strides, vocab_size):
 def list_candidates(logit, place, among, listed, listed_logits, listed_ids, row, capacity, MANY: tl.constexpr):
     """Writes candidates in any order, up to the capacity.
 
-    MANY: whether they are so many that a scan is cheaper than an atomic operation for each.
+    MANY: whether they may be so many that a scan is cheaper than an atomic operation for each.
     """
     number = tl.sum(among.to(tl.int32), 0)
     if number > 0:
-        if MANY and LIST_BY_SCAN:
-            slot = tl.atomic_add(listed, number, sem="relaxed") + tl.cumsum(among.to(tl.int32), 0) - 1
+        if MANY:
+            if number >= SCAN_FROM:
+                slot = tl.atomic_add(listed, number, sem="relaxed") + tl.cumsum(among.to(tl.int32), 0) - 1
+            else:
+                slot = tl.atomic_add(listed + tl.zeros_like(place), 1, among, sem="relaxed")
         else:
             slot = tl.atomic_add(listed + tl.zeros_like(place), 1, among, sem="relaxed")
         first = row.to(tl.int64) * capacity

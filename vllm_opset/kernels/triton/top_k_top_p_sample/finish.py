@@ -97,11 +97,23 @@ def finish(
     top = divided(top_logit, scale)
 
     cut, last, kept = LOWEST_KEY, vocab_size, total
-    strategy = SAMPLED
+    strategy, number, whole = SAMPLED, 0, False
     if FILTERED:
         strategy = tl.load(ints + row * NUM_INTS + STRATEGY)
+        number = tl.load(ints + row * NUM_INTS + LISTED)
+        # Whether the call asks only for a token, and a list holds all tokens that are kept.
+        whole = strategy == USE_LIST and ((k == 0 and ((p < 1) != (least > 0))) and (processed == 0 and not greedy))
+        if strategy == REJECTION:  # noqa: SIM102  `and` would load the number of rivals of every row
+            if tl.load(ints + row * NUM_INTS + NUM_RIVALS) < 0:
+                number = tl.load(ints + row * NUM_INTS + RELISTED)
+                sums = tl.load(pivot_sums + (row * num_chunks + chunk) * NUM_PIVOTS, chunk < num_chunks, 0.0)
+                whole = number <= capacity and tl.sum(sums * chunk_weight, 0) >= p * total * (1 + SUM_ERROR)
     row_logits, row_ids = listed_logits + row.to(tl.int64) * capacity, listed_ids + row.to(tl.int64) * capacity
-    if FILTERED and (strategy == REJECTION):
+    if FILTERED and whole:
+        sampled = _reject_listed(
+            p * total, least, number, row_logits, row_ids, line, column_stride, top_logit, scale, seed, vocab_size
+        )
+    elif FILTERED and (strategy == REJECTION):
         sampled = _best_kept_rival(
             sampled, p * total, ints + row * NUM_INTS, chunk_weight, pivot_sums + row * num_chunks * NUM_PIVOTS,
             line, column_stride, top_logit, scale, seed, vocab_size, num_chunks, CHUNK, CHUNKS,
@@ -112,16 +124,8 @@ def finish(
             score, sampled, p * total, tl.sum(certains * chunk_weight, 0), tl.load(ints + row * NUM_INTS + RELISTED),
             row_logits, row_ids, capacity, line, column_stride, top_logit, scale, seed, vocab_size, num_chunks, CHUNK,
         )  # fmt: skip
-    elif FILTERED and (
-        strategy == USE_LIST and ((k == 0 and ((p < 1) != (least > 0))) and (processed == 0 and not greedy))
-    ):
-        sampled = _reject_listed(
-            p * total, least, tl.load(ints + row * NUM_INTS + LISTED), row_logits, row_ids,
-            line, column_stride, top_logit, scale, seed, vocab_size,
-        )  # fmt: skip
     elif FILTERED and (strategy != SAMPLED and ((k > 0 or p < 1 or least > 0) and (processed != 0 or not greedy))):
-        low, high = tl.load(floats + row * NUM_FLOATS + LOW), INFINITY
-        number, run = tl.load(ints + row * NUM_INTS + LISTED), RUN
+        low, high, run = tl.load(floats + row * NUM_FLOATS + LOW), INFINITY, RUN
         if strategy == SEARCH_CLOSER_LIST:
             low, high = (
                 tl.load(floats + row * NUM_FLOATS + CLOSER_LOW),

@@ -45,6 +45,7 @@ from vllm_opset.kernels.triton.top_k_top_p_sample._rows import (
     CHUNK_MAX,
     CHUNK_SCORE,
     CHUNK_TOTAL,
+    CLOSER_LOW,
     CUT,
     DEVIATION,
     ESTIMATE,
@@ -93,7 +94,7 @@ LEAST_CERTAIN = tl.constexpr(0.25)  # the share of top-p that the tokens above t
 # Scores of a token differ in their last bits, by how they are computed.
 SCORE_MARGIN = tl.constexpr(1 - 1e-3)
 LOWEST_PIVOT, LEAST_REACH = tl.constexpr(-1.5), tl.constexpr(0.5)  # in standard deviations of the sample
-LIST_BLOCK = tl.constexpr(1024)  # tokens that are listed together
+LIST_BLOCK = tl.constexpr(2048)  # tokens that are listed together
 PIVOT_BLOCK = tl.constexpr(128)  # tokens that are compared with the pivots together
 
 
@@ -133,6 +134,7 @@ def start(
                 certain = low
                 if wide:
                     strategy = REJECTION
+                    tl.store(floats + row * NUM_FLOATS + CLOSER_LOW, low)
                     low, high = _rejection_bounds(x, weight, total, p)
                     certain = high
                 seed = tl.load(keys + row * strides[4])

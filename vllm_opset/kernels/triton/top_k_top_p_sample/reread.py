@@ -4,7 +4,8 @@
 It does the first of these for rows with rejection, and one of the others for rows whose list misses the cut-off:
 
 - With rejection, it finds the rivals that beat the sampled token of a row, and sums the weights before each of them,
-  which decide whether top-p keeps it.
+  which decide whether top-p keeps it. If the bounds were wrong, it lists the tokens that `read` would have listed
+  without rejection. A sample without the largest weights of a row makes such bounds, and then the list is short.
 
 - If the call asks only for tokens and the filter is top-p, it samples among the listed tokens, which are certain to be
   kept, and lists rivals among the others.
@@ -98,16 +99,24 @@ def reread(
             enough = enough or not kept_by_min_p(divided(low, scale), divided(top_logit, scale), least)
         if tl.load(ints + row * NUM_INTS + STRATEGY) == REJECTION:
             certain = tl.load(parts + chunk * NUM_PARTS + CHUNK_CERTAIN, chunk < num_chunks, 0.0)
-            right = enough and tl.sum(certain * chunk_weight, 0) < wanted * (1 - SUM_ERROR)
+            right = enough and tl.sum(certain * chunk_weight, 0) < wanted * (1 - SUM_ERROR) and number <= capacity
             scores = tl.load(parts + chunk * NUM_PARTS + CHUNK_SCORE, chunk < num_chunks, 0.0)
             rivals, bounds, num_rivals = _rivals(
-                tl.max(scores * chunk_weight, 0), right and number <= capacity,
+                tl.max(scores * chunk_weight, 0), right,
                 listed_logits + row.to(tl.int64) * capacity, listed_ids + row.to(tl.int64) * capacity, number,
                 line, logits_strides[1], top_logit, scale, seed, vocab_size,
             )  # fmt: skip
             tl.store(ints + row * NUM_INTS + NUM_RIVALS, num_rivals)
             tl.store(ints + row * NUM_INTS + RIVALS + tl.arange(0, MOST_RIVALS), rivals)
-            if num_rivals > 0:
+            if not right:
+                low = tl.load(floats + row * NUM_FLOATS + CLOSER_LOW)
+                for current in range(first, num_chunks, programs):
+                    _list_again(
+                        low, line, logits_strides[1], current, vocab_size, scale,
+                        parts + current * NUM_PARTS, pivot_sums + (row * num_chunks + current) * NUM_PIVOTS,
+                        ints + row * NUM_INTS + RELISTED, listed_logits, listed_ids, row, capacity, CHUNK,
+                    )  # fmt: skip
+            elif num_rivals > 0:
                 for current in range(first, num_chunks, programs):
                     _sum_before(
                         rivals, bounds, num_rivals, line, logits_strides[1], current, vocab_size, scale,
@@ -177,6 +186,19 @@ def _sum_before(
         rival = tl.sum(tl.where(place == current, rivals, 0), 0)
         bound = tl.sum(tl.where(place == current, bounds, 0.0), 0)
         tl.store(sums + current, tl.sum(tl.where(precedes(x, token, bound, rival), weight, 0.0), 0))
+
+
+@triton.jit
+def _list_again(
+    low, line, column_stride, chunk, vocab_size, scale, part, sums,
+    relisted, listed_logits, listed_ids, row, capacity, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Lists the tokens of a chunk from `low` on, and sums their weights, because the bounds for rejection were wrong."""
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
+    among = (logit >= low) & (logit > -INFINITY)
+    list_candidates(logit, token, among, relisted, listed_logits, listed_ids, row, capacity, True)
+    tl.store(sums, tl.sum(tl.where(among, weight_of(logit, tl.load(part + CHUNK_MAX), scale), 0.0), 0))
 
 
 @triton.jit
