@@ -193,7 +193,7 @@ def _list_again(
     low, line, column_stride, chunk, vocab_size, scale, part, sums,
     relisted, listed_logits, listed_ids, row, capacity, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens of a chunk from `low` on, and sums their weights, because the bounds for rejection were wrong."""
+    """Lists the tokens of a chunk from `low` on, and sums their weights. The bounds for rejection were wrong."""
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
     among = (logit >= low) & (logit > -INFINITY)
