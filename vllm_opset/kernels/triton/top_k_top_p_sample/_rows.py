@@ -22,8 +22,8 @@ ARGMAX_BLOCK = tl.constexpr(512)  # tokens of one step of an exponential argmax
 LISTED, RELISTED, STRATEGY, CUT, LAST, NUM_RIVALS, RIVALS = (tl.constexpr(place) for place in range(7))
 NUM_INTS = tl.constexpr(32)
 MOST_RIVALS = tl.constexpr(16)  # rivals that a row may have in these integers
-# The strategies are: use the list of `read`, search the list of `reread` for the cut-off, reject rivals that `read`
-# listed, reject rivals that `reread` listed, or take the token that `reread` sampled.
+# USE_LIST samples from the list of `read`. SEARCH_CLOSER_LIST searches the list of `reread` for the cut-off. REJECTION
+# rejects rivals that `read` listed, and LATE_REJECTION those that `reread` listed. SAMPLED is the token of `reread`.
 USE_LIST, SEARCH_CLOSER_LIST, REJECTION, LATE_REJECTION, SAMPLED = (tl.constexpr(strategy) for strategy in range(5))
 # Floats of a row: the bounds of `read` and of `reread`, the largest x, the logarithm of the sum of the kept weights,
 # and the standard deviation of the sample. ESTIMATE is the estimated logit of top-p's cut-off, or inf if it is not
