@@ -20,8 +20,8 @@ where E is exponential noise of each token. So an argmax over chunks, and then o
 
 If the call asks only for tokens and the sample shows that top-p keeps many, `start` chooses rejection, with one bound
 below the cut-off and one above it. `read` samples among the tokens above both, which are certain to be kept. Of the
-tokens between the bounds, it lists only rivals. The score of a rival exceeds that of some certain token. A row has few
-rivals, and mostly none that beats the sampled token. `finish` takes the best rival that top-p keeps, if one beats it. No
+tokens between the bounds, it lists only rivals. The score of a rival exceeds that of some certain token. A row has few,
+and mostly none that beats the sampled token. `finish` takes the best rival that top-p keeps, if one beats it. No
 other token can be the result, so the cut-off itself is not needed.
 
 `reread` and `finish` are in files of the same names. `_rows` holds the code that the kernels share, `_noise` the noise,
