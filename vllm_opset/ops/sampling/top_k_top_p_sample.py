@@ -197,6 +197,11 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         ends = torch.tensor([0, vocab_size - 1])
         return lambda rng: normal(num_rows, vocab_size)(rng).index_fill(1, ends, 8.0)
 
+    def likeliest_last(num_rows: int, vocab_size: int):
+        return lambda rng: normal(num_rows, vocab_size, 0.1)(rng).index_add(
+            1, torch.arange(vocab_size - 8, vocab_size), torch.full((num_rows, 8), 11.0, dtype=dtype)
+        )
+
     def sparse(num_rows: int, vocab_size: int, finite: int):
         def make(rng):
             logits = _samples.normal((num_rows, vocab_size), dtype, "cpu", rng, 2.0)
@@ -240,6 +245,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("one row, many tokens", normal(1, 20_011), top_k=[50], top_p=[0.9], temperature=[0.8])
     yield sample("many tokens, top-p after a large k", normal(4, 20_011), top_k=[2000], top_p=[0.2], temperature=[0.8])
     yield sample("many tokens, unfiltered and top-p", normal(3, 20_011), top_p=[1.0, 0.9], temperature=[0.8])
+    # A kernel that estimates the cut-off from a sample of a row may miss its likeliest tokens.
+    last = {"processed": None, "top_p": [0.3, 0.4]}
+    yield sample("many tokens, the last eight likeliest, tokens only", likeliest_last(2, 20_011), **last)
     all_but = [20_011, 20_011, 20_011, 18_000, 20_011]
     many = {"top_p": [0.9, 0.5, 1.0, 1.0, 0.7], "min_p": [0.0, 0.0, 0.3, 0.0, 0.3], "top_k": all_but}
     yield sample("many tokens, most of them kept", normal(5, 20_011, std=0.5), **many)

@@ -51,14 +51,14 @@ def top_k_top_p_sample(
     ints = empty(num_rows, _rows.NUM_INTS.value, dtype=torch.int32)
     floats = empty(num_rows, _rows.NUM_FLOATS.value, dtype=torch.float32)
     parts = empty(num_rows * num_chunks, _rows.NUM_PARTS.value, dtype=torch.float32)
-    part_ids = empty(num_rows * num_chunks, _rows.NUM_SAMPLED.value, dtype=torch.int32)
+    part_ids = empty(num_rows * num_chunks, dtype=torch.int32)
     # The cut-off of top-k is always in the list, except for ties. The cut-offs of top-p and min-p may be outside.
     rereads = top_p is not None or min_p is not None
     pivot_sums = empty(num_rows * num_chunks * rereads, _rows.NUM_PIVOTS.value, dtype=torch.float32)
     listed = empty(num_rows * capacity * filtered, dtype=torch.float32)
     listed_ids = empty(num_rows * capacity * filtered, dtype=torch.int32)
 
-    registers = _launch.registers(device, values["registers"])
+    registers, row_registers = (_launch.registers(device, values[name]) for name in ("registers", "row_registers"))
     # `given` has a bit for each setting; kernels do not read settings that are off. So one compiled variant serves all
     # combinations of settings.
     given = sum(1 << bit for bit, setting in enumerate((temperature, top_k, top_p, min_p)) if setting is not None)
@@ -70,7 +70,7 @@ def top_k_top_p_sample(
 
     if filtered:
         read.start[(num_rows,)](
-            logits, logits.stride(), vocab_size, given, settings, strides, wants_processed, ints, floats,
+            logits, logits.stride(), vocab_size, keys, given, settings, strides, wants_processed, ints, floats,
             LIST_LENGTH=values["list_length"], num_warps=values["row_warps"], **options,
         )  # fmt: skip
     read.read[(num_rows * num_chunks,)](
@@ -84,13 +84,13 @@ def top_k_top_p_sample(
         reread.reread[(num_rows * programs,)](
             logits, logits.stride(), vocab_size, num_chunks, programs, keys, given, settings, strides, wants_processed,
             ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-            CHUNK=chunk, CHUNKS=chunks, num_warps=values["warps"], **registers, **options,
+            CHUNK=chunk, CHUNKS=chunks, num_warps=values["warps"], **row_registers, **options,
         )  # fmt: skip
     finish.finish[(num_rows,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, wants_processed,
-        ints, floats, parts, part_ids, listed, listed_ids, capacity,
+        ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
         CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered,
-        num_warps=values["row_warps"], **_launch.registers(device, values["row_registers"]), **options,
+        num_warps=values["row_warps"], **row_registers, **options,
     )  # fmt: skip
     if out is not None:
         read.process[(num_rows * num_chunks,)](

@@ -7,9 +7,6 @@ the values.
 import triton
 import triton.language as tl
 
-from vllm_opset.ops.sampling import philox
-
-LARGEST_UNIFORM = tl.constexpr(philox.LARGEST_UNIFORM)
 LOG2E = tl.constexpr(1.4426950408889634)
 INFINITY = tl.constexpr(float("inf"))
 LOWEST_KEY = tl.constexpr(-2139095041)  # of −inf
@@ -97,7 +94,12 @@ def token_of(item, listed_ids, number, run, listed):
 def is_kept(x, token, cut, last, least, top):
     """Whether tokens are kept: above the cut-off, or at it up to the index `last`, and also by min-p."""
     key = key_of(x)
-    return ((key > cut) | ((key == cut) & (token <= last))) & (tl.exp2((x - top) * LOG2E) >= least)
+    return ((key > cut) | ((key == cut) & (token <= last))) & kept_by_min_p(x, top, least)
+
+
+@triton.jit
+def kept_by_min_p(x, top, least):
+    return tl.exp2((x - top) * LOG2E) >= least
 
 
 @triton.jit
@@ -134,15 +136,3 @@ def key_of(x):
 def value_of(key):
     """The inverse of `key_of`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def exponential(words):
-    """`philox.exponential` of random words.
-
-    With w = 1 − u as rounded, log1p(−u) = log(w) · u / (1 − w), which is precise for small u.
-    """
-    uniform = tl.minimum((words.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * (2.0**-32), LARGEST_UNIFORM)
-    rest = 1.0 - uniform
-    tiny = rest == 1.0
-    return tl.where(tiny, uniform, -tl.log(rest) * uniform / tl.where(tiny, 1.0, 1.0 - rest))

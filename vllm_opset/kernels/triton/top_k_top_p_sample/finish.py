@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton.top_k_top_p_sample._noise import WORDS, noise_of, noise_of_block
 from vllm_opset.kernels.triton.top_k_top_p_sample._rows import (
     ARGMAX_BLOCK,
     CHUNK_CERTAIN,
     CHUNK_LISTED,
     CHUNK_MAX,
     CHUNK_SCORE,
-    CHUNK_SECOND,
     CHUNK_TOTAL,
     CLOSER_HIGH,
     CLOSER_LOW,
@@ -23,22 +23,28 @@ from vllm_opset.kernels.triton.top_k_top_p_sample._rows import (
     LISTED,
     LOW,
     MAX_X,
+    MOST_RIVALS,
     NUM_FLOATS,
     NUM_INTS,
     NUM_PARTS,
-    NUM_SAMPLED,
+    NUM_PIVOTS,
+    NUM_RIVALS,
     REJECTION,
     RELISTED,
+    RIVALS,
+    SAMPLED,
     SEARCH_CLOSER_LIST,
-    SEARCH_LIST,
     STRATEGY,
     SUM_ERROR,
     TOTAL,
+    USE_LIST,
+    best_listed,
     empty_argmax,
     precedes,
     reduce_argmax,
     settings_of,
     update_argmax,
+    x_of_token,
 )
 from vllm_opset.kernels.triton.top_k_top_p_sample._search import (
     INFINITY,
@@ -48,7 +54,6 @@ from vllm_opset.kernels.triton.top_k_top_p_sample._search import (
     ONE,
     RUN,
     divided,
-    exponential,
     in_fixed_point,
     is_kept,
     key_of,
@@ -60,11 +65,13 @@ from vllm_opset.kernels.triton.top_k_top_p_sample._search import (
     x_of,
 )
 
+SUM_BLOCK = tl.constexpr(4096)  # tokens of one step of a sum over a row
+
 
 @triton.jit(do_not_specialize=["vocab_size", "num_chunks", "given", "processed", "capacity"])
 def finish(
     logits, logits_strides, vocab_size, num_chunks, keys, tokens, given, settings, strides, processed,
-    ints, floats, parts, part_ids, listed_logits, listed_ids, capacity,
+    ints, floats, parts, part_ids, pivot_sums, listed_logits, listed_ids, capacity,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Chooses the token of a row, with one program per row."""
@@ -77,8 +84,7 @@ def finish(
     chunk = tl.arange(0, CHUNKS)
     tops = tl.load(parts + chunk * NUM_PARTS + CHUNK_MAX, chunk < num_chunks, -INFINITY)
     scores = tl.load(parts + chunk * NUM_PARTS + CHUNK_SCORE, chunk < num_chunks, -INFINITY)
-    part_ids += row * num_chunks * NUM_SAMPLED
-    tokens_of_chunks = tl.load(part_ids + chunk * NUM_SAMPLED, chunk < num_chunks, vocab_size)
+    tokens_of_chunks = tl.load(part_ids + row * num_chunks + chunk, chunk < num_chunks, vocab_size)
     top_logit = tl.max(tops, 0)
     chunk_weight = weight_of(tops, top_logit, scale)
     if not greedy:
@@ -91,27 +97,35 @@ def finish(
     top = divided(top_logit, scale)
 
     cut, last, kept = LOWEST_KEY, vocab_size, total
-    strategy = SEARCH_LIST
+    strategy, number, whole = SAMPLED, 0, False
     if FILTERED:
         strategy = tl.load(ints + row * NUM_INTS + STRATEGY)
-    if (strategy == REJECTION) | (strategy == LATE_REJECTION):
-        wanted, weight_before, second = p * total, INFINITY, sampled
-        if strategy == REJECTION:
-            listed = tl.load(parts + chunk * NUM_PARTS + CHUNK_LISTED, chunk < num_chunks, 0.0)
-            second = vocab_size
-            if tl.sum(listed * chunk_weight, 0) >= wanted * (1 + SUM_ERROR):
-                weights = tl.load(parts + chunk * NUM_PARTS + CHUNK_CERTAIN, chunk < num_chunks, 0.0)
-                scores = tl.load(parts + chunk * NUM_PARTS + CHUNK_SECOND, chunk < num_chunks, -INFINITY)
-                second_tokens = tl.load(part_ids + chunk * NUM_SAMPLED + 1, chunk < num_chunks, vocab_size)
-                weight_before = tl.sum(weights * chunk_weight, 0)
-                _, second = reduce_argmax(scores * chunk_weight, second_tokens, vocab_size)
-        sampled = _sample_until_kept(
-            sampled, weight_before, second, wanted, line, column_stride, top_logit, scale, seed, vocab_size, num_chunks,
-            CHUNK,
+        number = tl.load(ints + row * NUM_INTS + LISTED)
+        # Whether the call asks only for a token, and a list holds all tokens that are kept.
+        whole = strategy == USE_LIST and ((k == 0 and ((p < 1) != (least > 0))) and (processed == 0 and not greedy))
+        if strategy == REJECTION:  # noqa: SIM102  `and` would load the number of rivals of every row
+            if tl.load(ints + row * NUM_INTS + NUM_RIVALS) < 0:
+                number = tl.load(ints + row * NUM_INTS + RELISTED)
+                sums = tl.load(pivot_sums + (row * num_chunks + chunk) * NUM_PIVOTS, chunk < num_chunks, 0.0)
+                whole = number <= capacity and tl.sum(sums * chunk_weight, 0) >= p * total * (1 + SUM_ERROR)
+    row_logits, row_ids = listed_logits + row.to(tl.int64) * capacity, listed_ids + row.to(tl.int64) * capacity
+    if FILTERED and whole:
+        sampled = _reject_listed(
+            p * total, least, number, row_logits, row_ids, line, column_stride, top_logit, scale, seed, vocab_size
+        )
+    elif FILTERED and (strategy == REJECTION):
+        sampled = _best_kept_rival(
+            sampled, p * total, ints + row * NUM_INTS, chunk_weight, pivot_sums + row * num_chunks * NUM_PIVOTS,
+            line, column_stride, top_logit, scale, seed, vocab_size, num_chunks, CHUNK, CHUNKS,
         )  # fmt: skip
-    elif FILTERED and ((k > 0 or p < 1 or least > 0) and (processed != 0 or not greedy)):
-        low, high = tl.load(floats + row * NUM_FLOATS + LOW), INFINITY
-        number, run = tl.load(ints + row * NUM_INTS + LISTED), RUN
+    elif FILTERED and (strategy == LATE_REJECTION):
+        certains = tl.load(parts + chunk * NUM_PARTS + CHUNK_LISTED, chunk < num_chunks, 0.0)
+        sampled = _reject_late(
+            score, sampled, p * total, tl.sum(certains * chunk_weight, 0), tl.load(ints + row * NUM_INTS + RELISTED),
+            row_logits, row_ids, capacity, line, column_stride, top_logit, scale, seed, vocab_size, num_chunks, CHUNK,
+        )  # fmt: skip
+    elif FILTERED and (strategy != SAMPLED and ((k > 0 or p < 1 or least > 0) and (processed != 0 or not greedy))):
+        low, high, run = tl.load(floats + row * NUM_FLOATS + LOW), INFINITY, RUN
         if strategy == SEARCH_CLOSER_LIST:
             low, high = (
                 tl.load(floats + row * NUM_FLOATS + CLOSER_LOW),
@@ -120,7 +134,6 @@ def finish(
             number = tl.load(ints + row * NUM_INTS + RELISTED)
             certains = tl.load(parts + chunk * NUM_PARTS + CHUNK_CERTAIN, chunk < num_chunks, 0.0)
             certain = tl.sum(certains * chunk_weight, 0)
-        row_logits, row_ids = listed_logits + row.to(tl.int64) * capacity, listed_ids + row.to(tl.int64) * capacity
         lowest, highest, goal, listed = _check(
             k, p, least, low, high, top, total, certain,
             line, row_logits, row_ids, column_stride, number, capacity, scale,
@@ -141,54 +154,128 @@ def finish(
 
 
 @triton.jit
-def _sample_until_kept(
-    sampled, weight_before, second, wanted, line, column_stride, top, scale, seed, vocab_size, num_chunks,
-    CHUNK: tl.constexpr,
+def _best_kept_rival(
+    sampled, wanted, row_ints, chunk_weight, sums, line, column_stride, top, scale, seed, vocab_size, num_chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Samples again among the tokens before the last sampled one, until top-p keeps the sampled token.
-
-    The result is the exponential argmax of all kept tokens, without knowing the cut-off: a dropped token is rejected,
-    and all kept tokens come before it.
-
-    sampled: the first sampled token. weight_before: the sum of the weights before it, or inf if it is not known yet.
-
-    second: the next token if the first is dropped; vocab_size to sample among all tokens. wanted: the weight that
-    top-p keeps.
-    """
-    if weight_before >= wanted:
-        sampled = second
-        weight_before = _weight_before(sampled, line, column_stride, top, scale, vocab_size, num_chunks, CHUNK)
-    while weight_before >= wanted and wanted > 0:
-        bound = _x_of_token(sampled, line, column_stride, scale, vocab_size)
-        best_score, best_token = empty_argmax(vocab_size, ARGMAX_BLOCK)
-        for chunk in range(0, num_chunks):
-            best_score, best_token = update_argmax(
-                best_score, best_token, line, column_stride, chunk * CHUNK, bound, sampled, top, scale, seed,
-                vocab_size, True, CHUNK,
-            )  # fmt: skip
-        _, sampled = reduce_argmax(best_score, best_token, vocab_size)
-        weight_before = _weight_before(sampled, line, column_stride, top, scale, vocab_size, num_chunks, CHUNK)
+    """The first rival of a row that top-p keeps, or else the sampled token. wanted: the weight that top-p keeps."""
+    chunk = tl.arange(0, CHUNKS)
+    num_rivals = tl.load(row_ints + NUM_RIVALS)
+    current, kept = 0, num_rivals == 0
+    rival = vocab_size
+    while current < num_rivals and not kept:
+        before = tl.load(sums + chunk * NUM_PIVOTS + current, chunk < num_chunks, 0.0)
+        kept = not (tl.sum(before * chunk_weight, 0) >= wanted)
+        rival = tl.load(row_ints + RIVALS + current)
+        if kept:
+            sampled = rival
+        current += 1
+    if not kept and (num_rivals < 0 or num_rivals == MOST_RIVALS):
+        sampled = _sample_until_kept(
+            rival, wanted, line, column_stride, top, scale, seed, vocab_size, num_chunks, CHUNK
+        )
     return sampled
 
 
 @triton.jit
-def _weight_before(sampled, line, column_stride, top, scale, vocab_size, num_chunks, CHUNK: tl.constexpr):
-    """The sum of the weights of the tokens that come before `sampled`, as a multiple of the largest weight."""
-    bound = _x_of_token(sampled, line, column_stride, scale, vocab_size)
-    sums = tl.zeros((CHUNK,), tl.float32)
-    for chunk in range(0, num_chunks):
-        token = chunk * CHUNK + tl.arange(0, CHUNK)
-        logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
-        before = precedes(divided(logit, scale), token, bound, sampled)
-        sums += tl.where(before, weight_of(logit, top, scale), 0.0)
+def _reject_late(
+    score, sampled, wanted, certain, number, listed_logits, listed_ids, capacity,
+    line, column_stride, top, scale, seed, vocab_size, num_chunks, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The best listed rival with a score above `score` that top-p keeps, or else the sampled token.
+
+    certain: the weight of the tokens that were taken to be kept. If top-p keeps less than that, all are sampled again.
+    """
+    if number > capacity or certain >= wanted * (1 - SUM_ERROR):
+        sampled = _sample_until_kept(
+            vocab_size, wanted, line, column_stride, top, scale, seed, vocab_size, num_chunks, CHUNK
+        )
+    else:
+        rival, bound, kept = vocab_size, -INFINITY, False
+        while not kept:
+            best, rival = best_listed(
+                bound, rival, 0.0, listed_logits, listed_ids, number, top, scale, seed, vocab_size, ITEMS
+            )
+            kept = not (best > score)
+            if not kept:
+                bound = x_of_token(rival, line, column_stride, scale, vocab_size)
+                kept = not (_weight_before(rival, bound, line, column_stride, top, scale, vocab_size) >= wanted)
+                if kept:
+                    sampled = rival
+    return sampled
+
+
+@triton.jit
+def _reject_listed(wanted, least, number, listed_logits, listed_ids, line, column_stride, top, scale, seed, vocab_size):
+    """Samples a token of a list that holds all kept tokens: the best one that top-p keeps, or min-p if least > 0."""
+    goal = tl.ceil(wanted * ONE).to(tl.int64)
+    sampled, bound, kept = vocab_size, -INFINITY, False
+    while not kept:
+        _, sampled = best_listed(
+            bound, sampled, least, listed_logits, listed_ids, number, top, scale, seed, vocab_size, ITEMS
+        )
+        # Without top-p, the first one is the result.
+        kept = least > 0 or sampled == vocab_size
+        if not kept:
+            bound = x_of_token(sampled, line, column_stride, scale, vocab_size)
+            before = _listed_before(
+                bound, sampled, listed_logits, listed_ids, number, divided(top, scale), scale, vocab_size
+            )
+            kept = before < goal or goal <= 0
+    return sampled
+
+
+@triton.jit
+def _listed_before(bound, sampled, listed_logits, listed_ids, number, top, scale, vocab_size):
+    """The sum of the weights of the listed tokens that come before `sampled`, in fixed point."""
+    sums = tl.zeros((ITEMS,), tl.int64)
+    for first in range(0, number, ITEMS):
+        item = first + tl.arange(0, ITEMS)
+        x = divided(tl.load(listed_logits + item, item < number, -INFINITY), scale)
+        token = tl.load(listed_ids + item, item < number, vocab_size)
+        weight = in_fixed_point(tl.exp2((x - top) * LOG2E))
+        sums += tl.where(precedes(x, token, bound, sampled), weight, 0)
     return tl.sum(sums, 0)
 
 
 @triton.jit
-def _x_of_token(token, line, column_stride, scale, vocab_size):
-    """x of a token. For vocab_size it is −inf, so that all tokens come before it."""
-    logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY)
-    return divided(logit.to(tl.float32), scale)
+def _sample_until_kept(
+    last, wanted, line, column_stride, top, scale, seed, vocab_size, num_chunks, CHUNK: tl.constexpr
+):
+    """Samples among the tokens before `last`, then among those before the result, until top-p keeps the result.
+
+    This is the exponential argmax of all kept tokens, without knowing the cut-off: a dropped token is rejected, and all
+    kept tokens come before it. last: a token that is dropped, or vocab_size. It takes long, as one program reads the
+    row several times.
+    """
+    sampled, weight_before = last, wanted
+    while weight_before >= wanted and wanted > 0:
+        bound = x_of_token(sampled, line, column_stride, scale, vocab_size)
+        best_weight, best_noise, best_token = empty_argmax(vocab_size, ARGMAX_BLOCK)
+        for first in range(0, num_chunks * CHUNK, ARGMAX_BLOCK):
+            token = first + tl.arange(0, ARGMAX_BLOCK)
+            logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
+            before = precedes(divided(logit, scale), token, bound, sampled)
+            best_weight, best_noise, best_token = update_argmax(
+                best_weight, best_noise, best_token, tl.where(before, weight_of(logit, top, scale), 0.0),
+                noise_of_block(seed, tl.arange(0, ARGMAX_BLOCK // WORDS) + first // WORDS), token,
+            )  # fmt: skip
+        _, sampled = reduce_argmax(best_weight / best_noise, best_token, vocab_size)
+        bound = x_of_token(sampled, line, column_stride, scale, vocab_size)
+        weight_before = _weight_before(sampled, bound, line, column_stride, top, scale, vocab_size)
+    return sampled
+
+
+@triton.jit
+def _weight_before(sampled, bound, line, column_stride, top, scale, vocab_size):
+    """The sum of the weights of the tokens that come before `sampled`, as a multiple of the largest weight."""
+    sums = tl.zeros((SUM_BLOCK,), tl.float32)
+    for first in range(0, vocab_size, SUM_BLOCK):
+        token = first + tl.arange(0, SUM_BLOCK)
+        logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
+        before = precedes(divided(logit, scale), token, bound, sampled)
+        sums += tl.where(before, weight_of(logit, top, scale), 0.0)
+    return tl.sum(sums, 0)
 
 
 @triton.jit
@@ -260,7 +347,7 @@ def _filter_and_sample(
                 line, listed_logits, listed_ids, column_stride, number, run, listed, scale,
             )  # fmt: skip
 
-    best_score, best_token = empty_argmax(vocab_size, ITEMS)
+    best_score, best_token = tl.full((ITEMS,), -1.0, tl.float32), tl.full((ITEMS,), 0, tl.int32) + vocab_size
     kept = tl.full((), 0, tl.int64)
     for first in range(0, number, ITEMS):
         item = first + tl.arange(0, ITEMS)
@@ -269,10 +356,7 @@ def _filter_and_sample(
         weight = tl.where(is_kept(x, token, cut, last, least, top), tl.exp2((x - top) * LOG2E), 0.0)
         kept += tl.sum(in_fixed_point(weight), 0)
         if not greedy:
-            words = tl.randint4x(seed, token // 4)
-            lane = token % 4
-            word = tl.where(lane < 2, tl.where(lane == 0, words[0], words[1]), tl.where(lane == 2, words[2], words[3]))
-            mine = tl.where(weight > 0, weight / exponential(word), -1.0)
+            mine = tl.where(weight > 0, weight / noise_of(seed, token), -1.0)
             better = (mine > best_score) | ((mine == best_score) & (token < best_token))
             best_score, best_token = tl.where(better, mine, best_score), tl.where(better, token, best_token)
     if not greedy:

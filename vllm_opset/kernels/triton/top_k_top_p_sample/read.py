@@ -18,11 +18,14 @@ where E is exponential noise of each token. So an argmax over chunks, and then o
 
 - `process` writes the processed logits, if the call asks for them.
 
-If the call asks only for tokens and the sample shows that top-p keeps many, `start` chooses rejection, not a list.
-`read` then samples among all tokens that top-p may keep, and `finish` rejects sampled tokens that top-p drops.
+If the call asks only for tokens and the sample shows that top-p keeps many, `start` chooses rejection, with one bound
+below the cut-off and one above it. `read` samples among the tokens above both, which are certain to be kept. Of the
+tokens between the bounds, it lists only rivals. The score of a rival exceeds that of some certain token. A row has few,
+and mostly none that beats the sampled token. `finish` takes the best rival that top-p keeps, if one beats it. No
+other token can be the result, so the cut-off itself is not needed.
 
-`reread` and `finish` are in files of the same names. `_rows` holds the code that the kernels share, `_search` holds the
-search and the operations on values.
+`reread` and `finish` are in files of the same names. `_rows` holds the code that the kernels share, `_noise` the noise,
+`_search` the search and the operations on values.
 
 Bounds are logits. The cut-offs apply to x = logits / temperature, as integer keys in the order of the values, and each
 step of a search divides the range in four. Weights are exp(x − max x). They are 64-bit fixed-point numbers where the
@@ -33,18 +36,22 @@ import triton
 import triton.language as tl
 
 from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton.top_k_top_p_sample._noise import WORDS, noise_of_block
 from vllm_opset.kernels.triton.top_k_top_p_sample._rows import (
     ABOVE,
     BELOW,
+    CHUNK_CERTAIN,
     CHUNK_LISTED,
     CHUNK_MAX,
     CHUNK_SCORE,
     CHUNK_TOTAL,
+    CLOSER_LOW,
     CUT,
     DEVIATION,
     ESTIMATE,
     HIGH,
     LAST,
+    LEAST_SCORE,
     LISTED,
     LOW,
     MAX_X,
@@ -52,13 +59,14 @@ from vllm_opset.kernels.triton.top_k_top_p_sample._rows import (
     NUM_INTS,
     NUM_PARTS,
     NUM_PIVOTS,
-    NUM_SAMPLED,
+    REFERENCE,
     REJECTION,
     RELISTED,
-    SEARCH_LIST,
     STRATEGY,
     TOTAL,
+    USE_LIST,
     chunk_argmax,
+    least_score_of,
     list_candidates,
     pivots_of,
     settings_of,
@@ -82,20 +90,24 @@ ESTIMATE_PRECISION = tl.constexpr(1 << 14)  # the precision of an estimate, in k
 # The sample lacks the largest tokens of a row, so it shows too small a share of the weight above a bound. The cut-off
 # is estimated only if this share is below top-p by more than this.
 UNSEEN_SHARE = tl.constexpr(0.1)
+LEAST_CERTAIN = tl.constexpr(0.25)  # the share of top-p that the tokens above the upper bound have at least
+# Scores of a token differ in their last bits, by how they are computed.
+SCORE_MARGIN = tl.constexpr(1 - 1e-3)
 LOWEST_PIVOT, LEAST_REACH = tl.constexpr(-1.5), tl.constexpr(0.5)  # in standard deviations of the sample
-PIVOT_BLOCK = tl.constexpr(256)  # tokens that are compared with the pivots together
+LIST_BLOCK = tl.constexpr(2048)  # tokens that are listed together
+PIVOT_BLOCK = tl.constexpr(128)  # tokens that are compared with the pivots together
 
 
 @triton.jit(do_not_specialize=["vocab_size", "given", "processed"])
 def start(
-    logits, logits_strides, vocab_size, given, settings, strides, processed, ints, floats,
+    logits, logits_strides, vocab_size, keys, given, settings, strides, processed, ints, floats,
     LIST_LENGTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes the first bounds of a row, one program per row. LIST_LENGTH: tokens to list if there is no top-k."""
     pdl_wait(PDL)
     row = tl.program_id(0)
     scale, greedy, k, p, least = settings_of(row, given, settings, strides, vocab_size)
-    strategy, low, high, estimate = SEARCH_LIST, INFINITY, -INFINITY, INFINITY
+    strategy, low, high, estimate = USE_LIST, INFINITY, -INFINITY, INFINITY
     if greedy and processed == 0:
         high = INFINITY
     elif k > 0 or p < 1 or least > 0:
@@ -114,16 +126,27 @@ def start(
         deviation = tl.sqrt(tl.sum(tl.where(finite, (x - mean) * (x - mean), 0.0), 0) / number)
         tl.store(floats + row * NUM_FLOATS + DEVIATION, deviation)
         if k == 0 and (p < 1 and least == 0):
-            weight = weight_of(x, tl.max(x, 0), scale)
+            top = tl.max(x, 0)
+            weight = weight_of(x, top, scale)
             total = tl.sum(weight, 0)
-            if tl.sum(tl.where(x >= low, weight, 0.0), 0) < (p - UNSEEN_SHARE) * total:
-                if processed == 0:
-                    strategy, low, high = REJECTION, INFINITY, _top_p_bound(x, weight, total, p)
-                else:
-                    estimate = _reached_by(x, weight, p * total)
-                    below = max(estimate - (mean + LOWEST_PIVOT * deviation), LEAST_REACH * deviation)
-                    tl.store(floats + row * NUM_FLOATS + ABOVE, low - estimate)
-                    tl.store(floats + row * NUM_FLOATS + BELOW, below)
+            wide = tl.sum(tl.where(x >= low, weight, 0.0), 0) < (p - UNSEEN_SHARE) * total
+            if processed == 0:
+                certain = low
+                if wide:
+                    strategy = REJECTION
+                    tl.store(floats + row * NUM_FLOATS + CLOSER_LOW, low)
+                    low, high = _rejection_bounds(x, weight, total, p)
+                    certain = high
+                seed = tl.load(keys + row * strides[4])
+                noise = noise_of_block(seed, _sampled_token(tl.arange(0, SAMPLE // WORDS) * WORDS, run) // WORDS)
+                least_score = tl.max(tl.where(x >= certain, weight, 0.0) / noise, 0) * SCORE_MARGIN
+                tl.store(floats + row * NUM_FLOATS + REFERENCE, top)
+                tl.store(floats + row * NUM_FLOATS + LEAST_SCORE, least_score)
+            elif wide:
+                estimate = _reached_by(x, weight, p * total)
+                below = max(estimate - (mean + LOWEST_PIVOT * deviation), LEAST_REACH * deviation)
+                tl.store(floats + row * NUM_FLOATS + ABOVE, low - estimate)
+                tl.store(floats + row * NUM_FLOATS + BELOW, below)
     tl.store(floats + row * NUM_FLOATS + LOW, low)
     tl.store(floats + row * NUM_FLOATS + HIGH, high)
     tl.store(floats + row * NUM_FLOATS + ESTIMATE, estimate)
@@ -142,14 +165,18 @@ def _sample(vocab_size):
 
 
 @triton.jit
-def _top_p_bound(x, weight, total, p):
-    """A logit that is very likely not above top-p's cut-off, estimated from the weights of a sample."""
-    error = max(p, 1 - p) * tl.sqrt(tl.sum(weight * weight, 0)) / total
-    share = p + DEVIATIONS * error
-    bound = -INFINITY
-    if share < 1:
-        bound = _reached_by(x, weight, share * total)
-    return bound
+def _sampled_token(item, run):
+    return item // RUN * run + item % RUN
+
+
+@triton.jit
+def _rejection_bounds(x, weight, total, p):
+    """Two logits that are very likely not above and not below top-p's cut-off, from the weights of a sample."""
+    error = DEVIATIONS * max(p, 1 - p) * tl.sqrt(tl.sum(weight * weight, 0)) / total
+    low = -INFINITY
+    if p + error < 1:
+        low = _reached_by(x, weight, (p + error) * total)
+    return low, _reached_by(x, weight, max(p - error, LEAST_CERTAIN * p) * total)
 
 
 @triton.jit
@@ -182,16 +209,11 @@ def _reached_by(x, amount, wanted):
 
 
 @triton.jit
-def _add_two(a, b, x, y):
-    return a + x, b + y
-
-
-@triton.jit
 def _add_three(a, b, c, x, y, z):
     return a + x, b + y, c + z
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_chunks", "given", "processed", "capacity"])
+@triton.jit(do_not_specialize=["num_chunks", "given", "processed", "capacity"])
 def read(
     logits, logits_strides, vocab_size, num_chunks, keys, given, settings, strides, processed,
     ints, floats, parts, part_ids, pivot_sums, listed_logits, listed_ids, capacity,
@@ -205,40 +227,64 @@ def read(
     num_rows = tl.num_programs(0) // num_chunks
     row, chunk = tl.program_id(0) % num_rows, tl.program_id(0) // num_rows
     line = logits + row.to(tl.int64) * logits_strides[0]
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    logit = tl.load(line + place.to(tl.int64) * logits_strides[1], place < vocab_size, -INFINITY).to(tl.float32)
-    low, high = INFINITY, -INFINITY
+    low, high, strategy = INFINITY, -INFINITY, USE_LIST
     if FILTERED:
         low, high = tl.load(floats + row * NUM_FLOATS + LOW), tl.load(floats + row * NUM_FLOATS + HIGH)
+        strategy = tl.load(ints + row * NUM_INTS + STRATEGY)
+    if FILTERED and (low < INFINITY and strategy != REJECTION):
+        _list_from(
+            low, line, logits_strides[1], chunk * CHUNK, vocab_size, ints + row * NUM_INTS + LISTED,
+            listed_logits, listed_ids, row, capacity, CHUNK,
+        )  # fmt: skip
+    place = chunk * CHUNK + tl.arange(0, CHUNK)
+    logit = tl.load(line + place.to(tl.int64) * logits_strides[1], place < vocab_size, -INFINITY).to(tl.float32)
     scale, greedy, k, _, _ = settings_of(row, given, settings, strides, vocab_size)
     seed = tl.load(keys + row * strides[4])
     number = row * num_chunks + chunk
     part = parts + number * NUM_PARTS
     top = tl.max(logit, 0)
     tl.store(part + CHUNK_MAX, top)
-    if FILTERED and low < INFINITY:
-        among = (logit >= low) & (logit > -INFINITY)
-        list_candidates(logit, place, among, ints + row * NUM_INTS + LISTED, listed_logits, listed_ids, row, capacity)
     if k == 0 and (processed != 0 or (FILTERED and not greedy)):
         weight = weight_of(logit, top, scale)
-        total, listed = tl.reduce((weight, tl.where(logit >= min(low, high), weight, 0.0)), 0, _add_two)
+        total, listed, certain = tl.reduce(
+            (weight, tl.where(logit >= min(low, high), weight, 0.0), tl.where(logit >= high, weight, 0.0)),
+            0,
+            _add_three,
+        )
         tl.store(part + CHUNK_TOTAL, total)
         tl.store(part + CHUNK_LISTED, listed)
+        tl.store(part + CHUNK_CERTAIN, certain)
         if FILTERED and processed != 0:  # noqa: SIM102  FILTERED is known at compile time
             if tl.load(floats + row * NUM_FLOATS + ESTIMATE) < INFINITY:
                 sums = _sums_at_pivots(
                     floats + row * NUM_FLOATS, line, logits_strides[1], chunk * CHUNK, top, scale, vocab_size, CHUNK
                 )
                 tl.store(pivot_sums + number * NUM_PIVOTS + tl.arange(0, NUM_PIVOTS), sums)
-    score, sampled = -INFINITY, vocab_size
+    score, sampled, least_score, least = 0.0, vocab_size, 0.0, high
+    if strategy == REJECTION:
+        least = low
+        least_score = least_score_of(floats + row * NUM_FLOATS, top, scale)
     if greedy:
         score, sampled = top, tl.min(tl.where(logit == top, place, vocab_size), 0)
-    elif top >= high:
+    elif top >= least:
         score, sampled = chunk_argmax(
-            line, logits_strides[1], chunk * CHUNK, high, vocab_size, top, scale, seed, vocab_size, False, CHUNK
-        )
+            line, logits_strides[1], chunk * CHUNK, low, high, least_score, top, scale, seed, vocab_size,
+            ints + row * NUM_INTS + LISTED, listed_logits, listed_ids, row, capacity, FILTERED, CHUNK,
+        )  # fmt: skip
     tl.store(part + CHUNK_SCORE, score)
-    tl.store(part_ids + number * NUM_SAMPLED, sampled)
+    tl.store(part_ids + number, sampled)
+
+
+@triton.jit
+def _list_from(
+    low, line, column_stride, first, vocab_size, listed, listed_logits, listed_ids, row, capacity, CHUNK: tl.constexpr
+):
+    """Lists the tokens of a chunk from `low` on."""
+    for place in range(first, first + CHUNK, LIST_BLOCK):
+        token = place + tl.arange(0, LIST_BLOCK)
+        logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
+        among = (logit >= low) & (logit > -INFINITY)
+        list_candidates(logit, token, among, listed, listed_logits, listed_ids, row, capacity, True)
 
 
 @triton.jit
