@@ -8,9 +8,10 @@ from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton.paged_attention import _call
 from vllm_opset.kernels.triton.paged_attention._call import ROW_BYTES, WARPGROUP, Call, tile_rows
 from vllm_opset.kernels.triton.paged_attention._tile import attend, load_queries, seen_by_all
-from vllm_opset.kernels.triton.paged_attention.combine import COMBINED_ROWS, combine_rows, store_partial, write
+from vllm_opset.kernels.triton.paged_attention.combine import combine_rows, store_partial, write
 
 REQUESTS = tl.constexpr(256)  # searched at a time for the request of a tile; any number is right
+COMBINED_ROWS = 4  # of a tile, that one program of combine_prefill combines
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_splits", "min_split_keys"])
@@ -72,14 +73,14 @@ def attend_prefill(
 def combine_prefill(
     out, out_strides, query_start_loc, seq_lens, num_reqs, sinks, v_scale, partials, stats, num_splits, min_split_keys,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Combines the partial results of attend_prefill.
 
-    Launches one program for each KV head and query tile (the KV head varies fastest) and for every COMBINED_ROWS rows.
+    Launches one program for each KV head and query tile (the KV head varies fastest) and for every ROWS rows. The loads
+    before `pdl_wait` read the batch, which is older than attend_prefill.
     """
-    pdl_wait(PDL)
     head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
     _, first_token, num_queries, first_position, seq_len = _queries(
         tile, query_start_loc, seq_lens, num_reqs, BLOCK_M // GROUP
@@ -87,12 +88,13 @@ def combine_prefill(
     _, _, _, _, num_used_splits = _keys(
         first_position, num_queries, seq_len, num_splits, min_split_keys, LEFT, RIGHT, BLOCK_N
     )  # fmt: skip
-    first_row, num_rows = tl.program_id(1) * COMBINED_ROWS, num_queries * GROUP
+    pdl_wait(PDL)
+    first_row, num_rows = tl.program_id(1) * ROWS, num_queries * GROUP
     if (num_used_splits > 1) & (first_row < num_rows):
         first_partial = (tile * NUM_KV_HEADS + head) * num_splits
         combine_rows(
             first_row, partials, stats, first_partial, num_used_splits, num_rows,
-            out, out_strides, first_token, head, sinks, v_scale, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
+            out, out_strides, first_token, head, sinks, v_scale, GROUP, HEAD_SIZE, ROWS, BLOCK_M, BLOCK_D,
         )  # fmt: skip
 
 
@@ -179,6 +181,7 @@ def launch_prefill(call: Call) -> None:
         SPLIT=num_splits > 1, num_warps=values["warps"], num_stages=values["stages"], **shape,
     )  # fmt: skip
     if num_splits > 1:
-        combine_prefill[(num_tiles, _launch.cdiv(min(rows, call.most_rows), COMBINED_ROWS.value))](
-            *call.combine_arguments(), *partials, num_splits, split_keys, num_warps=WARPGROUP, **shape
-        )
+        combine_prefill[(num_tiles, _launch.cdiv(min(rows, call.most_rows), COMBINED_ROWS))](
+            *call.combine_arguments(), *partials, num_splits, split_keys, ROWS=COMBINED_ROWS, num_warps=WARPGROUP,
+            **shape,
+        )  # fmt: skip
