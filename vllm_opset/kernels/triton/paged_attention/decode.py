@@ -296,8 +296,8 @@ def _launch_ranges(call: Call, launch: str) -> None:
     if separate_combine and num_programs > 1:
         places = min(call.num_reqs, num_programs - 1) * num_kv_heads
         combine_verify[(places, _launch.cdiv(call.most_rows, combined_rows))](
-            *call.combine_arguments(), *partials, starts, ends, first_requests, num_programs, COMBINED_ROWS=combined_rows,
-            num_warps=WARPGROUP, **shape,
+            *call.combine_arguments(), *partials, starts, ends, first_requests, num_programs,
+            COMBINED_ROWS=combined_rows, num_warps=WARPGROUP, **shape,
         )  # fmt: skip
 
 
