@@ -280,7 +280,7 @@ def _launch_ranges(call: Call, launch: str) -> None:
         call.left, block_n,
     )  # fmt: skip
     partials = call.batch.once(_call.workspace, (num_programs + call.num_reqs) * num_kv_heads, rows, block_d)
-    combined_rows = min(values["combined_rows"], _launch.next_power_of_2(call.most_rows))
+    combined_rows = min(values["combined_rows"], _launch.next_power_of_2(max(1, call.most_rows)))
     separate_combine = call.most_rows > values["own_rows"]
     shape = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": call.group, "HEAD_SIZE": call.head_size, "BLOCK_M": rows,
