@@ -2,8 +2,8 @@
 
 - `decode`: a tile of the fewest rows holds all queries of any request. One launch.
 - `verify`: some request has more queries, and one tile still holds them: drafted tokens, ends of prompts.
-- `prefill_sm90`: all others on Hopper GPUs, and drafts of many requests, where there are tiles enough to fill the GPU.
-- `prefill`: all others.
+- `prefill_sm90`: all others that it takes, on Hopper GPUs, and drafts of so many requests that its tiles fill the GPU.
+- `prefill`: all others, such as those with ALiBi, an fp8 cache or fp32.
 """
 
 import torch

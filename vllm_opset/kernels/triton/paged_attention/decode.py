@@ -116,7 +116,7 @@ def attend_decode(
     scale, soft_cap, alibi_slopes, sinks, k_scale, v_scale,
     partials, stats, tickets, starts, ends, first_requests, last_requests, num_programs,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, UNMASKED_BLOCKS: tl.constexpr, COMBINED_ROWS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, UNMASKED_BLOCKS: tl.constexpr, OWN_TURN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Launches one program for each KV head and range of blocks; the KV head varies fastest.
@@ -179,11 +179,11 @@ def attend_decode(
                 if tickets is not None:
                     last_of_all = is_last(tickets + request * NUM_KV_HEADS + head, num_partials)
                     if last_of_all:
-                        for first_row in range(0, num_rows, COMBINED_ROWS):
+                        for first_row in range(0, num_rows, OWN_TURN):
                             combine_rows(
                                 first_row, partials, stats, first_partial, num_partials, num_rows,
                                 out, out_strides, first_token, head, sinks, v_scale,
-                                GROUP, HEAD_SIZE, COMBINED_ROWS, BLOCK_M, BLOCK_D,
+                                GROUP, HEAD_SIZE, OWN_TURN, BLOCK_M, BLOCK_D,
                             )  # fmt: skip
 
 
@@ -267,12 +267,10 @@ def launch_verify(call: Call) -> None:
 def _launch_ranges(call: Call, launch: str) -> None:
     """One launch if the last program of a request combines its few rows, else another one to combine them."""
     device, num_kv_heads, block_d = call.query.device, call.num_kv_heads, call.block_d
-    values = _launch.parameters(launch, device, (call.num_reqs * num_kv_heads) ** 2 * call.batch.max_seq_len)
-    rows = tile_rows(max(values["rows"], call.most_rows), call.group, call.query.dtype)
+    values = _launch.parameters(launch, device, call.num_reqs * num_kv_heads)
+    rows = tile_rows(call.most_rows, call.group, call.query.dtype)
     table = thresholds(device)
     warps = values["warps"] * max(1, rows * block_d // table["decode_elements"])
-    if values["programs"] == 1 and call.kv_cache.dtype != call.query.dtype:
-        warps = max(warps, WARPGROUP)  # converting takes registers, and a program that is alone can have more
     block_n = call.block_n(values)
     num_programs = max(1, values["programs"] * _call.multiprocessors(device) // num_kv_heads)
     tickets, starts, ends, first_requests, last_requests = call.batch.once(
@@ -280,8 +278,10 @@ def _launch_ranges(call: Call, launch: str) -> None:
         call.left, block_n,
     )  # fmt: skip
     partials = call.batch.once(_call.workspace, (num_programs + call.num_reqs) * num_kv_heads, rows, block_d)
-    combined_rows = min(values["combined_rows"], _launch.next_power_of_2(max(1, call.most_rows)))
+    own_turn, combined_rows = None, values["combined_rows"]
     separate_combine = call.most_rows > values["own_rows"]
+    if not separate_combine:
+        own_turn = min(values["own_turn"], _launch.next_power_of_2(max(1, call.most_rows)))
     shape = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": call.group, "HEAD_SIZE": call.head_size, "BLOCK_M": rows,
         "BLOCK_D": block_d, **_launch.launch_options(device),
@@ -290,7 +290,7 @@ def _launch_ranges(call: Call, launch: str) -> None:
         *call.attend_arguments(), *partials, None if separate_combine else tickets,
         starts, ends, first_requests, last_requests, num_programs,
         BLOCK_SIZE=call.block_size, LEFT=call.left, RIGHT=call.right, UNMASKED_BLOCKS=table["unmasked_blocks"],
-        COMBINED_ROWS=None if separate_combine else combined_rows, BLOCK_N=block_n, num_warps=warps,
+        OWN_TURN=own_turn, BLOCK_N=block_n, num_warps=warps,
         num_stages=values["stages"], **shape,
     )  # fmt: skip
     if separate_combine and num_programs > 1:

@@ -369,10 +369,10 @@ def can_prefill_sm90(call: Call) -> bool:
 
 
 def suits_prefill_sm90(call: Call) -> bool:
-    """Whether its tiles keep the GPU busy, since this kernel does not split keys."""
+    """Whether no other variant is faster: requests have more rows than `verify` takes, or fill the GPU without splits."""
     num_programs, table = _call.multiprocessors(call.query.device), thresholds(call.query.device)
     if call.most_rows > table["verify_rows"]:
-        return 2 * _num_tiles(call) > num_programs
+        return True
     many = call.num_reqs * call.num_kv_heads >= table["verify_tiles_sm90"] * num_programs
     return call.most_rows > MIN_ROWS and many and call.batch.max_seq_len <= table["verify_keys_sm90"]
 
