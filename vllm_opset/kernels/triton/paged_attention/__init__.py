@@ -2,7 +2,7 @@
 
 - `decode`: a tile of the fewest rows holds all queries of any request. One launch.
 - `verify`: some request has more queries, and one tile still holds them: drafted tokens, ends of prompts.
-- `prefill_sm90`: all others that it takes, on Hopper GPUs, and drafts of so many requests that its tiles fill the GPU.
+- `prefill_sm90`: on Hopper GPUs, all others that it takes, and drafts if their requests are enough to fill the GPU.
 - `prefill`: all others, such as those with ALiBi, an fp8 cache or fp32.
 """
 

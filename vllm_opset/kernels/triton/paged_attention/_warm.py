@@ -13,8 +13,8 @@ def batches(limits: Limits) -> Iterator[BatchSizes]:
     """Batches of the longest queries, of a lone request, and of one request beside others that decode.
 
     They come in the order in which they take long to compile. Compiled code changes where the queries of a request pass
-    a power of two, where a step is full, and where the contexts or the number of requests reach another entry of a
-    launch table.
+    a power of two, and where a step is full. It changes too where contexts, or the number of requests, reach another
+    entry of a launch table.
     """
     for query_lens in _query_lens(limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_model_len):
         alone, longest = len(query_lens) == 1, limits.max_model_len  # several requests split no keys that one does not

@@ -326,7 +326,7 @@ def _softmax(
 
 @gluon.jit
 def _scales_log2(scales):
-    """What scores are multiplied by, in units of log2, and what before tanh, if they are capped."""
+    """The factor of scores in units of log2, and the factor before tanh; None if scores are not capped."""
     scale, soft_cap = scales
     scale_log2, scale_of_tanh = scale * LOG2E, None
     if soft_cap is not None:
@@ -369,12 +369,11 @@ def can_prefill_sm90(call: Call) -> bool:
 
 
 def suits_prefill_sm90(call: Call) -> bool:
-    """Whether no other variant is faster: requests have more rows than `verify` takes, or fill the GPU without splits."""
+    """Whether no other variant is faster: for more rows than `verify` takes, and for drafts that fill the GPU."""
     num_programs, table = _call.multiprocessors(call.query.device), thresholds(call.query.device)
-    if call.most_rows > table["verify_rows"]:
-        return True
     many = call.num_reqs * call.num_kv_heads >= table["verify_tiles_sm90"] * num_programs
-    return call.most_rows > MIN_ROWS and many and call.batch.max_seq_len <= table["verify_keys_sm90"]
+    drafts = call.most_rows > MIN_ROWS and many and call.batch.max_seq_len <= table["verify_keys_sm90"]
+    return call.most_rows > table["verify_rows"] or drafts
 
 
 def launch_prefill_sm90(call: Call) -> None:
