@@ -38,9 +38,9 @@ def plan(
 ):  # fmt: skip
     """Runs as one program.
 
-    starts: [num_reqs + 1], the first place of each request in the sequence, and the end of the sequence. ends:
-    [num_reqs + 1], the end of each request's blocks, and the places of a program. first_requests, last_requests:
-    [num_programs], the requests in which each program begins and ends.
+    starts: [num_reqs + 1], the first place of each request in the sequence, and the end of the sequence.
+    ends: [num_reqs + 1], the end of each request's blocks, and the places of a program.
+    first_requests, last_requests: [num_programs], the requests in which each program begins and ends.
 
     switch_cost: to go on to another request takes a program as long as attending this many blocks. As many places stay
     empty after each request. COMBINE_COST: to combine one more partial result takes as long as attending this many

@@ -115,8 +115,10 @@ def split_keys_of(
     first_position, num_queries, seq_len, num_splits, min_split_keys,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The keys low … high - 1 that are visible to some query of a tile; the origin of the splits, a multiple of ORIGIN;
-    the keys of a split, whole blocks; and how many splits there are.
+    """low, high, origin, split_keys and num_used_splits of a tile.
+
+    Some query of the tile sees the keys low … high - 1. Splits start at the origin, a multiple of ORIGIN. Each split has
+    split_keys keys, which are whole blocks.
     """
     low, high = 0, seq_len
     if LEFT is not None:
