@@ -117,7 +117,7 @@ def split_keys_of(
 ):  # fmt: skip
     """low, high, origin, split_keys and num_used_splits of a tile.
 
-    Some query of the tile sees the keys low … high - 1. Splits start at the origin, a multiple of ORIGIN. Each split has
+    Some query of the tile sees the keys low … high - 1. Splits start at the origin, a multiple of ORIGIN. A split has
     split_keys keys, which are whole blocks.
     """
     low, high = 0, seq_len
