@@ -58,6 +58,8 @@ def as_python(function, **names):
 seen_by_all = as_python(shared.seen_by_all)
 blocks = as_python(hopper.blocks, seen_by_all=seen_by_all)
 start_of = as_python(hopper.start_of)
+split_keys_of = as_python(many.split_keys_of)
+steps_of = as_python(hopper.steps_of, split_keys_of=split_keys_of)
 queries_of = as_python(many.queries_of)
 
 BLOCK_N, BOX_ROWS = 16, 4
@@ -88,6 +90,19 @@ def test_a_tile_attends_each_block_once_and_masks_those_that_need_it(left, right
 def _seen(position: int, seq_len: int, left: int | None, right: int | None) -> range:
     first = 0 if left is None else max(0, position - left)
     return range(first, seq_len if right is None else min(seq_len, position + right + 1))
+
+
+@pytest.mark.parametrize(("left", "right"), SIDES)
+@pytest.mark.parametrize("splits", [(1, 256), (3, 16), (4, 40), (9, 1)])
+def test_splits_of_a_tile_take_each_step_once(splits, left, right):
+    for first_position, keys_after in itertools.product(range(0, 150, 7), (0, 1, 30)):
+        tile = first_position, 5, first_position + 5 + keys_after
+        _, _, num_blocks, _, _ = blocks(*tile, BOX_ROWS, left, right, BLOCK_N)
+        steps = [steps_of(split, splits, *tile, BOX_ROWS, left, right, BLOCK_N) for split in range(splits[0])]
+        assert [step for first, last, _ in steps for step in range(first, last)] == [*range(num_blocks)]
+        assert {used for _, _, used in steps} == {sum(first < last for first, last, _ in steps)}
+        *_, for_combining = split_keys_of(*tile, *splits, left, right, BOX_ROWS, BLOCK_N)
+        assert for_combining == steps[0][2]
 
 
 def test_a_long_causal_tile_masks_two_blocks_at_most():

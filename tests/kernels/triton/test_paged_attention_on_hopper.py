@@ -37,6 +37,9 @@ CASES = {
     "far apart scores": mixed(query_std=20.0),
     "padded rows and requests, loose bounds": mixed(padded_rows=5, loose_bounds=True),
     **{f"window {window}": mixed(window=window) for window in (1, 20, 129, 500, (99, 0))},
+    "soft cap": mixed(soft_cap=30.0),
+    "soft cap, far apart scores": mixed(soft_cap=5.0, query_std=4.0),
+    "soft cap, window": mixed(soft_cap=30.0, window=40),
     "sinks": mixed(sinks=True),
     "sinks, window": mixed(sinks=True, window=40),
     "non-causal": mixed(causal=False),
@@ -50,7 +53,19 @@ CASES = {
     **{f"block size {size}": mixed(block_size=size, window=90) for size in (32, 48, 64, 80, 128)},
     **{layout: mixed(head_size=128, layout=layout) for layout in LAYOUTS},
 }
-RINGS = ({"keys": 128, "stages": 2}, {"keys": 64, "stages": 4})
+NO_SPLITS = {"programs": 1, "split_keys": 256}
+RINGS = ({"keys": 128, "stages": 2, **NO_SPLITS}, {"keys": 64, "stages": 4, **NO_SPLITS})
+# Tiles of one split and of several. The second half of a tile has rows in some, and keys end within blocks.
+FEW = ((100, 3000), (1, 300), (7, 900), (0, 0), (40, 41))
+few = functools.partial(PagedCase, FEW, num_heads=16, num_kv_heads=4)
+SPLIT = {
+    "plain": few(),
+    "window": few(window=900),
+    "sinks": few(sinks=True),
+    "soft cap": few(soft_cap=30.0),
+    "non-causal": few(causal=False),
+    "head size 256, block size 48": few(head_size=256, block_size=48),
+}
 
 
 def hopper_agrees(case: PagedCase, dtype: torch.dtype, values: dict[str, int]) -> None:
@@ -60,7 +75,7 @@ def hopper_agrees(case: PagedCase, dtype: torch.dtype, values: dict[str, int]) -
     ops.paged_attention(query, kv_cache, batch, want, **options)
     with _launch.trial("paged_attention_prefill_sm90", values) as asked:
         for _ in range(2):  # the second call finds the memory that the first one left
-            kernels_of("paged_attention")["triton"].run(*inputs, **options)
+            kernels_of("paged_attention")["triton"].run(*inputs, **options, variant="prefill_sm90")
     assert asked, "the case went to another kernel"
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(out, want, rtol=tolerance.rtol, atol=tolerance.atol * case.output_scale())
@@ -75,6 +90,12 @@ def test_hopper_agrees(name, values):
 @pytest.mark.parametrize("name", ["plain", "window 129", "sinks", "head size 256", "block size 48"])
 def test_hopper_agrees_in_fp16(name):
     hopper_agrees(CASES[name], torch.float16, RINGS[0])
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+@pytest.mark.parametrize("name", SPLIT)
+def test_hopper_agrees_when_keys_are_split(name, ring):
+    hopper_agrees(SPLIT[name], torch.bfloat16, ring | {"programs": 4, "split_keys": 128})
 
 
 @pytest.mark.parametrize("num_programs", [1, 3])

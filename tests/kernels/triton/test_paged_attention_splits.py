@@ -25,6 +25,7 @@ ALONE = {"num_heads": 1, "num_kv_heads": 1}
 CASES = {
     "decode": PagedCase(((1, 34), (0, 0), (1, 300), (1, 64), (1, 65)), num_heads=4, num_kv_heads=2),
     "decode, window, sinks": PagedCase(((1, 34), (1, 300), (1, 130)), window=100, sinks=True, **ALONE),
+    "decode, many rows": PagedCase(((3, 34), (3, 300), (0, 0), (1, 5)), num_heads=10, num_kv_heads=2),
     "several queries": PagedCase(((20, 300), (0, 0), (1, 90), (9, 200)), **ALONE),
     "many queries": PagedCase(((1, 20), (1, 300), (3, 9), (70, 700)), **ALONE),
     "many queries, window, sinks": PagedCase(((70, 700), (1, 300)), window=600, sinks=True, **ALONE),
@@ -35,7 +36,7 @@ CASES = {
 def in_small_steps(monkeypatch):
     for module in (decode, prefill):
         monkeypatch.setattr(module, "REQUESTS", tl.constexpr(2))
-    monkeypatch.setattr(combine, "COMBINED_ELEMENTS", tl.constexpr(2 * 64))  # two partial results of heads of this size
+    monkeypatch.setattr(combine, "COMBINED_ELEMENTS", tl.constexpr(2 * 4 * 64))  # two partial results of 4 rows
 
 
 @pytest.mark.parametrize("num_multiprocessors", [2, 12])
@@ -63,30 +64,46 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("left", [None, 30])
-@pytest.mark.parametrize("switch_cost", [0, 2])
+@pytest.mark.parametrize(("switch_cost", "whole_cost"), [(0, 0), (2, 3), (2, -100)])
 @pytest.mark.parametrize("num_programs", [1, 5, 150])
 @pytest.mark.parametrize("name", REQUESTS)
-def test_the_plan_cuts_the_row_of_all_blocks_into_equal_ranges(name, num_programs, switch_cost, left):
+def test_the_plan_cuts_the_row_of_all_blocks_into_equal_ranges(name, num_programs, switch_cost, whole_cost, left):
     requests = tuple((int(query_len), seq_len if query_len else 0) for query_len, seq_len in REQUESTS[name])
     batch = PagedCase(requests).batch(torch.zeros(len(requests), 1, dtype=torch.int32, device="cpu"))
-    starts = torch.full((len(requests) + 2,), -1, dtype=torch.int32, device="cpu")
-    first_requests = torch.full((num_programs + 1,), -1, dtype=torch.int32, device="cpu")
+    starts, ends = torch.full((2, len(requests) + 1), -1, dtype=torch.int32, device="cpu")
+    first_requests, last_requests = torch.full((2, num_programs), -1, dtype=torch.int32, device="cpu")
     decode.plan[(1,)](
-        batch.query_start_loc, batch.seq_lens, len(requests), starts, first_requests, num_programs, switch_cost,
-        LEFT=left, BLOCK_N=BLOCK_N, COMBINE_COST=COMBINE_COST,
+        batch.query_start_loc, batch.seq_lens, len(requests), starts, ends, first_requests, last_requests,
+        num_programs, switch_cost, whole_cost, LEFT=left, BLOCK_N=BLOCK_N, COMBINE_COST=COMBINE_COST,
     )  # fmt: skip
-    blocks = [_blocks(query_len, seq_len, switch_cost, left) for query_len, seq_len in requests]
-    *ends, blocks_per_program = starts.tolist()
-    assert ends == [sum(blocks[:count]) for count in range(len(blocks) + 1)]
+    blocks = [_blocks(query_len, seq_len, left) for query_len, seq_len in requests]
+    *ends, blocks_per_program = ends.tolist()
     quickest = int(math.sqrt(max(blocks) * COMBINE_COST) + 0.5)
-    assert blocks_per_program == max(1, math.ceil(sum(blocks) / num_programs), quickest)
-    firsts = [sum(end <= program * blocks_per_program for end in ends[1:]) for program in range(num_programs + 1)]
-    assert first_requests.tolist() == [min(first, len(requests) - 1) for first in firsts]
+    in_turn = max(1, math.ceil(sum(number + switch_cost for number in blocks if number) / num_programs), quickest)
+    alone = (number for number in range(max(1, quickest), max(blocks) + 1) if _split(blocks, number) <= num_programs)
+    whole = next((number for number in alone if number <= in_turn + whole_cost), None)
+    assert blocks_per_program == (whole or in_turn)
+    places = [number + switch_cost if number else 0 for number in blocks]
+    if whole:
+        places = [math.ceil(number / whole) * whole for number in blocks]
+    assert starts.tolist() == [sum(places[:count]) for count in range(len(places) + 1)]
+    assert ends == [start + number for start, number in zip(starts.tolist(), blocks, strict=False)]
+    for program in range(num_programs):
+        first, last = program * blocks_per_program, (program + 1) * blocks_per_program - 1
+        assert first_requests[program] == min(sum(end <= first for end in starts[1:].tolist()), len(requests) - 1)
+        assert last_requests[program] == min(sum(end <= last for end in starts[1:].tolist()), len(requests) - 1)
+    if whole and max(blocks) > 0:
+        assert all(first_requests[: _split(blocks, whole)] == last_requests[: _split(blocks, whole)])
 
 
-def _blocks(query_len: int, seq_len: int, switch_cost: int, left: int | None) -> int:
-    """The blocks of a request, including the empty places after it."""
+def _split(blocks: list[int], most: int) -> int:
+    """The number of programs, if each attends at most so many blocks of one request."""
+    return sum(math.ceil(number / most) for number in blocks)
+
+
+def _blocks(query_len: int, seq_len: int, left: int | None) -> int:
+    """The blocks of a request."""
     if query_len == 0:
         return 0
     first_seen = 0 if left is None else max(0, seq_len - query_len - left)
-    return switch_cost + max(1, math.ceil(seq_len / BLOCK_N) - first_seen // BLOCK_N)
+    return max(1, math.ceil(seq_len / BLOCK_N) - first_seen // BLOCK_N)

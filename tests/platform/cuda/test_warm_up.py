@@ -170,7 +170,7 @@ def test_partial_results_are_held_while_vllm_measures(form, launched, monkeypatc
     measured.vllm_config = SimpleNamespace(compilation_config=measured.model_runner.compilation_config)
     measured.model_runner = Runner(measured.model_runner, lambda: during.append([*held]))
     measured.determine_available_memory()
-    tiles = (MULTIPROCESSORS // 40 + 1024) * 40
+    tiles = (2 * MULTIPROCESSORS // 40 + 1024) * 40  # verify has two programs a multiprocessor
     assert during == [[], [2 * tiles * 64 * (HEAD_SIZE + 2) * 4], []]
     assert measured.model_runner.profile_run == Runner.profile_run.__get__(measured.model_runner)
 

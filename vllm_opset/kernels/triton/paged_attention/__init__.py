@@ -1,9 +1,9 @@
 """paged_attention in Triton: four variants, by the queries of a call's requests.
 
-- `decode`: a tile of the fewest rows holds all queries of any request. One launch.
+- `decode`: a tile of the fewest rows holds all queries of any request.
 - `verify`: some request has more queries, and one tile still holds them: drafted tokens, ends of prompts.
-- `prefill_sm90`: all others on Hopper GPUs, and drafts of many requests, where there are tiles enough to fill the GPU.
-- `prefill`: all others.
+- `prefill_sm90`: on Hopper GPUs, all others that it takes, and drafts if their requests are enough to fill the GPU.
+- `prefill`: all others, such as those with ALiBi, an fp8 cache or fp32.
 """
 
 import torch
@@ -15,6 +15,7 @@ from vllm_opset.kernels.triton.paged_attention import _call, _warm, decode, pref
 from vllm_opset.kernels.triton.paged_attention._call import Call, tile_rows
 from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
 from vllm_opset.ops.attention.paged_batch import PagedBatch, refuse_split_kv, window_sides
+from vllm_opset.targets import WGMMA
 from vllm_opset.variants import Variant, Variants
 
 MAX_HEAD_SIZE = 256
@@ -109,6 +110,8 @@ def most_workspace(
 
     rows = [values["rows"] for _, values in _launch.entries("paged_attention_prefill", device)]
     partial_rows = [programs("paged_attention_prefill") * tile_rows(max(rows), group, dtype)]
+    if WGMMA in _launch.target(device).features:
+        partial_rows.append(programs("paged_attention_prefill_sm90") * prefill_sm90.ROWS.value)
     verify_rows = _call.thresholds(device)["verify_rows"]
     if group <= verify_rows:
         for launch, wanted in (("paged_attention_decode", _call.MIN_ROWS), ("paged_attention_verify", verify_rows)):

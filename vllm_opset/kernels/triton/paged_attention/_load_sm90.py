@@ -5,43 +5,49 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from vllm_opset.kernels.triton.paged_attention._tile import seen_by_all
-from vllm_opset.kernels.triton.paged_attention.prefill import REQUESTS, queries_of
+from vllm_opset.kernels.triton.paged_attention.prefill import REQUESTS, queries_of, split_keys_of
 
 ROWS = gl.constexpr(128)  # in a query tile
 COLUMNS = gl.constexpr(64)  # in a box: 128 bytes, the width of the swizzle of shared memory
 TILE_SLOTS = gl.constexpr(2)  # published tiles that fit shared memory
-TILE_FIELDS = gl.constexpr(6)  # numbers that describe a tile
+TILE_FIELDS = gl.constexpr(8)  # numbers that describe a tile
 
 
 @gluon.jit
 def load_keys(
-    cache, num_pages, boxes, full, empty, scheduler, batch, num_tiles, ticket,
+    cache, num_pages, boxes, full, empty, scheduler, batch, num_tiles, splits, ticket,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Draws tiles in the order of prefill._request_of, publishes them and loads their keys."""
+    """Draws splits of tiles in the order of prefill._request_of, publishes them and loads their keys."""
+    BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
+    num_splits = splits[0]
     query_start_loc, seq_lens, block_table, table_strides, num_reqs = batch
     published, loaded = 0, 0  # counts of tiles and of key blocks
     drawn = gl.program_id(0)
-    while drawn < num_tiles:
-        head, tile = drawn % NUM_KV_HEADS, drawn // NUM_KV_HEADS
+    while drawn < num_tiles * num_splits:
+        head, split = drawn % NUM_KV_HEADS, drawn // NUM_KV_HEADS % num_splits
+        tile = drawn // (NUM_KV_HEADS * num_splits)
         request = _request_of(tile, query_start_loc, num_reqs, ROWS // GROUP)
         first_token, seq_len = gl.load(query_start_loc + request), gl.load(seq_lens + request)
         query_len = gl.load(query_start_loc + request + 1) - first_token
         first_query, num_queries = queries_of(tile, first_token, query_len, num_reqs, ROWS // GROUP)
-        if num_queries > 0:
-            first_position = seq_len - query_len + first_query
+        first_position = seq_len - query_len + first_query
+        first, last, _ = steps_of(split, splits, first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
+        if (num_queries > 0) & (first < last):
+            partial = (tile * NUM_KV_HEADS + head) * num_splits + split
             _publish(
-                scheduler, published, (num_queries, first_token + first_query, first_position, seq_len, head, request)
-            )
+                scheduler, published,
+                (num_queries, first_token + first_query, first_position, seq_len, head, request, split, partial),
+            )  # fmt: skip
             published += 1
             loaded = _load_tile(
                 cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
-                num_queries, first_position, seq_len, head, request,
+                num_queries, first_position, seq_len, head, request, split, splits,
                 0, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
             )  # fmt: skip
         number = gl.atomic_add(ticket, 1)
-        if number == num_tiles - 1:  # the last draw of all: each program's last one finds no tile
+        if number == num_tiles * num_splits - 1:  # the last draw of all: each program's last one finds no tile
             gl.store(ticket, 0)
         drawn = gl.num_programs(0) + number
     _publish(scheduler, published, (0,))
@@ -49,7 +55,7 @@ def load_keys(
 
 @gluon.jit
 def load_values(
-    cache, num_pages, boxes, full, empty, scheduler, block_table, table_strides,
+    cache, num_pages, boxes, full, empty, scheduler, block_table, table_strides, splits,
     HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -60,10 +66,11 @@ def load_values(
     while num_queries > 0:
         first_position, seq_len = read_tile(scheduler, taken, 2), read_tile(scheduler, taken, 3)
         head, request = read_tile(scheduler, taken, 4), read_tile(scheduler, taken, 5)
+        split = read_tile(scheduler, taken, 6)
         mbarrier.arrive(empty_tiles.index(taken % TILE_SLOTS))
         loaded = _load_tile(
             cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
-            num_queries, first_position, seq_len, head, request,
+            num_queries, first_position, seq_len, head, request, split, splits,
             HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
         )  # fmt: skip
         taken += 1
@@ -115,23 +122,26 @@ def read_tile(scheduler, taken, TILE_FIELD: gl.constexpr):
 @gluon.jit
 def _load_tile(
     cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
-    num_queries, first_position, seq_len, head, request,
+    num_queries, first_position, seq_len, head, request, split, splits,
     FIRST_COLUMN: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Brings a tile's blocks in step, box by box, and zeros in place of boxes beyond the last key. Returns the count of
-    all blocks so far.
+    """Brings the blocks of a tile's split in step, box by box, and zeros in place of boxes beyond the last key.
+
+    Returns the count of all blocks so far.
     """
     BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
     pages = block_table + request.to(gl.int64) * table_strides[0]
     low, high, num_blocks, num_right, _ = blocks(first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
-    for step in range(num_blocks):
+    first, last, _ = steps_of(split, splits, first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
+    before = loaded - first
+    for step in range(first, last):
         start = start_of(step, low, num_blocks, num_right, BLOCK_N)
         found = ()
         for row in gl.static_range(0, BLOCK_N, BOX_ROWS):
             place = pages + ((start + row) // BLOCK_SIZE).to(gl.int64) * table_strides[1]
             found += (gl.load(place, start + row < high, num_pages),)  # out of bounds of the descriptor: zeros
-        stage, phase = (loaded + step) % STAGES, (loaded + step) // STAGES & 1
+        stage, phase = (before + step) % STAGES, (before + step) // STAGES & 1
         mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), BLOCK_N * BLOCK_D * cache.dtype.primitive_bitwidth // 8)
         for column in gl.static_range(0, BLOCK_D, COLUMNS):
@@ -139,7 +149,21 @@ def _load_tile(
                 place = [found[row // BOX_ROWS], head, (start + row) % BLOCK_SIZE, FIRST_COLUMN + column]
                 box = (stage * (BLOCK_D // COLUMNS) + column // COLUMNS) * (BLOCK_N // BOX_ROWS) + row // BOX_ROWS
                 tma.async_copy_global_to_shared(cache, place, full.index(stage), boxes.index(box))
-    return loaded + num_blocks
+    return before + last
+
+
+@gluon.jit
+def steps_of(
+    split, splits, first_position, num_queries, seq_len,
+    BOX_ROWS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """The steps first … last - 1 of one split of a tile, and how many splits the tile has. See `start_of` for steps."""
+    num_splits, min_split_keys = splits
+    _, high, origin, split_keys, num_used_splits = split_keys_of(
+        first_position, num_queries, seq_len, num_splits, min_split_keys, LEFT, RIGHT, BOX_ROWS, BLOCK_N
+    )
+    num_blocks, num_steps = max(1, gl.cdiv(high - origin, BLOCK_N)), split_keys // BLOCK_N
+    return split * num_steps, min(num_blocks, (split + 1) * num_steps), num_used_splits
 
 
 @gluon.jit

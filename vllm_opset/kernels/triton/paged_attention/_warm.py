@@ -13,14 +13,12 @@ def batches(limits: Limits) -> Iterator[BatchSizes]:
     """Batches of the longest queries, of a lone request, and of one request beside others that decode.
 
     They come in the order in which they take long to compile. Compiled code changes where the queries of a request pass
-    a power of two, and where a step is full. The sizes in the launch tables of decode and verify are the square of the
-    number of requests times the longest context. A batch's max_seq_len is a bound that serves this purpose alone. So a
-    lone request with the bound n² · L asks for the entry that n requests with contexts of L ask for.
+    a power of two, and where a step is full. It changes too where contexts, or the number of requests, reach another
+    entry of a launch table.
     """
-    most_keys = limits.max_num_seqs**2 * limits.max_model_len
     for query_lens in _query_lens(limits.max_num_batched_tokens, limits.max_num_seqs, limits.max_model_len):
-        alone = len(query_lens) == 1 and query_lens[0] <= _verify_queries()
-        for max_seq_len in powers_up_to(most_keys) if alone else (1, limits.max_model_len):
+        alone, longest = len(query_lens) == 1, limits.max_model_len  # several requests split no keys that one does not
+        for max_seq_len in powers_up_to(longest) if alone else (1, longest):
             yield BatchSizes(query_lens, max_seq_len)
 
 
@@ -34,10 +32,14 @@ def _query_lens(most_tokens: int, most_requests: int, longest: int) -> Iterator[
     powers = {*powers_up_to(min(most_tokens, longest))}
     beyond = {size + 1 for size in powers if size <= _verify_queries() and size < max(powers)}
     for num_queries in sorted(powers | beyond, reverse=True):
-        yield [num_queries]
-        others = min(most_requests - 1, most_tokens - num_queries)
-        if num_queries <= 2 * _verify_queries() and others:  # beside others, more queries launch what they launch alone
-            yield [num_queries] + [1] * others
+        most_others = min(most_requests - 1, most_tokens - num_queries)
+        if num_queries > 2 * _verify_queries() or not most_others:
+            yield [num_queries]  # beside others, so many queries launch what they launch alone
+        elif num_queries > _verify_queries():
+            yield from ([num_queries], [num_queries] + [1] * most_others)
+        else:
+            for requests in powers_up_to(most_others + 1):
+                yield [num_queries] + [1] * (requests - 1)
 
 
 def _verify_queries() -> int:

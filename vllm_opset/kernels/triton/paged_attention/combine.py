@@ -5,9 +5,8 @@ import triton.language as tl
 
 from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST
 
-COMBINED_ROWS = tl.constexpr(4)  # rows that are combined at a time: those of a decoded token in most models
-# Elements of a row's partial results that are loaded at a time: 64 of all rows in the registers of each of 128 threads.
-COMBINED_ELEMENTS = tl.constexpr(2048)
+# Elements of partial results that are loaded at a time: 64 in the registers of each of 128 threads.
+COMBINED_ELEMENTS = tl.constexpr(8192)
 
 
 @triton.jit
@@ -57,20 +56,20 @@ def is_last(ticket, num_partials):
 def combine_rows(
     first_row, partials, stats, first_partial, num_partials, num_rows,
     out, out_strides, first_token, head, sinks, v_scale,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Combines the partial results of COMBINED_ROWS rows of a tile, from first_row on, in the order of the keys.
+    """Combines the partial results of ROWS rows of a tile, from first_row on, in the order of the keys.
 
     They are contiguous from first_partial on. The loads bypass the L1 cache (.cg), because stores of other
     multiprocessors do not reach it.
     """
-    column = tl.arange(0, BLOCK_D)
-    partial = tl.arange(0, COMBINED_ELEMENTS // BLOCK_D)
-    row = first_row + tl.arange(0, COMBINED_ROWS)
-    acc = tl.zeros((COMBINED_ROWS, BLOCK_D), tl.float32)
-    m_i = tl.full((COMBINED_ROWS,), LOWEST, tl.float32)
-    l_i = tl.zeros((COMBINED_ROWS,), tl.float32)
-    for first in range(0, num_partials, COMBINED_ELEMENTS // BLOCK_D):
+    AT_A_TIME: tl.constexpr = max(1, COMBINED_ELEMENTS // (ROWS * BLOCK_D))
+    column, partial = tl.arange(0, BLOCK_D), tl.arange(0, AT_A_TIME)
+    row = first_row + tl.arange(0, ROWS)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    m_i = tl.full((ROWS,), LOWEST, tl.float32)
+    l_i = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, num_partials, AT_A_TIME):
         exists = (first + partial < num_partials)[:, None] & (row < num_rows)[None, :]
         place = (first_partial.to(tl.int64) + first + partial)[:, None] * BLOCK_M + row[None, :]
         m_parts = tl.load(stats + place * 2, exists, LOWEST, cache_modifier=".cg")

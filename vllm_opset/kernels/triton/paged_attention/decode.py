@@ -2,9 +2,9 @@
 
 `plan` puts the key blocks of all requests into one sequence and cuts it into ranges of equal length, one for each
 program. A range may begin in one request and end in another. So every program of a KV head attends the same number of
-blocks, however much the lengths of the requests differ (stream-K, split-KV). `attend_decode` attends the ranges. A
-request that spans several programs leaves a partial result of each, and the last of these programs combines them, or
-`combine_verify` does.
+blocks, however much the lengths of the requests differ (stream-K, split-KV). Where that costs little, each range lies
+in one request. `attend_decode` attends the ranges. A request that spans several programs leaves a partial result of
+each, and the last of these programs combines them, or `combine_verify` does.
 """
 
 import torch
@@ -23,54 +23,84 @@ from vllm_opset.kernels.triton.paged_attention._call import (
     tile_rows,
 )
 from vllm_opset.kernels.triton.paged_attention._tile import attend, load_queries, seen_by_all
-from vllm_opset.kernels.triton.paged_attention.combine import COMBINED_ROWS, combine_rows, is_last, store_partial, write
+from vllm_opset.kernels.triton.paged_attention.combine import combine_rows, is_last, store_partial, write
 from vllm_opset.ops.attention.paged_batch import PagedBatch
 
 # Requests that are planned at a time, and programs whose first requests are searched at a time. Any numbers are right.
 REQUESTS, PROGRAMS = tl.constexpr(256), tl.constexpr(64)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_programs", "switch_cost"])
+@triton.jit(do_not_specialize=["num_reqs", "num_programs", "switch_cost", "whole_cost"])
 def plan(
-    query_start_loc, seq_lens, num_reqs, starts, first_requests, num_programs, switch_cost,
+    query_start_loc, seq_lens, num_reqs, starts, ends, first_requests, last_requests, num_programs,
+    switch_cost, whole_cost,
     LEFT: tl.constexpr, BLOCK_N: tl.constexpr, COMBINE_COST: tl.constexpr,
 ):  # fmt: skip
     """Runs as one program.
 
-    starts: [num_reqs + 2], the first block of each request in the sequence, the end of the sequence, and the blocks per
-    program. first_requests: [num_programs + 1], the request in which each program begins.
+    starts: [num_reqs + 1], the first place of each request in the sequence, and the end of the sequence.
+    ends: [num_reqs + 1], the end of each request's blocks, and the places of a program.
+    first_requests, last_requests: [num_programs], the requests in which each program begins and ends.
 
     switch_cost: to go on to another request takes a program as long as attending this many blocks. As many places stay
     empty after each request. COMBINE_COST: to combine one more partial result takes as long as attending this many
     blocks. To attend b of n blocks and to combine n / b partial results takes least time where b = √(n · COMBINE_COST).
+
+    whole_cost: a program that attends this many blocks more, but of one request alone, takes as long. If there are
+    programs enough, the places after each request stay empty up to the next program's first one.
     """
-    num_blocks, longest = 0, 0
+    num_places, longest = 0, 0
+    for first in range(0, num_reqs, REQUESTS):
+        blocks = _blocks(query_start_loc, seq_lens, first, num_reqs, LEFT, BLOCK_N)
+        num_places += tl.sum(tl.where(blocks > 0, switch_cost + blocks, 0))
+        longest = max(longest, tl.max(blocks))
+    best = (tl.sqrt(longest.to(tl.float32) * COMBINE_COST) + 0.5).to(tl.int32)
+    in_turn = max(1, max(tl.cdiv(num_places, num_programs), best))
+    least, most = max(1, best), longest + 1  # of blocks per program of one request alone; `most` is one too many
+    while least < most:
+        middle = (least + most) // 2
+        needed = 0
+        for first in range(0, num_reqs, REQUESTS):
+            blocks = _blocks(query_start_loc, seq_lens, first, num_reqs, LEFT, BLOCK_N)
+            needed += tl.sum(tl.cdiv(blocks, middle))
+        enough = needed <= num_programs
+        least, most = tl.where(enough, least, middle + 1), tl.where(enough, middle, most)
+    whole = (least <= longest) & (least <= in_turn + whole_cost)
+    blocks_per_program = tl.where(whole, least, in_turn)
+    tl.store(ends + num_reqs, blocks_per_program)
     tl.store(starts, 0)
+    end = 0
     for first in range(0, num_reqs, REQUESTS):
         request = first + tl.arange(0, REQUESTS)
-        exists = request < num_reqs
-        first_token = tl.load(query_start_loc + request, exists, 0)
-        query_len = tl.load(query_start_loc + request + 1, exists, 0) - first_token
-        seq_len = tl.load(seq_lens + request, exists, 0)
-        low = _low(seq_len - query_len, LEFT)
-        blocks = tl.cdiv(seq_len - low // BLOCK_N * BLOCK_N, BLOCK_N)
-        # A query without keys still gets zeros.
-        blocks = tl.where(query_len > 0, switch_cost + tl.maximum(blocks, 1), 0)
-        tl.store(starts + 1 + request, num_blocks + tl.cumsum(blocks), exists)
-        num_blocks += tl.sum(blocks)
-        longest = max(longest, tl.max(blocks))
+        blocks = _blocks(query_start_loc, seq_lens, first, num_reqs, LEFT, BLOCK_N)
+        places = tl.where(whole, tl.cdiv(blocks, blocks_per_program) * blocks_per_program, switch_cost + blocks)
+        places = tl.where(blocks > 0, places, 0)
+        place_ends = end + tl.cumsum(places)
+        tl.store(starts + 1 + request, place_ends, request < num_reqs)
+        tl.store(ends + request, place_ends - places + blocks, request < num_reqs)
+        end += tl.sum(places)
     tl.debug_barrier()  # the loop below reads what other threads have stored
-    best = (tl.sqrt(longest.to(tl.float32) * COMBINE_COST) + 0.5).to(tl.int32)
-    blocks_per_program = max(1, max(tl.cdiv(num_blocks, num_programs), best))
-    tl.store(starts + num_reqs + 1, blocks_per_program)
-    for first_program in range(0, num_programs + 1, PROGRAMS):
+    for first_program in range(0, num_programs, PROGRAMS):
         program = first_program + tl.arange(0, PROGRAMS)
-        found = tl.zeros((PROGRAMS,), tl.int32)
+        before_first, before_last = tl.zeros((PROGRAMS,), tl.int32), tl.zeros((PROGRAMS,), tl.int32)
         for first in range(0, num_reqs, REQUESTS):
             request = first + tl.arange(0, REQUESTS)
-            end = tl.load(starts + 1 + request, request < num_reqs, 2**31 - 1)
-            found += tl.sum((end[None, :] <= (program * blocks_per_program)[:, None]).to(tl.int32), 1)
-        tl.store(first_requests + program, tl.minimum(found, num_reqs - 1), program <= num_programs)
+            place_ends = tl.load(starts + 1 + request, request < num_reqs, 2**31 - 1)[None, :]
+            before_first += tl.sum((place_ends <= (program * blocks_per_program)[:, None]).to(tl.int32), 1)
+            before_last += tl.sum((place_ends < ((program + 1) * blocks_per_program)[:, None]).to(tl.int32), 1)
+        tl.store(first_requests + program, tl.minimum(before_first, num_reqs - 1), program < num_programs)
+        tl.store(last_requests + program, tl.minimum(before_last, num_reqs - 1), program < num_programs)
+
+
+@triton.jit
+def _blocks(query_start_loc, seq_lens, first, num_reqs, LEFT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The blocks of these requests: none without queries, and one without keys, since the query still gets zeros."""
+    request = first + tl.arange(0, REQUESTS)
+    exists = request < num_reqs
+    query_len = tl.load(query_start_loc + request + 1, exists, 0) - tl.load(query_start_loc + request, exists, 0)
+    seq_len = tl.load(seq_lens + request, exists, 0)
+    blocks = tl.cdiv(seq_len - _low(seq_len - query_len, LEFT) // BLOCK_N * BLOCK_N, BLOCK_N)
+    return tl.where(query_len > 0, tl.maximum(blocks, 1), 0)
 
 
 @triton.jit
@@ -79,14 +109,14 @@ def _low(first_position, LEFT: tl.constexpr):
     return first_position * 0 if LEFT is None else tl.maximum(0, first_position - LEFT)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_programs", "switch_cost"])
+@triton.jit(do_not_specialize=["num_reqs", "num_programs"])
 def attend_decode(
     query, query_strides, cache, cache_strides, out, out_strides,
     query_start_loc, seq_lens, block_table, table_strides, num_reqs,
     scale, soft_cap, alibi_slopes, sinks, k_scale, v_scale,
-    partials, stats, tickets, starts, first_requests, num_programs, switch_cost,
+    partials, stats, tickets, starts, ends, first_requests, last_requests, num_programs,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, UNMASKED_BLOCKS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, UNMASKED_BLOCKS: tl.constexpr, OWN_TURN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Launches one program for each KV head and range of blocks; the KV head varies fastest.
@@ -100,12 +130,10 @@ def attend_decode(
     """
     program = tl.program_id(0)
     head, program = program % NUM_KV_HEADS, program // NUM_KV_HEADS
-    blocks_per_program = tl.load(starts + num_reqs + 1)
+    blocks_per_program = tl.load(ends + num_reqs)
     first_request = tl.load(first_requests + program)
-    num_requests = tl.load(first_requests + program + 1) - first_request + 1
-    start, end, first_token, query_len, seq_len = _request(
-        starts, switch_cost, query_start_loc, seq_lens, first_request
-    )
+    num_requests = tl.load(last_requests + program) - first_request + 1
+    start, end, first_token, query_len, seq_len = _request(starts, ends, query_start_loc, seq_lens, first_request)
     keys = cache + head.to(tl.int64) * cache_strides[1]
     if PDL:
         key = _low(seq_len - query_len, LEFT) + max(0, program * blocks_per_program - start) * BLOCK_N
@@ -117,9 +145,7 @@ def attend_decode(
     for index in range(num_requests):
         request = first_request + index
         if index > 0:
-            start, end, first_token, query_len, seq_len = _request(
-                starts, switch_cost, query_start_loc, seq_lens, request
-            )
+            start, end, first_token, query_len, seq_len = _request(starts, ends, query_start_loc, seq_lens, request)
         first_block, last_block = max(start, program * blocks_per_program), min(end, (program + 1) * blocks_per_program)
         if first_block < last_block:
             first_position = seq_len - query_len
@@ -153,37 +179,44 @@ def attend_decode(
                 if tickets is not None:
                     last_of_all = is_last(tickets + request * NUM_KV_HEADS + head, num_partials)
                     if last_of_all:
-                        for first_row in range(0, num_rows, COMBINED_ROWS):
+                        for first_row in range(0, num_rows, OWN_TURN):
                             combine_rows(
                                 first_row, partials, stats, first_partial, num_partials, num_rows,
                                 out, out_strides, first_token, head, sinks, v_scale,
-                                GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
+                                GROUP, HEAD_SIZE, OWN_TURN, BLOCK_M, BLOCK_D,
                             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_programs", "switch_cost"])
+@triton.jit(do_not_specialize=["num_reqs", "num_programs"])
 def combine_verify(
     out, out_strides, query_start_loc, seq_lens, num_reqs, sinks, v_scale,
-    partials, stats, starts, first_requests, num_programs, switch_cost,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    partials, stats, starts, ends, first_requests, num_programs,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, COMBINED_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Combines the partial results of attend_decode.
 
-    Launches one program for each KV head and border between two ranges (the KV head varies fastest) and for every
-    COMBINED_ROWS rows. It combines the request that spans the border, if this is the request's first border.
+    Launches one program for every COMBINED_ROWS rows of each KV head (which varies fastest) and request, or border
+    between two ranges, whichever are fewer. At a border, it combines the request that spans it, if this is the
+    request's first border.
+
+    The loads before `pdl_wait` read the plan and its inputs, which are older than attend_decode.
     """
-    pdl_wait(PDL)
-    head, border = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS + 1
-    blocks_per_program = tl.load(starts + num_reqs + 1)
-    request = tl.load(first_requests + border)
-    start, end, first_token, query_len, _ = _request(starts, switch_cost, query_start_loc, seq_lens, request)
+    head, index = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
+    blocks_per_program = tl.load(ends + num_reqs)
+    by_request = num_reqs < num_programs
+    request = index
+    if not by_request:
+        request = tl.load(first_requests + index + 1)
+    start, end, first_token, query_len, _ = _request(starts, ends, query_start_loc, seq_lens, request)
     first_partial, num_partials = _partials(start, end, blocks_per_program, request, head, num_reqs, num_programs)
     first_row, num_rows = tl.program_id(1) * COMBINED_ROWS, query_len * GROUP
-    if (num_partials > 1) & (start // blocks_per_program == border - 1) & (first_row < num_rows):
+    pdl_wait(PDL)
+    first_border = by_request | (start // blocks_per_program == index)
+    if (num_partials > 1) & first_border & (first_row < num_rows):
         combine_rows(
             first_row, partials, stats, first_partial, num_partials, num_rows,
-            out, out_strides, first_token, head, sinks, v_scale, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
+            out, out_strides, first_token, head, sinks, v_scale, GROUP, HEAD_SIZE, COMBINED_ROWS, BLOCK_M, BLOCK_D,
         )  # fmt: skip
 
 
@@ -196,9 +229,9 @@ def _partials(start, end, blocks_per_program, request, head, num_reqs, num_progr
 
 
 @triton.jit
-def _request(starts, switch_cost, query_start_loc, seq_lens, request):
+def _request(starts, ends, query_start_loc, seq_lens, request):
     """A request's first block and end in the sequence, its first token, its number of queries, and of keys."""
-    start, end = tl.load(starts + request), tl.load(starts + request + 1) - switch_cost
+    start, end = tl.load(starts + request), tl.load(ends + request)
     first_token = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - first_token
     return start, end, first_token, query_len, tl.load(seq_lens + request)
@@ -224,43 +257,48 @@ def can_verify(call: Call) -> bool:
 
 
 def launch_decode(call: Call) -> None:
-    """One launch: the last program of a request combines its partial results."""
-    _launch_ranges(call, "paged_attention_decode", separate_combine=False)
+    _launch_ranges(call, "paged_attention_decode")
 
 
 def launch_verify(call: Call) -> None:
-    """Two launches: combine_verify combines the many rows of a request by several programs."""
-    _launch_ranges(call, "paged_attention_verify", separate_combine=True)
+    _launch_ranges(call, "paged_attention_verify")
 
 
-def _launch_ranges(call: Call, launch: str, separate_combine: bool) -> None:
+def _launch_ranges(call: Call, launch: str) -> None:
+    """One launch if the last program of a request combines its few rows, else another one to combine them."""
     device, num_kv_heads, block_d = call.query.device, call.num_kv_heads, call.block_d
+    values = _launch.parameters(launch, device, call.num_reqs * num_kv_heads)
     rows = tile_rows(call.most_rows, call.group, call.query.dtype)
-    values = _launch.parameters(launch, device, (call.num_reqs * num_kv_heads) ** 2 * call.batch.max_seq_len)
     table = thresholds(device)
     warps = values["warps"] * max(1, rows * block_d // table["decode_elements"])
-    if values["programs"] == 1 and call.kv_cache.dtype != call.query.dtype:
-        warps = max(warps, WARPGROUP)  # converting takes registers, and a program that is alone can have more
-    block_n, switch_cost = call.block_n(values), values["switch_cost"]
+    block_n = call.block_n(values)
     num_programs = max(1, values["programs"] * _call.multiprocessors(device) // num_kv_heads)
-    tickets, *plan = call.batch.once(
-        _plan, num_kv_heads, num_programs, switch_cost, table["combine_cost"], call.left, block_n
-    )
+    tickets, starts, ends, first_requests, last_requests = call.batch.once(
+        _plan, num_kv_heads, num_programs, values["switch_cost"], values["whole_cost"], table["combine_cost"],
+        call.left, block_n,
+    )  # fmt: skip
     partials = call.batch.once(_call.workspace, (num_programs + call.num_reqs) * num_kv_heads, rows, block_d)
+    own_turn, combined_rows = None, values["combined_rows"]
+    separate_combine = call.most_rows > values["own_rows"]
+    if not separate_combine:
+        own_turn = min(values["own_turn"], _launch.next_power_of_2(max(1, call.most_rows)))
     shape = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": call.group, "HEAD_SIZE": call.head_size, "BLOCK_M": rows,
         "BLOCK_D": block_d, **_launch.launch_options(device),
     }  # fmt: skip
     attend_decode[(num_programs * num_kv_heads,)](
-        *call.attend_arguments(), *partials, None if separate_combine else tickets, *plan, num_programs, switch_cost,
+        *call.attend_arguments(), *partials, None if separate_combine else tickets,
+        starts, ends, first_requests, last_requests, num_programs,
         BLOCK_SIZE=call.block_size, LEFT=call.left, RIGHT=call.right, UNMASKED_BLOCKS=table["unmasked_blocks"],
-        BLOCK_N=block_n, num_warps=warps, num_stages=values["stages"], **shape,
+        OWN_TURN=own_turn, BLOCK_N=block_n, num_warps=warps,
+        num_stages=values["stages"], **shape,
     )  # fmt: skip
     if separate_combine and num_programs > 1:
-        borders = (num_programs - 1) * num_kv_heads
-        combine_verify[(borders, _launch.cdiv(call.most_rows, COMBINED_ROWS.value))](
-            *call.combine_arguments(), *partials, *plan, num_programs, switch_cost, num_warps=WARPGROUP, **shape
-        )
+        places = min(call.num_reqs, num_programs - 1) * num_kv_heads
+        combine_verify[(places, _launch.cdiv(call.most_rows, combined_rows))](
+            *call.combine_arguments(), *partials, starts, ends, first_requests, num_programs,
+            COMBINED_ROWS=combined_rows, num_warps=WARPGROUP, **shape,
+        )  # fmt: skip
 
 
 def _plan(
@@ -268,6 +306,7 @@ def _plan(
     num_kv_heads: int,
     num_programs: int,
     switch_cost: int,
+    whole_cost: int,
     combine_cost: float,
     left: int | None,
     block_n: int,
@@ -278,10 +317,10 @@ def _plan(
     the tickets are made after the plan, whether or not they are used: when that kernel begins, the plan has ended.
     """
     num_reqs, device = len(batch.seq_lens), batch.seq_lens.device
-    starts = torch.empty(num_reqs + 2, dtype=torch.int32, device=device)
-    first_requests = torch.empty(num_programs + 1, dtype=torch.int32, device=device)
+    starts, ends = (torch.empty(num_reqs + 1, dtype=torch.int32, device=device) for _ in range(2))
+    first_requests, last_requests = (torch.empty(num_programs, dtype=torch.int32, device=device) for _ in range(2))
     plan[(1,)](
-        batch.query_start_loc, batch.seq_lens, num_reqs, starts, first_requests, num_programs, switch_cost,
-        LEFT=left, BLOCK_N=block_n, COMBINE_COST=combine_cost, **_launch.FUSION,
+        batch.query_start_loc, batch.seq_lens, num_reqs, starts, ends, first_requests, last_requests, num_programs,
+        switch_cost, whole_cost, LEFT=left, BLOCK_N=block_n, COMBINE_COST=combine_cost, **_launch.FUSION,
     )  # fmt: skip
-    return _call.tickets(batch, num_reqs * num_kv_heads), starts, first_requests
+    return _call.tickets(batch, num_reqs * num_kv_heads), starts, ends, first_requests, last_requests

@@ -8,9 +8,10 @@ from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton.paged_attention import _call
 from vllm_opset.kernels.triton.paged_attention._call import ROW_BYTES, WARPGROUP, Call, tile_rows
 from vllm_opset.kernels.triton.paged_attention._tile import attend, load_queries, seen_by_all
-from vllm_opset.kernels.triton.paged_attention.combine import COMBINED_ROWS, combine_rows, store_partial, write
+from vllm_opset.kernels.triton.paged_attention.combine import combine_rows, store_partial, write
 
 REQUESTS = tl.constexpr(256)  # searched at a time for the request of a tile; any number is right
+COMBINED_ROWS = 4  # of a tile, that one program of combine_prefill combines
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_splits", "min_split_keys"])
@@ -34,8 +35,8 @@ def attend_prefill(
     request, first_token, num_queries, first_position, seq_len = _queries(
         tile, query_start_loc, seq_lens, num_reqs, BLOCK_M // GROUP
     )
-    low, high, origin, split_keys, num_used_splits = _keys(
-        first_position, num_queries, seq_len, num_splits, min_split_keys, LEFT, RIGHT, BLOCK_N
+    low, high, origin, split_keys, num_used_splits = split_keys_of(
+        first_position, num_queries, seq_len, num_splits, min_split_keys, LEFT, RIGHT, BLOCK_N, BLOCK_N
     )
     if (num_queries <= 0) | (split >= num_used_splits):
         return
@@ -72,27 +73,28 @@ def attend_prefill(
 def combine_prefill(
     out, out_strides, query_start_loc, seq_lens, num_reqs, sinks, v_scale, partials, stats, num_splits, min_split_keys,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, ORIGIN: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Combines the partial results of attend_prefill.
+    """Combines the partial results of attend_prefill, or of attend_prefill_sm90.
 
-    Launches one program for each KV head and query tile (the KV head varies fastest) and for every COMBINED_ROWS rows.
+    Launches one program for each KV head and query tile (the KV head varies fastest) and for every ROWS rows. The loads
+    before `pdl_wait` read the batch, which is older than these.
     """
-    pdl_wait(PDL)
     head, tile = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
     _, first_token, num_queries, first_position, seq_len = _queries(
         tile, query_start_loc, seq_lens, num_reqs, BLOCK_M // GROUP
     )
-    _, _, _, _, num_used_splits = _keys(
-        first_position, num_queries, seq_len, num_splits, min_split_keys, LEFT, RIGHT, BLOCK_N
-    )  # fmt: skip
-    first_row, num_rows = tl.program_id(1) * COMBINED_ROWS, num_queries * GROUP
+    _, _, _, _, num_used_splits = split_keys_of(
+        first_position, num_queries, seq_len, num_splits, min_split_keys, LEFT, RIGHT, ORIGIN, BLOCK_N
+    )
+    pdl_wait(PDL)
+    first_row, num_rows = tl.program_id(1) * ROWS, num_queries * GROUP
     if (num_used_splits > 1) & (first_row < num_rows):
         first_partial = (tile * NUM_KV_HEADS + head) * num_splits
         combine_rows(
             first_row, partials, stats, first_partial, num_used_splits, num_rows,
-            out, out_strides, first_token, head, sinks, v_scale, GROUP, HEAD_SIZE, BLOCK_M, BLOCK_D,
+            out, out_strides, first_token, head, sinks, v_scale, GROUP, HEAD_SIZE, ROWS, BLOCK_M, BLOCK_D,
         )  # fmt: skip
 
 
@@ -109,19 +111,21 @@ def _queries(tile, query_start_loc, seq_lens, num_reqs, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def _keys(
+def split_keys_of(
     first_position, num_queries, seq_len, num_splits, min_split_keys,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The keys low … high - 1 that are visible to some query of a tile; the origin of the splits, whole blocks; the
-    keys of a split, and how many splits there are.
+    """low, high, origin, split_keys and num_used_splits of a tile.
+
+    Some query of the tile sees the keys low … high - 1. Splits start at the origin, a multiple of ORIGIN. A split has
+    split_keys keys, which are whole blocks.
     """
     low, high = 0, seq_len
     if LEFT is not None:
         low = max(0, first_position - LEFT)
     if RIGHT is not None:
         high = min(high, first_position + num_queries + RIGHT)
-    origin = low // BLOCK_N * BLOCK_N
+    origin = low // ORIGIN * ORIGIN
     split_keys = tl.cdiv(max(min_split_keys, tl.cdiv(high - origin, num_splits)), BLOCK_N) * BLOCK_N
     # A tile that sees no key has one split, which writes zeros.
     num_used_splits = max(1, tl.cdiv(high - origin, split_keys))
@@ -164,21 +168,34 @@ def launch_prefill(call: Call) -> None:
     rows = tile_rows(values["rows"] * ROW_BYTES // max(ROW_BYTES, call.row_bytes), group, call.query.dtype)
     block_n, split_keys = call.block_n(values), values["split_keys"]
     num_tiles = (num_tokens // (rows // group) + call.num_reqs) * num_kv_heads
-    most_splits = _launch.cdiv(call.span(rows // group), max(block_n, split_keys))
-    num_splits = max(1, min(values["programs"] * _call.multiprocessors(device) // num_tiles, most_splits))
+    num_splits = most_splits(call, values, num_tiles, rows)
     partials = (None, None)
     if num_splits > 1:
         partials = call.batch.once(_call.workspace, num_tiles * num_splits, rows, call.block_d)
-    shape = {
-        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_SIZE": call.head_size, "LEFT": call.left,
-        "RIGHT": call.right, "BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_D": call.block_d,
-        **_launch.launch_options(device),
-    }  # fmt: skip
     attend_prefill[(num_tiles * num_splits,)](
-        *call.attend_arguments(), *partials, num_splits, split_keys, BLOCK_SIZE=call.block_size,
-        SPLIT=num_splits > 1, num_warps=values["warps"], num_stages=values["stages"], **shape,
+        *call.attend_arguments(), *partials, num_splits, split_keys, NUM_KV_HEADS=num_kv_heads, GROUP=group,
+        HEAD_SIZE=call.head_size, BLOCK_SIZE=call.block_size, LEFT=call.left, RIGHT=call.right, SPLIT=num_splits > 1,
+        BLOCK_M=rows, BLOCK_N=block_n, BLOCK_D=call.block_d, num_warps=values["warps"], num_stages=values["stages"],
+        **_launch.launch_options(device),
     )  # fmt: skip
     if num_splits > 1:
-        combine_prefill[(num_tiles, _launch.cdiv(min(rows, call.most_rows), COMBINED_ROWS.value))](
-            *call.combine_arguments(), *partials, num_splits, split_keys, num_warps=WARPGROUP, **shape
-        )
+        launch_combine(call, partials, num_tiles, num_splits, split_keys, rows, origin=block_n, block_n=block_n)
+
+
+def most_splits(call: Call, values: _launch.Parameters, num_tiles: int, rows: int) -> int:
+    """The most splits of a tile of so many rows: as many as fill the GPU, if each has its minimum of keys."""
+    most_keys = call.span(rows // call.group)
+    fitting = _launch.cdiv(most_keys, max(call.block_n(values), values["split_keys"]))
+    return max(1, min(values["programs"] * _call.multiprocessors(call.query.device) // num_tiles, fitting))
+
+
+def launch_combine(
+    call: Call, partials: tuple, num_tiles: int, num_splits: int, split_keys: int, rows: int, origin: int, block_n: int
+) -> None:
+    """Combines partial results. rows: of a tile. origin, split_keys: see `split_keys_of`."""
+    combine_prefill[(num_tiles, _launch.cdiv(min(rows, call.most_rows), COMBINED_ROWS))](
+        *call.combine_arguments(), *partials, num_splits, split_keys,
+        NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, LEFT=call.left, RIGHT=call.right,
+        ORIGIN=origin, ROWS=COMBINED_ROWS, BLOCK_M=rows, BLOCK_N=block_n, BLOCK_D=call.block_d, num_warps=WARPGROUP,
+        **_launch.launch_options(call.query.device),
+    )  # fmt: skip
