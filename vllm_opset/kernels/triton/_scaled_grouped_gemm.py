@@ -2,9 +2,6 @@
 
 Scales of blocks are multiplied inside the loop over columns, and those of whole rows once after it. Factors are widened
 as `_scaled_linear` says. Results in fp32 are of widened factors too: fp8 tensor cores keep about 14 bits of a sum.
-
-A program can also quantise its own rows to fp8, a group of columns at a time, which saves a launch. For few rows, whose
-product waits for the weight, this costs no time.
 """
 
 import torch
@@ -14,12 +11,9 @@ import triton.language as tl
 from vllm_opset.kernels.triton import _launch, _scaled_linear
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._scaled_linear import LEAST_COLUMNS, bits, product_of, scale_group
-from vllm_opset.ops.schemes import FP8, SMALLEST_SCALES, limits
 from vllm_opset.targets import FP8 as FP8_FEATURE
 
 supports = _scaled_linear.supports
-LARGEST = tl.constexpr(limits(FP8).max)
-SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALES[FP8])
 
 
 def launch(
@@ -35,17 +29,11 @@ def launch(
     x_scale: torch.Tensor | None,
     tile: dict[str, int],
     read_once: bool,
-    quantised_columns: int | None,
 ) -> None:
-    """Writes the product of the contract to out. tile: launch arguments, as for `_grouped_gemm`.
-
-    quantised_columns: of x, without scales, that are quantised together, by the programs that multiply them.
-    """
+    """Writes the product of the contract to out. tile: launch arguments, as for `_grouped_gemm`."""
     num_outputs, columns = weight.shape[1:]
     (w_rows, w_columns), w_strides = scale_group(weight[0], weight_scale[0])
     (_, x_columns), x_strides = ((1, columns), (0, 0)) if x_scale is None else scale_group(x, x_scale)
-    if quantised_columns is not None:
-        tile = tile | {"BLOCK_K": quantised_columns}
     widths = [width for width in (w_columns, x_columns) if width < columns]
     tile = tile | {"BLOCK_K": max(LEAST_COLUMNS, min(tile["BLOCK_K"], *widths)) if widths else tile["BLOCK_K"]}
     native = FP8_FEATURE in _launch.target(x.device).features and out.dtype is not torch.float32
@@ -55,8 +43,7 @@ def launch(
         bits(x), x.stride(0), bits(weight), bias, weight_scale, weight_scale.stride(0), *w_strides, x_scale, *x_strides,
         sorted_token_ids, expert_ids, out, len(out), num_tiles, top_k,
         OUTPUTS=num_outputs, COLUMNS=columns, W_ROWS=w_rows, W_COLUMNS=w_columns, X_COLUMNS=x_columns,
-        BY_BLOCKS=bool(widths) or quantised_columns is not None, QUANTISES=quantised_columns is not None,
-        NATIVE=(x_scale is not None or quantised_columns is not None) and native,
+        BY_BLOCKS=bool(widths), NATIVE=x_scale is not None and native,
         BLOCK_SIZE=block_size, TILES=tiles, READ_ONCE=read_once, **tile, **_launch.launch_options(x.device),
     )  # fmt: skip
 
@@ -70,25 +57,14 @@ def _scales_of(pointers, mask, ONE: tl.constexpr):
         return tl.load(pointers, mask, 0.0)
 
 
-@triton.jit
-def _quantised(values):
-    """Rows in fp8, as bytes, and their scales, rounded as `quantise` rounds."""
-    wide = values.to(tl.float32)
-    largest = tl.max(tl.abs(wide), 1)
-    scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)), SMALLEST_SCALE)
-    quotient = tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))
-    quotient = tl.clamp(quotient, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    return quotient.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale
-
-
 @triton.jit(do_not_specialize=["num_choices", "num_tiles"])
 def _scaled_grouped_gemm(
     x, x_stride, weight, bias, weight_scale, ws_expert, ws_row, ws_column, x_scale, xs_row, xs_column,
     sorted_token_ids, expert_ids, out, num_choices, num_tiles, top_k,
     OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, W_ROWS: tl.constexpr, W_COLUMNS: tl.constexpr,
-    X_COLUMNS: tl.constexpr, BY_BLOCKS: tl.constexpr, QUANTISES: tl.constexpr, NATIVE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILES: tl.constexpr, READ_ONCE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    X_COLUMNS: tl.constexpr, BY_BLOCKS: tl.constexpr, NATIVE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr, READ_ONCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     # GROUP tiles of rows take the same tile of the weight one after the other.
@@ -124,14 +100,11 @@ def _scaled_grouped_gemm(
             b = tl.load(weight + first, w_mask, 0, eviction_policy="evict_first")
         else:
             b = tl.load(weight + first, w_mask, 0)
-        if QUANTISES:
-            a, of_rows = _quantised(a)
-        elif BY_BLOCKS and x_scale is not None:
-            of_rows = tl.load(x_scale + first // X_COLUMNS * xs_column, is_choice, 0.0)
-        product = product_of(a, b, QUANTISES or x_scale is not None, NATIVE)
+        product = product_of(a, b, x_scale is not None, NATIVE)
         if BY_BLOCKS:
             scale = _scales_of(weight_scale + first // W_COLUMNS * ws_column, is_output, one_scale)
-            if QUANTISES or x_scale is not None:
+            if x_scale is not None:
+                of_rows = tl.load(x_scale + first // X_COLUMNS * xs_column, is_choice, 0.0)
                 if one_scale:
                     sums += product * (of_rows * scale)[:, None]
                 else:

@@ -17,7 +17,7 @@ from vllm_opset.kernels.triton.combine import combine
 from vllm_opset.kernels.triton.gelu import gelu
 from vllm_opset.kernels.triton.gelu_and_mul import gelu_and_mul
 from vllm_opset.kernels.triton.gelu_tanh import gelu_tanh
-from vllm_opset.kernels.triton.grouped_gemm import LEAST_ROWS, multiply
+from vllm_opset.kernels.triton.grouped_gemm import LEAST_ROWS, grouped_gemm
 from vllm_opset.kernels.triton.permute import permute
 from vllm_opset.kernels.triton.quantise import quantise
 from vllm_opset.kernels.triton.quantise import supports as can_quantise
@@ -29,7 +29,7 @@ from vllm_opset.kernels.triton.swiglustep_and_mul import swiglustep_and_mul
 from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
 from vllm_opset.ops.quantisation.quantise import QuantiseProblem
-from vllm_opset.ops.schemes import FP8, MXFP4, PER_TENSOR, is_mxfp4
+from vllm_opset.ops.schemes import MXFP4, PER_TENSOR, is_mxfp4
 from vllm_opset.variants import Variant, Variants
 
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -39,8 +39,6 @@ ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
         swiglustep_and_mul,
     )
 }  # fmt: skip
-# Of a group that one tile of a product holds.
-COLUMNS = (32, 64, 128)
 
 
 def choices_per_expert(hidden_states, w1, w2, topk_weights, topk_ids, *_, **__) -> int:
@@ -125,19 +123,18 @@ def fused_experts(
     )  # fmt: skip
     mean = choices_per_expert(hidden_states, w1, w2, topk_weights, topk_ids)
     picked = VARIANTS.pick(mean, variant)
-    values = _launch.parameters(f"fused_experts_{picked}", hidden_states.device, mean)
-    order = permute(topk_ids, len(w1), values["block"], expert_map)
+    block_size = _launch.parameters(f"fused_experts_{picked}", hidden_states.device, mean)["block"]
+    order = permute(topk_ids, len(w1), block_size, expert_map)
     x, weights = hidden_states, topk_weights
     if apply_router_weight_on_input:
         x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
-    # The columns that a program can quantise itself.
-    columns = group_shape[1] if values["in_product"] and quant_dtype is FP8 and group_shape[1] in COLUMNS else None
+    dtype = hidden_states.dtype
 
-    def product(x, weight, top_k, bias, weight_scale, x_scale) -> torch.Tensor:
-        if quant_dtype is not None and columns is None:
-            x, x_scale = quantise(x, quant_dtype, group_shape, x_scale)
-        return multiply(x, weight, *order, top_k, bias, weight_scale, x_scale, hidden_states.dtype, picked, columns)
+    def factor(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return (x, None) if quant_dtype is None else quantise(x, quant_dtype, group_shape, scale)
 
-    middle = product(x, w1, topk_ids.shape[1], w1_bias, w1_scale, a1_scale)
-    results = product(ACTIVATIONS[act.name](middle, **parameters), w2, 1, w2_bias, w2_scale, a2_scale)
+    x, x_scale = factor(x, a1_scale)
+    middle = grouped_gemm(x, w1, *order, topk_ids.shape[1], w1_bias, w1_scale, x_scale, dtype, variant=picked)
+    middle, middle_scale = factor(ACTIVATIONS[act.name](middle, **parameters), a2_scale)
+    results = grouped_gemm(middle, w2, *order, 1, w2_bias, w2_scale, middle_scale, dtype, variant=picked)
     return combine(results.view(*topk_ids.shape, hidden_states.shape[1]), weights, shared_output)

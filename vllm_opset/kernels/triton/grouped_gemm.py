@@ -60,14 +60,6 @@ def grouped_gemm(
     out_dtype: torch.dtype | None = None,
     variant: str | None = None,
 ) -> torch.Tensor:
-    return multiply(x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype, variant)
-
-
-def multiply(
-    x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype, variant,
-    quantised_columns: int | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """grouped_gemm. quantised_columns: of x, as it is, that programs quantise together to fp8, for weights in fp8."""
     block_size = check_arguments(x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype)
     num_outputs, columns = weight.shape[1], x.shape[1]
     num_choices = x.shape[0] * top_k
@@ -86,7 +78,7 @@ def multiply(
     if weight_scale is not None:
         _scaled_grouped_gemm.launch(
             x, weight, bias, sorted_token_ids, expert_ids, out, top_k, block_size, weight_scale, x_scale, launch,
-            read_once=picked == "decode", quantised_columns=quantised_columns,
+            read_once=picked == "decode",
         )  # fmt: skip
         return out
     tiles = _launch.cdiv(block_size, launch["BLOCK_M"])
