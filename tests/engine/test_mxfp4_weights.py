@@ -61,5 +61,5 @@ def test_a_damaged_scale_is_named(damage, tensor, checkpoints, engine, tmp_path)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     expert = 0 if damage is None else 3
     named = rf"model\.layers\.1\.mlp\.experts.* \({tensor} in the checkpoint\) holds NaN.* for expert {expert}"
-    with pytest.raises(Exception, match=named), engine(tmp_path, dtype="bfloat16"):
+    with pytest.raises(Exception, match=named), engine(tmp_path, dtype=DTYPE):
         pass
