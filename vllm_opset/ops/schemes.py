@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
+UINT4 = torch.uint4  # PyTorch has the name alone: `ops/uint4` packs such values in bytes
 WHOLE = -1
 # The smallest scales of dynamic quantisation, so that zeros can be divided by them. They are vLLM's.
 SMALLEST_SCALES = {FP8: 1 / (512 * 448), INT8: 1e-10 / 127}
@@ -42,13 +43,15 @@ PER_ROW = GroupShape(1, WHOLE)
 
 @dataclass(frozen=True)
 class Quantised:
-    """How one tensor is stored. dtype: of its values. group: the values that share a scale."""
+    """How one tensor is stored. dtype: of its values. group: the values that share a scale, and a zero point if any."""
 
     dtype: torch.dtype
     group: GroupShape
+    zero_point: bool = False
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {self.group}"
+        zero_point = " with zero points" if self.zero_point else ""
+        return f"{str(self.dtype).removeprefix('torch.')} {self.group}{zero_point}"
 
 
 @dataclass(frozen=True)
