@@ -1,4 +1,4 @@
-"""Models with fp8 and int8 weights give the tokens of the same weights in bf16, whatever the format of their scales."""
+"""Models with fp8, int8 and int4 weights give the tokens of the same weights in bf16, whatever their format."""
 
 import shutil
 
@@ -13,7 +13,17 @@ from vllm_opset.ops.schemes import PER_TENSOR, GroupShape, dequantise
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
 PER_TOKEN, PER_GROUP = GroupShape(1, -1), GroupShape(1, 128)
-FORMATS = ("plain", "channelwise", "static", "blockwise", "plain, int8", "int8", "static, int8")
+# Of int4: the method, the columns of a group, and whether there are zero points.
+INT4 = {
+    "awq": ("awq", 32, True),
+    "gptq": ("gptq", 64, False),
+    "gptq, whole rows": ("gptq", -1, False),
+    "int4": ("compressed-tensors", 128, False),
+    "int4, zero points": ("compressed-tensors", 32, True),
+}
+FORMATS = (
+    "plain", "channelwise", "static", "blockwise", "plain, int8", "int8", "static, int8", "plain, int4", *INT4
+)  # fmt: skip
 PROMPTS = models.prompts((1, 7, 40))
 
 
@@ -27,6 +37,9 @@ def checkpoints(tmp_path_factory) -> dict:
     quantised.save_plain(folders["plain, int8"], quantised.INT8)
     quantised.save_compressed(folders["plain, int8"], folders["int8"], quantised.INT8)
     quantised.save_compressed(folders["plain, int8"], folders["static, int8"], quantised.INT8, "tensor")
+    quantised.save_plain(folders["plain, int4"], quantised.INT4)
+    for name, form in INT4.items():
+        quantised.save_int4(folders["plain, int4"], folders[name], *form)
     return folders
 
 
@@ -38,7 +51,7 @@ def expected(checkpoints, engine) -> dict[str, list[list[int]]]:
         with engine(checkpoints[name], dtype="bfloat16") as llm:
             return tokens(generate(llm, PROMPTS))
 
-    return {"float8_e4m3fn": of("plain"), "int8": of("plain, int8")}
+    return {"float8_e4m3fn": of("plain"), "int8": of("plain, int8"), "uint4": of("plain, int4")}
 
 
 @pytest.mark.skipif(
@@ -53,6 +66,11 @@ def expected(checkpoints, engine) -> dict[str, list[list[int]]]:
         ("blockwise", {}, "float8_e4m3fn", ["128x128"]),
         ("int8", {}, "int8", ["per row"]),
         ("static, int8", {}, "int8", ["per tensor", "per row"]),  # fused layers with a scale each have one per row
+        ("awq", {}, "uint4", ["1x32 with zero points"]),
+        ("gptq", {}, "uint4", ["1x64"]),
+        ("gptq, whole rows", {}, "uint4", ["per row"]),
+        ("int4", {}, "uint4", ["per row", "1x128"]),  # some rows have 128 weights
+        ("int4, zero points", {}, "uint4", ["1x32 with zero points"]),
     ],
 )
 def test_quantised_weights_serve_as_what_they_stand_for(name, arguments, dtype, groups, checkpoints, expected, engine):

@@ -13,14 +13,16 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.platforms import current_platform
 
 from vllm_opset import ops, selection
-from vllm_opset.ops.gemm.linear import LinearProblem
+from vllm_opset.ops.gemm.linear import LinearProblem, matrix_shape
 from vllm_opset.ops.schemes import NONE, Scheme
 from vllm_opset.unsupported import Refusal
+
+WEIGHTS = ("weight", "qweight", "weight_packed")
 
 
 def choice(weight: torch.Tensor, dtype: torch.dtype | None = None, scheme: Scheme = NONE) -> selection.Choice:
     """The kernel chosen for linear on this platform's device. dtype: of the result; by default the weight's."""
-    out_features, in_features = weight.shape
+    out_features, in_features = matrix_shape(weight)
     problem = LinearProblem(current_platform.device_type, dtype or weight.dtype, in_features, out_features, scheme)
     return selection.select(ops.linear, problem)
 
@@ -102,8 +104,13 @@ def refresh(model: torch.nn.Module) -> None:
 def need_weights(model: torch.nn.Module) -> None:
     """Raise Refusal if a layer's weight is gone, because the caller is about to read all weights."""
     for layer in model.modules():
-        if isinstance(getattr(layer, "quant_method", None), LinearMethodBase) and not layer.weight.numel():
+        if isinstance(getattr(layer, "quant_method", None), LinearMethodBase) and not _weight_of(layer).numel():
             raise Refusal(
                 "vllm-opset has packed this model's weights and cannot save, hash or reset them: start the engine with "
                 """--additional-config '{"opset": {"kernels": {"linear": "reference"}}}'."""
             )
+
+
+def _weight_of(layer: torch.nn.Module) -> torch.Tensor:
+    """A layer's weight, under any of the names that vLLM's formats give it."""
+    return next(getattr(layer, name) for name in WEIGHTS if hasattr(layer, name))

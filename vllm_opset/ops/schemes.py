@@ -144,16 +144,18 @@ def expanded(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return scale
 
 
-def check_scale(name: str, scale: torch.Tensor | None, shape: tuple[int, ...], group: GroupShape) -> None:
+def check_scale(
+    name: str, scale: torch.Tensor | None, shape: tuple[int, ...], group: GroupShape, signed: bool = False
+) -> None:
     """Raise ValueError, with the name of the tensor, for a scale that is missing, of another granularity or no number.
 
     vLLM fills a scale that the checkpoint lacks with the most negative number. This reads values back from the device,
-    so it is for weights that were just loaded.
+    so it is for weights that were just loaded. signed: whether the format has negative scales.
     """
     wanted = list(group.scale_shape(shape))
     if scale is None:
         raise ValueError(f"{name} is missing: a weight of {list(shape)} quantised {group} needs one of {wanted}")
     if list(scale.shape) != wanted:
         raise ValueError(f"{name} is {list(scale.shape)}; a weight of {list(shape)} quantised {group} needs {wanted}")
-    if not (torch.isfinite(scale) & (scale >= 0)).all():
+    if not (torch.isfinite(scale) & (signed | (scale >= 0))).all():
         raise ValueError(f"{name} holds NaN, infinity or a negative number: the checkpoint is damaged, or lacks it")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 REGISTRY = "vllm.model_executor.models.registry"
 REQUANTISE = "vllm.model_executor.layers.quantization.utils.w8a8_utils.requantize_with_max_scale"
+QUANTISATION = "vllm.model_executor.layers.quantization"
 LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
 PINNED_VIEW = "vllm.v1.worker.gpu.buffer_utils.get_accelerator_view_from_cpu_tensor"
 OVERRIDES = "vllm.platforms.interface.Platform.register_triton_kernel_overrides"
@@ -380,6 +381,45 @@ def quantise_weights(quantise: Callable) -> None:
     from vllm import _custom_ops
 
     _custom_ops.scaled_fp8_quant = quantise
+
+
+@patch(
+    uses(f"{QUANTISATION}.auto_gptq.AutoGPTQLinearMethod.__init__", "verify_marlin_supported"),
+    ends="vLLM asks the kernels that are registered for a platform whether they serve a GPTQ layer",
+    changes=(f"{QUANTISATION}.auto_gptq.verify_marlin_supported",),
+    worker=("cpu", "cuda"),
+)
+def serve_gptq_without_marlin() -> None:
+    """Let vLLM build GPTQ layers on a device that has no Marlin kernel.
+
+    vLLM first asks whether Marlin serves the device, and raises for a CPU. It then chooses among the kernels that are
+    registered for the platform, which answer for themselves.
+    """
+    from vllm.model_executor.layers.quantization import auto_gptq
+
+    auto_gptq.verify_marlin_supported = _any_device
+
+
+def _any_device(**layer: object) -> None:
+    pass
+
+
+@patch(
+    uses(f"{QUANTISATION}.auto_awq.AutoAWQConfig.get_quant_method", "AutoAWQLinearMethod"),
+    ends="vLLM chooses kernels for AWQ layers by registration on out-of-tree platforms too",
+    changes=(f"{QUANTISATION}.auto_awq.AutoAWQLinearMethod",),
+    worker=("cpu", "cuda"),
+)
+def serve_awq(method: type) -> None:
+    """Replace the method that vLLM gives AWQ layers on a platform that is none of its own.
+
+    It calls vLLM's kernels. On its own platforms, vLLM chooses among registered kernels.
+
+    Parameters: method is a subclass of the replaced class.
+    """
+    from vllm.model_executor.layers.quantization import auto_awq
+
+    auto_awq.AutoAWQLinearMethod = method
 
 
 def kv_cache_groups(config: "VllmConfig", spec: dict) -> list:

@@ -5,19 +5,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_opset.platform import compat
+from vllm_opset.platform import compat, int4_weights
 from vllm_opset.platform.refusals import Refusal, Rule, of_model
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-METHODS = ("fp8", "compressed-tensors")
+METHODS = ("fp8", "compressed-tensors", *int4_weights.AWQ, *int4_weights.GPTQ)
 # The types of 8 bits in compressed-tensors, and the groups of weights that share a scale.
 STRATEGIES = {"float": ("tensor", "channel", "block"), "int": ("tensor", "channel")}
 CURE = (
     "choose a checkpoint in float32, bfloat16 or float16, alone or with --quantization fp8, or one whose linear layers "
-    "are in fp8 e4m3 with scales per tensor, per channel or by blocks, or in symmetric int8 with scales per tensor or "
-    "per channel"
+    "are in fp8 e4m3 with scales per tensor, per channel or by blocks, in symmetric int8 with scales per tensor or per "
+    "channel, or in int4 by groups (AWQ, symmetric GPTQ, or compressed-tensors, without act-order by groups)"
 )
 
 
@@ -45,6 +45,10 @@ def unserved(model: "ModelConfig") -> Iterator[str]:
     checkpoint = getattr(model.hf_config, "quantization_config", None) or {}
     if model.quantization == "compressed-tensors":
         yield from _unserved_by_compressed_tensors(checkpoint)
+    elif model.quantization in int4_weights.AWQ:
+        yield from int4_weights.unserved_by_awq(checkpoint)
+    elif model.quantization in int4_weights.GPTQ:
+        yield from int4_weights.unserved_by_gptq(checkpoint)
 
 
 def _unserved_by_compressed_tensors(checkpoint: Mapping) -> Iterator[str]:
@@ -55,7 +59,9 @@ def _unserved_by_compressed_tensors(checkpoint: Mapping) -> Iterator[str]:
     for name, group in checkpoint.get("config_groups", {}).items():
         weights, activations = group.get("weights") or {}, group.get("input_activations")
         kind = weights.get("type")
-        if not _is_stored(weights, kind) or weights.get("strategy") not in STRATEGIES.get(kind, ()):
+        if int4_weights.is_int4(weights):
+            yield from int4_weights.unserved_by_compressed_tensors(group, checkpoint.get("format", ""))
+        elif not _is_stored(weights, kind) or weights.get("strategy") not in STRATEGIES.get(kind, ()):
             yield f"{_described(weights)} weights ({name} of compressed-tensors)"
         elif activations is None or not _is_stored(activations, kind):
             of_x = "unquantised" if activations is None else _described(activations)
@@ -73,7 +79,7 @@ def _described(tensor: Mapping) -> str:
 
 
 QUANTISED_WEIGHTS = QuantisedWeights(
-    "quantised weights other than fp8 and int8", CURE, of_model(lambda model: any(unserved(model)))
+    "quantised weights in other formats", CURE, of_model(lambda model: any(unserved(model)))
 )
 
 
@@ -85,14 +91,18 @@ def verify(method: str, where: str) -> None:
 
 @functools.cache  # vLLM keeps what is registered for the life of the process
 def register() -> None:
-    """Let vLLM give its fp8 and int8 layers opset's kernels, before a model with quantised weights is built."""
+    """Let vLLM give its fp8, int8 and int4 layers opset's kernels, before a model with quantised weights is built."""
     from vllm.model_executor.kernels.linear import register_linear_kernel
     from vllm.platforms.interface import PlatformEnum
 
     from vllm_opset.model.fp8_linear import OpsetFp8LinearKernel, scaled_fp8_quant
+    from vllm_opset.model.int4_linear import OpsetAwqLinearMethod, OpsetInt4LinearKernel
     from vllm_opset.model.int8_linear import OpsetInt8LinearKernel
 
     register_linear_kernel(OpsetFp8LinearKernel, PlatformEnum.OOT, "fp8")
     register_linear_kernel(OpsetInt8LinearKernel, PlatformEnum.OOT, "int8")
+    register_linear_kernel(OpsetInt4LinearKernel, PlatformEnum.OOT)
+    compat.serve_gptq_without_marlin()
+    compat.serve_awq(OpsetAwqLinearMethod)
     compat.register_fp8_block_kernel(OpsetFp8LinearKernel)
     compat.quantise_weights(scaled_fp8_quant)

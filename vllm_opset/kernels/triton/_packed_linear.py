@@ -1,4 +1,4 @@
-"""linear with weights of 4 bits: few tokens are multiplied by tiles of the packed weight, many by all of it, dequantised.
+"""linear with weights of 4 bits: tiles of the packed weight for few tokens, the dequantised weight for many.
 
 - `packed`: a program dequantises a tile of the weight in registers and multiplies it on tensor cores. What it reads
   from memory are the packed bytes. Where outputs are too few to fill a GPU, several programs share a row of the weight,
@@ -115,9 +115,9 @@ def _splits(tiles: int, most: int) -> tuple[int, int]:
     return of_split, _launch.cdiv(tiles, of_split)
 
 
-# Four bytes to two pairs of low and two of high values. A pair takes a shift and two instructions more: (pairs & 15) | the
-# bits of MAGIC, which no compiler makes of one value at a time, and the difference from the zero point, by a product
-# with one, as bf16 has no difference before Hopper. Both are exact.
+# Makes four bytes two pairs of low values and two of high ones. A pair takes few instructions: (bits & 15) | the bits
+# of MAGIC, and the sum with -(MAGIC + zero point), as a product with one, since bf16 has no sum before Hopper. All is
+# exact. A compiler makes one value at a time instead, which takes twice as many.
 PAIRS = """{{
 .reg .b32 first, second, third, fourth, one;
 mov.b32 one, {one};

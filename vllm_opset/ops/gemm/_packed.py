@@ -51,9 +51,7 @@ def samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     ) -> Sample:
         def make():
             rng = _samples.generator(name)
-            weight, scale, zeros = random_weight(
-                out_features, in_features, group, scale_dtype, device, rng, zero_point
-            )
+            weight, scale, zeros = random_weight(out_features, in_features, group, scale_dtype, device, rng, zero_point)
             x = layout(_samples.normal((num_tokens, in_features), dtype, device, rng))
             arguments = x, weight, _samples.normal((out_features,), dtype, device, rng) if bias else None
             return arguments, {"weight_scale": scale, "out_dtype": dtype, "weight_zero_point": zeros}

@@ -109,25 +109,24 @@ def _check_quantised(x, weight, weight_scale, x_scale, out_dtype) -> None:
         raise ValueError("a quantised weight needs out_dtype")
     if x_scale is None and x.dtype != out_dtype:
         raise ValueError(f"x is {x.dtype} without an x_scale, and must be {out_dtype}, the dtype of the result")
-    group_of(_shape(weight), weight_scale)
+    group_of(matrix_shape(weight), weight_scale)
     if x_scale is not None:
         group_of(x.shape, x_scale)
 
 
-def _shape(weight: torch.Tensor) -> tuple[int, int]:
+def matrix_shape(weight: torch.Tensor) -> tuple[int, int]:
+    """[out_features, in_features] of the matrix that a weight stands for."""
     return uint4.shape_of(weight) if weight.dtype is uint4.PACKED else tuple(weight.shape)
 
 
 @linear.problem_of
-def _(
-    x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, weight_zero_point=None
-) -> LinearProblem:
+def _(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, weight_zero_point=None) -> LinearProblem:
     scheme = NONE
     if weight.dtype is uint4.PACKED:
         scheme = Scheme(uint4.quantised(weight, weight_scale, weight_zero_point))
     elif weight_scale is not None:
         scheme = Scheme(quantised(weight, weight_scale), quantised(x, x_scale))
-    out_features, in_features = _shape(weight)
+    out_features, in_features = matrix_shape(weight)
     return LinearProblem(x.device.type, out_dtype or x.dtype, in_features, out_features, scheme)
 
 
