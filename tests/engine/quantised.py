@@ -116,9 +116,9 @@ def _save_quantised(
 
 
 def save_int4(plain: Path, folder: Path, method: str, group: int, zero_points: bool = False) -> None:
-    """int4 weights in groups of so many columns (-1: whole rows) in the layout of "awq", "gptq" or "compressed-tensors".
+    """int4 weights in groups of so many columns (-1: whole rows), as "awq", "gptq" or "compressed-tensors" store them.
 
-    AWQ has zero points, and GPTQ none.
+    AWQ always has zero points, and GPTQ none here.
     """
     generator, weights = torch.Generator().manual_seed(0), {}
     for name, weight in _load(plain).items():

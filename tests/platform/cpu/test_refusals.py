@@ -56,12 +56,13 @@ LLAVA = {
 }
 BACKENDS = {"linear_backend": "cutlass", "moe_backend": "triton"}
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
-GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 FP8_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
 FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 INT8_CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": False}
 INT8_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "dynamic": False}
 
 
 def compressed(weights: dict, activations: dict | None, kv_cache: bool = False) -> dict:
@@ -80,10 +81,18 @@ def test_what_is_supported_is_configured(configure):
 
 @pytest.mark.parametrize(
     "quantised",
-    [FP8, compressed(FP8_CHANNEL, FP8_TOKEN), compressed(INT8_CHANNEL, INT8_TOKEN)],
-    ids=["fp8", "fp8 of compressed-tensors", "int8"],
+    [
+        FP8,
+        compressed(FP8_CHANNEL, FP8_TOKEN),
+        compressed(INT8_CHANNEL, INT8_TOKEN),
+        compressed(INT4 | {"symmetric": False, "actorder": "static"}, None),
+        {"quantization_config": AWQ},
+        {"quantization_config": GPTQ | {"dynamic": {"-:.*mlp.*": {}, "+:.*attn.*": {"group_size": 64}}}},
+        {"quantization_config": GPTQ | {"group_size": -1, "desc_act": True}},
+    ],
+    ids=["fp8", "fp8 of compressed-tensors", "int8", "int4", "awq", "gptq", "gptq, one group in any order"],
 )
-def test_weights_of_eight_bits_are_not_refused(quantised, configure):
+def test_quantised_weights_are_not_refused(quantised, configure):
     assert configure(LLAMA | quantised, dtype="bfloat16").model_config.quantization is not None
 
 
@@ -110,8 +119,9 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         ("state-space", "choose another model", MAMBA, {}),
         ("multimodal", "choose another model", WHISPER, {}),
         ("multimodal", "choose another model", LLAVA, {}),  # its module imports torchvision
-        ("quantised weights with the method .*gptq", "--quantization fp8", LLAMA | GPTQ, {}),
-        ("quantised weights with 4-bit int group weights", "fp8 e4m3", LLAMA | compressed(INT4, None), {}),
+        ("AWQ's layout gemv", "int4 by groups", LLAMA | {"quantization_config": AWQ | {"version": "gemv"}}, {}),
+        ("int4 weights in groups of 16", "int4 by groups", LLAMA | compressed(INT4 | {"group_size": 16}, None), {}),
+        ("int4 weights for quantised activations", "int4 by groups", LLAMA | compressed(INT4, INT8_TOKEN), {}),
         (
             "8-bit int channel weights for asymmetric 8-bit int token activations",
             "symmetric int8",
