@@ -59,22 +59,28 @@ def save_compressed(plain: Path, folder: Path, dtype: torch.dtype, strategy: str
 
     strategy: "tensor" gives a weight one scale, and all activations one that the checkpoint holds.
     """
+    static = strategy == "tensor"
+    config = _compressed_config(dtype, strategy)
+
+    def scale_shape(weight: torch.Tensor) -> tuple[int, ...]:
+        return (1,) if static else (weight.shape[0], 1)
+
+    _save_quantised(plain, folder, config, "weight_scale", scale_shape, dtype, INPUT_SCALE if static else None)
+
+
+def _compressed_config(dtype: torch.dtype, strategy: str) -> dict:
+    """The quantization_config of `save_compressed`."""
     kind, static = "float" if dtype.is_floating_point else "int", strategy == "tensor"
     bits = {"num_bits": 8, "type": kind, "symmetric": True}
     of_weight = bits | {"strategy": strategy, "dynamic": False}
     of_input = bits | {"strategy": "tensor" if static else "token", "dynamic": not static}
-    config = {
+    return {
         "quant_method": "compressed-tensors",
         "format": f"{kind}-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": of_weight, "input_activations": of_input}},
         "ignore": ["lm_head"],
     }
-
-    def scale_shape(weight: torch.Tensor) -> tuple[int, ...]:
-        return (1,) if static else (weight.shape[0], 1)
-
-    _save_quantised(plain, folder, config, "weight_scale", scale_shape, dtype, INPUT_SCALE if static else None)
 
 
 def save_blockwise(plain: Path, folder: Path) -> None:
@@ -110,8 +116,7 @@ def _save_quantised(
         weights[name], weights[name.replace(".weight", f".{scale_name}")] = stored, scale.float()
         if input_scale is not None:
             weights[name.replace(".weight", ".input_scale")] = torch.tensor([input_scale])
-    text = json.loads((plain / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(text | {"quantization_config": config}))
+    _save_config(plain, folder, config)
     _save(folder, weights)
 
 
@@ -120,21 +125,57 @@ def save_int4(plain: Path, folder: Path, method: str, group: int, zero_points: b
 
     AWQ always has zero points, and GPTQ none here.
     """
-    generator, weights = torch.Generator().manual_seed(0), {}
+    generator = torch.Generator().manual_seed(0)
+
+    def exactly(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shape = weight.shape[0], 1 if group == -1 else weight.shape[1] // group
+        scale = STEPS[INT4] * 2.0 ** -torch.randint(0, 2, shape, generator=generator)
+        zeros = torch.randint(6, 10, shape, generator=generator) if zero_points else torch.full(shape, 8)
+        values = _quotients(weight, scale) + zeros.repeat_interleave(weight.shape[1] // shape[1], 1)
+        assert values.min() >= 0 and values.max() <= 15, "the format cannot hold these weights"
+        return values, scale, zeros
+
+    _save_int4(plain, folder, method, group, zero_points, exactly)
+
+
+def round_to_int4(source: Path, folder: Path, group: int) -> None:
+    """A trained model's weights, rounded to nearest, with zero points, as AWQ stores them."""
+
+    def nearest(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        groups = weight.float().unflatten(1, (-1, group))
+        least, largest = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scale = ((largest - least) / 15).clamp(min=2**-20).bfloat16().float()
+        zeros = (-least / scale).round().int().clamp(0, 15)
+        return (_quotients(weight, scale) + zeros.repeat_interleave(group, 1)).clamp(0, 15), scale, zeros
+
+    _save_int4(source, folder, "awq", group, True, nearest)
+
+
+def round_to_int8(source: Path, folder: Path) -> None:
+    """A trained model's weights, rounded to nearest, with a scale for each output channel (W8A8)."""
+    weights = _load(source)
+    for name in filter(is_linear, [*weights]):
+        scale = weights[name].float().abs().amax(1, keepdim=True) / 127
+        weights[name.replace(".weight", ".weight_scale")] = scale
+        weights[name] = _quotients(weights[name], scale).to(INT8)
+    _save_config(source, folder, _compressed_config(INT8, "channel"))
+    _save(folder, weights)
+
+
+def _quotients(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (weight.float() / scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)).round().int()
+
+
+def _save_int4(plain: Path, folder: Path, method: str, group: int, zero_points: bool, quantise) -> None:
+    """quantise: gives a weight's values from 0 to 15, its scales and its zero points."""
+    weights = {}
     for name, weight in _load(plain).items():
         if not is_linear(name):
             weights[name] = weight
             continue
-        width = weight.shape[1] if group == -1 else group
-        shape = weight.shape[0], weight.shape[1] // width
-        scale = STEPS[INT4] * 2.0 ** -torch.randint(0, 2, shape, generator=generator)
-        zeros = torch.randint(6, 10, shape, generator=generator) if zero_points else torch.full(shape, 8)
-        values = (weight.float() / scale.repeat_interleave(width, 1)).round().int()
-        values += zeros.repeat_interleave(width, 1).int()
-        assert values.min() >= 0 and values.max() <= 15, "the format cannot hold these weights"
-        layer = name.removesuffix(".weight")
+        values, scale, zeros = quantise(weight)
         tensors = LAYOUTS[method](values, scale.bfloat16(), zeros, zero_points)
-        weights |= {f"{layer}.{of}": tensor for of, tensor in tensors.items()}
+        weights |= {f"{name.removesuffix('.weight')}.{of}": tensor for of, tensor in tensors.items()}
     config = {
         "awq": {"bits": 4, "group_size": group, "zero_point": True, "version": "gemm"},
         "gptq": {"bits": 4, "group_size": group, "desc_act": False, "sym": True, "checkpoint_format": "gptq"},
@@ -144,9 +185,13 @@ def save_int4(plain: Path, folder: Path, method: str, group: int, zero_points: b
         strategy = {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
         of_weight = {"num_bits": 4, "type": "int", "symmetric": not zero_points, "dynamic": False} | strategy
         config["config_groups"]["group_0"] = {"targets": ["Linear"], "weights": of_weight}
-    text = json.loads((plain / "config.json").read_text()) | {"quantization_config": config | {"quant_method": method}}
-    (folder / "config.json").write_text(json.dumps(text))
+    _save_config(plain, folder, config | {"quant_method": method})
     _save(folder, weights)
+
+
+def _save_config(plain: Path, folder: Path, quantization_config: dict) -> None:
+    config = json.loads((plain / "config.json").read_text()) | {"quantization_config": quantization_config}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def _awq(values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor, _) -> dict[str, torch.Tensor]:
