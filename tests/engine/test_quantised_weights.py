@@ -14,7 +14,7 @@ from vllm_opset.ops.schemes import PER_TENSOR, GroupShape, dequantise
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
 PER_TOKEN, PER_GROUP = GroupShape(1, -1), GroupShape(1, 128)
-# Of int4: the method, the columns of a group, and whether there are zero points.
+# Formats of int4. The values are the method, the columns of a group, and whether there are zero points.
 INT4 = {
     "awq": ("awq", 32, True),
     "gptq": ("gptq", 64, False),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_opset.ops import _samples, schemes
+from vllm_opset.ops import _samples, schemes, uint4
 from vllm_opset.ops.schemes import FP8, PER_ROW, PER_TENSOR, WHOLE, GroupShape, Quantised, Scheme
 
 RNG = _samples.generator("test_schemes")
@@ -87,3 +87,29 @@ def test_schemes_are_printed_in_words():
     both = Scheme(Quantised(FP8, BLOCK), Quantised(FP8, GroupShape(1, 128)))
     assert str(both) == "float8_e4m3fn 128x128 by float8_e4m3fn 1x128"
     assert len({both, Scheme(Quantised(FP8, BLOCK), Quantised(FP8, GroupShape(1, 128)))}) == 1
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_values_of_four_bits_are_where_the_layout_says(zero_points):
+    """Compared with one value at a time."""
+    values = torch.randint(0, 16, (3, 96), generator=RNG)
+    scale = torch.rand(3, 3, generator=RNG)
+    zeros = torch.tensor([[0, 15, 7]] * 3, dtype=torch.uint8) if zero_points else None
+    packed = uint4.packed(values)
+    assert torch.equal(uint4.unpacked(packed), values)
+    stands_for = uint4.dequantise(packed, scale, zeros, torch.float64)
+    for row in range(3):
+        for column in range(96):
+            byte = int(packed[row, column // 32 * 16 + column % 16])
+            value = byte >> 4 if column % 32 >= 16 else byte & 15
+            zero = int(zeros[row, column // 32]) if zero_points else 8
+            assert stands_for[row, column] == (value - zero) * scale[row, column // 32].double()
+    with pytest.raises(ValueError, match="a multiple of 32 columns, not 80"):
+        uint4.packed(values[:, :80])
+
+
+def test_scales_of_either_sign_are_served_where_a_format_has_them():
+    scale = torch.tensor([[-1.0], [1.0]])
+    schemes.check_scale("scales", scale, (2, 32), PER_ROW, signed=True)
+    with pytest.raises(ValueError, match="scales holds NaN, infinity or a negative number"):
+        schemes.check_scale("scales", scale, (2, 32), PER_ROW)

@@ -1,4 +1,4 @@
-"""Which int4 checkpoints are served, by their quantization_config alone: each other one is named."""
+"""The quantization_config of a checkpoint says whether its int4 weights are served. What is not served is named."""
 
 import pytest
 

@@ -12,9 +12,12 @@ import torch
 
 from vllm_opset.ops.schemes import UINT4, Quantised, expanded, group_of
 
-PACKED = torch.uint8  # the dtype of packed weights, and of zero points, which have a byte each
-BLOCK = 32  # the columns whose values alternate between the halves of bytes
-MIDDLE = 8  # the zero point of weights that have none of their own
+# The dtype of packed weights. Zero points have it too, with a byte each.
+PACKED = torch.uint8
+# The columns that share 16 bytes.
+BLOCK = 32
+# The zero point of weights that have none of their own.
+MIDDLE = 8
 
 
 def packed(values: torch.Tensor) -> torch.Tensor:

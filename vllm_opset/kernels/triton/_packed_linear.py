@@ -1,8 +1,8 @@
 """linear with weights of 4 bits: tiles of the packed weight for few tokens, the dequantised weight for many.
 
 - `packed`: a program dequantises a tile of the weight in registers and multiplies it on tensor cores. What it reads
-  from memory are the packed bytes. Where outputs are too few to fill a GPU, several programs share a row of the weight,
-  and a second kernel adds their sums, always in the same order.
+  from memory are the packed bytes. Few outputs do not fill a GPU. Then several programs share a row of the weight, and
+  a second kernel adds their sums. The order of the sums is always the same.
 - `dequantised`: one kernel writes the weight in the dtype of x, and PyTorch (cuBLAS) multiplies. For many tokens the
   time of the first is small beside that of the product.
 """

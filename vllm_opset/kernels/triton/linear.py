@@ -24,8 +24,10 @@ from vllm_opset.variants import Variant, Variants
 
 
 class Call(NamedTuple):
-    """scaled, packed: whether the weight is quantised in 8 bits, or in 4. few: whether x has few rows for a packed one.
-    one_row: whether x has one row, and the weight's rows are contiguous.
+    """scaled: whether the weight is quantised in 8 bits. packed: whether it is in 4.
+
+    few: whether x has so few rows that a packed weight is multiplied as it is. one_row: whether x has one row, and the
+    weight's rows are contiguous.
     """
 
     scaled: bool

@@ -60,8 +60,9 @@ def linear(
     [out_features, groups] in fp32 or out_dtype. It may have a weight_zero_point, uint8 of the scale's shape, and then
     stands for (weight - weight_zero_point) * weight_scale. x is of out_dtype.
 
-    Raises ValueError if widths or dtypes differ, if bias is not [out_features] and would broadcast unnoticed, if a
-    scale is of no granularity that divides its tensor, or if a zero point has no packed weight or another shape.
+    Raises ValueError if widths or dtypes differ, if bias is not [out_features] and would broadcast unnoticed, or if a
+    scale is of no granularity that divides its tensor. Zero points without a packed weight raise it too, as do those of
+    another shape.
     """
     check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype, weight_zero_point)
     if weight_scale is None:
