@@ -169,7 +169,10 @@ def _group_size(size: int, scales: int) -> int:
 def dequantise(
     tensor: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype, zero_point: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The matrix that a stored one stands for. The product with the scale, in fp32 or fp64, is rounded once."""
+    """The matrix that a stored one stands for. The product with the scale, in fp32 or fp64, is rounded once.
+
+    Raises ValueError for scales and zero points that are not of this int4 tensor, since some would broadcast to it.
+    """
     if scale is None:
         return tensor.to(dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
@@ -178,6 +181,7 @@ def dequantise(
         exponents = scale.view(torch.float8_e8m0fnu).to(wide).repeat_interleave(MXFP4.group.columns, -1)
         return (values[unpacked(tensor, FP4).int()] * exponents).to(dtype)
     if tensor.dtype is PACKED:
+        quantised(tensor, scale, zero_point)
         zero_point = MIDDLE if zero_point is None else expanded(zero_point, values_shape(tensor))
         tensor = unpacked(tensor, UINT4).to(wide) - zero_point
     return (tensor.to(wide) * expanded(scale, tensor.shape).to(wide)).to(dtype)
