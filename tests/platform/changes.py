@@ -215,6 +215,9 @@ def main(platform: str) -> None:
     if platform in ("cpu", "cuda"):
         # vLLM's module of experts, with the layers that it registers itself. No other platform registers a method.
         importlib.import_module("vllm_opset.model.experts")
+        # vLLM imports these for every model with quantised weights, before its worker changes them.
+        importlib.import_module("vllm.model_executor.layers.quantization.auto_awq")
+        importlib.import_module("vllm.model_executor.layers.quantization.auto_gptq")
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # as when the configuration captures graphs in pieces
     another_model = snapshot()
     with in_a_worker(platform):
