@@ -33,16 +33,15 @@ def running(path, **arguments) -> Iterator:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        dtype = torch.get_default_dtype()
+        dtype, llm = torch.get_default_dtype(), None
         try:
             llm = LLM(str(path), **defaults | arguments)
-        finally:
-            torch.set_default_dtype(dtype)  # vLLM 0.26 leaves the model's, where loading fails
-        try:
             yield llm
         finally:
-            # The caller's variable may keep it alive. From 0.33 on, a late end would end the next engine's groups.
-            llm.llm_engine.engine_core.shutdown()
+            torch.set_default_dtype(dtype)  # vLLM 0.26 leaves the model's, where loading fails
+            if llm is not None:
+                # The caller's variable may keep it alive. From 0.33 on, a late end would end the next engine's groups.
+                llm.llm_engine.engine_core.shutdown()
             del llm
             gc.collect()
             cleanup_dist_env_and_memory()

@@ -5,7 +5,7 @@ import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from vllm_opset.ops import _samples, schemes
-from vllm_opset.ops.schemes import FP8, MXFP4, PER_ROW, PER_TENSOR, WHOLE, GroupShape, Quantised, Scheme
+from vllm_opset.ops.schemes import FP8, MXFP4, PER_ROW, PER_TENSOR, UINT4, WHOLE, GroupShape, Quantised, Scheme
 
 RNG = _samples.generator("test_schemes")
 BLOCK = GroupShape(128, 128)
@@ -133,3 +133,22 @@ def test_schemes_are_printed_in_words():
     both = Scheme(Quantised(FP8, BLOCK), Quantised(FP8, GroupShape(1, 128)))
     assert str(both) == "float8_e4m3fn 128x128 by float8_e4m3fn 1x128"
     assert len({both, Scheme(Quantised(FP8, BLOCK), Quantised(FP8, GroupShape(1, 128)))}) == 1
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_values_of_four_bits_are_where_the_layout_says(zero_points):
+    """Compared with one value at a time."""
+    values = torch.randint(0, 16, (3, 96), generator=RNG)
+    scale = torch.rand(3, 3, generator=RNG)
+    zeros = torch.tensor([[0, 15, 7]] * 3, dtype=torch.uint8) if zero_points else None
+    packed = schemes.packed(values, UINT4)
+    assert torch.equal(schemes.unpacked(packed, UINT4), values)
+    stands_for = schemes.dequantise(packed, scale, torch.float64, zeros)
+    for row in range(3):
+        for column in range(96):
+            byte = int(packed[row, column // 32 * 16 + column % 16])
+            value = byte >> 4 if column % 32 >= 16 else byte & 15
+            zero = int(zeros[row, column // 32]) if zero_points else 8
+            assert stands_for[row, column] == (value - zero) * scale[row, column // 32].double()
+    with pytest.raises(ValueError, match="a multiple of 32 columns, not 80"):
+        schemes.packed(values[:, :80], UINT4)

@@ -42,7 +42,7 @@ class Experts:
             check_expert_map(layer.expert_map, layer.local_num_experts, f"{layer.layer_name}.expert_map")
         self._layer, self._prepared = layer, None
         self.kind = layer.w13_weight.shape, layer.w2_weight.shape, scheme
-        self._hidden_size = values_shape(layer.w13_weight, quantised.get("w1_scale"))[-1]
+        self._hidden_size = values_shape(layer.w13_weight)[-1]
         self.dtype, self.logits_dtype = moe.in_dtype, moe.router_logits_dtype or moe.in_dtype
         routed = {"num_experts": layer.global_num_experts, "top_k": layer.top_k}
         self._route = Kernels(ops.route, lambda: routed, compiled=False)

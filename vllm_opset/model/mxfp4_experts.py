@@ -57,7 +57,7 @@ class OpsetMxfp4ExpertsMethod(GptOssMxfp4MoEMethod):
             weight, scale = getattr(layer, name.removesuffix("_scale")), getattr(layer, name)
             numbers = scale.data.view(torch.float8_e8m0fnu).float()
             full_name = f"{layer.layer_name}.{name} ({of_checkpoint} in the checkpoint)"
-            check_scale(full_name, numbers, values_shape(weight, scale), MXFP4.group)
+            check_scale(full_name, numbers, values_shape(weight), MXFP4.group)
         for bias in (layer.w13_bias, layer.w2_bias):
             bias.data = bias.data.to(self.moe.in_dtype)
         scales = {"w1_scale": layer.w13_weight_scale.data, "w2_scale": layer.w2_weight_scale.data}

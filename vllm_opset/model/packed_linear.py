@@ -16,16 +16,18 @@ from vllm.platforms import current_platform
 from vllm_opset import ops, selection
 from vllm_opset.kernel import REFERENCE
 from vllm_opset.ops.gemm.linear import LinearProblem
-from vllm_opset.ops.schemes import NONE, Scheme
+from vllm_opset.ops.schemes import NONE, Scheme, values_shape
 from vllm_opset.unsupported import Refusal
 
-# The ops whose kernels may store weights in a form of their own, and the weight of a layer that is then gone.
-PACKED = {"linear": "weight", "fused_experts": "w13_weight"}
+# The weight of a layer that is gone once the kernel of this op has stored it in a form of its own.
+PACKED = {"weight": "linear", "w13_weight": "fused_experts"}
+# The weights of formats that are converted for every kernel.
+CONVERTED = ("qweight", "weight_packed")
 
 
 def choice(weight: torch.Tensor, dtype: torch.dtype | None = None, scheme: Scheme = NONE) -> selection.Choice:
     """The kernel chosen for linear on this platform's device. dtype: of the result; by default the weight's."""
-    out_features, in_features = weight.shape
+    out_features, in_features = values_shape(weight)
     problem = LinearProblem(current_platform.device_type, dtype or weight.dtype, in_features, out_features, scheme)
     return selection.select(ops.linear, problem)
 
@@ -106,15 +108,17 @@ def refresh(model: torch.nn.Module) -> None:
 
 def need_weights(model: torch.nn.Module) -> None:
     """Raise Refusal if a layer's weight is gone, because the caller is about to read all weights."""
-    layers = [layer for layer in model.modules() if hasattr(layer, "quant_method")]
-    packed = {
-        op
-        for op, name in PACKED.items()
-        if any(not getattr(layer, name).numel() for layer in layers if hasattr(layer, name))
+    gone = {
+        name
+        for layer in model.modules()
+        if hasattr(layer, "quant_method")
+        for name in (*PACKED, *CONVERTED)
+        if hasattr(layer, name) and not getattr(layer, name).numel()
     }
-    if packed:
-        kernels = json.dumps({"opset": {"kernels": dict.fromkeys(sorted(packed), REFERENCE)}})
+    if gone:
+        kernels = {PACKED[name]: REFERENCE for name in sorted(gone - {*CONVERTED})}
+        cure = f"start the engine with --additional-config '{json.dumps({'opset': {'kernels': kernels}})}'"
         raise Refusal(
-            "vllm-opset has packed this model's weights and cannot save, hash or reset them: start the engine with "
-            f"--additional-config '{kernels}'."
+            "vllm-opset has packed this model's weights and cannot save, hash or reset them: "
+            f"{'choose a checkpoint without int4 weights' if gone & {*CONVERTED} else cure}."
         )

@@ -32,7 +32,8 @@ def activation(dtype: torch.dtype, group: GroupShape) -> Quantised | None:
 class ScaledLinear:
     """weight: [out_features, in_features] with its `scale`, a matrix that was checked. dtype: of x and the result.
 
-    x_scale: [1, 1], of activations whose scale the checkpoint gives. call: see `call_of_layers`.
+    x_scale: [1, 1], of activations whose scale the checkpoint gives. zero_point: of a packed weight, or None.
+    call: see `call_of_layers`.
     """
 
     def __init__(
@@ -43,10 +44,14 @@ class ScaledLinear:
         scheme: Scheme,
         dtype: torch.dtype,
         x_scale: torch.Tensor | None = None,
+        zero_point: torch.Tensor | None = None,
     ) -> None:
         chosen = choice(weight, dtype, scheme)
-        self._weight = chosen.kernel.prepared("weight", weight.contiguous(), weight_scale=scale, out_dtype=dtype)
-        self._linear = functools.partial(call(chosen), weight_scale=scale, out_dtype=dtype)
+        stored = {"weight_scale": scale, "out_dtype": dtype}
+        if zero_point is not None:
+            stored["weight_zero_point"] = zero_point
+        self._weight = chosen.kernel.prepared("weight", weight.contiguous(), **stored)
+        self._linear = functools.partial(call(chosen), **stored)
         self._quantise = None
         if scheme.activation is not None:
             self._quantise = _quantiser(call, scheme.activation, dtype, weight.shape[1], x_scale)

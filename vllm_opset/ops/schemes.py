@@ -8,9 +8,15 @@ A stored value stands for `value * scale`. The scales of a matrix are a matrix t
 
 Blocks have powers of two for sizes, and the last ones may be incomplete.
 
-MXFP4 (OCP Microscaling Formats, version 1.0) is stored in bytes. A byte holds two neighbouring values of a row in e2m1,
-the first of them in its low bits. A byte of the scales is an exponent in e8m0: it stands for 2 to the power of the byte
-less 127, and 255 for NaN. Each scale belongs to 32 neighbouring values of a row.
+Two values of 4 bits are packed in a byte. Each row [columns] of them has columns / 2 bytes.
+
+- MXFP4 (OCP Microscaling Formats, version 1.0): a byte holds two neighbouring values in e2m1, the first of them in its
+  low bits. A byte of the scales is an exponent in e8m0: it stands for 2 to the power of the byte less 127, and 255 for
+  NaN. Each scale belongs to 32 neighbouring values of a row.
+- int4: values are from 0 to 15, and columns is a multiple of 32. Byte 16 b + j of a row holds column 32 b + j in its
+  low bits, and column 32 b + 16 + j in its high ones. So both halves of 16 bytes belong to 16 columns in a row, which a
+  kernel can multiply by activations as they lie in memory. A value stands for `(value - zero_point) * scale`. Zero
+  points are bytes, a matrix of the scales' shape. Without them, all are 8, so values are integers from -8 to 7.
 """
 
 import itertools
@@ -21,6 +27,14 @@ import torch
 import torch.nn.functional as F
 
 FP8, INT8, FP4 = torch.float8_e4m3fn, torch.int8, torch.float4_e2m1fn_x2
+UINT4 = torch.uint4  # PyTorch has no such tensors, only the name
+# Tensors of two values a byte. Their scales are bytes for MXFP4, and floating-point numbers for int4.
+PACKED = torch.uint8
+UINT4_BLOCK = 32
+# How many columns the value in the high bits of a byte is after the one in the low bits.
+DISTANCES = {FP4: 1, UINT4: UINT4_BLOCK // 2}
+# The zero point of int4 weights that have none of their own.
+MIDDLE = 8
 WHOLE = -1
 # The magnitudes of e2m1, by its three low bits. The fourth bit is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -50,13 +64,15 @@ PER_ROW = GroupShape(1, WHOLE)
 
 @dataclass(frozen=True)
 class Quantised:
-    """How one tensor is stored. dtype: of its values. group: the values that share a scale."""
+    """How one tensor is stored. dtype: of its values. group: the values that share a scale, and a zero point if any."""
 
     dtype: torch.dtype
     group: GroupShape
+    zero_point: bool = False
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {self.group}"
+        zero_point = " with zero points" if self.zero_point else ""
+        return f"{str(self.dtype).removeprefix('torch.')} {self.group}{zero_point}"
 
 
 @dataclass(frozen=True)
@@ -76,26 +92,59 @@ NONE = Scheme()
 MXFP4 = Quantised(FP4, GroupShape(1, 32))
 
 
-def quantised(tensor: torch.Tensor, scale: torch.Tensor | None) -> Quantised | None:
-    """How a tensor with this scale is stored. Raises ValueError for a scale of no granularity."""
+def quantised(
+    tensor: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None = None
+) -> Quantised | None:
+    """How a tensor with this scale is stored. Raises ValueError for a scale of no granularity.
+
+    It also raises for a zero point that is not of the scales of int4. Without packed values, there is none to check.
+    """
     if scale is None:
         return None
-    if not is_mxfp4(tensor, scale):
+    if tensor.dtype is not PACKED:
         return Quantised(tensor.dtype, group_of(tensor.shape, scale))
-    shape = values_shape(tensor, scale)
-    if shape[-1] % MXFP4.group.columns or tuple(scale.shape) != MXFP4.group.scale_shape(shape):
-        raise ValueError(f"MXFP4 {list(shape)} has a scale for each 32 values of a row, not {list(scale.shape)}")
-    return MXFP4
+    shape = values_shape(tensor)
+    if is_mxfp4(tensor, scale):
+        if shape[-1] % MXFP4.group.columns or tuple(scale.shape) != MXFP4.group.scale_shape(shape):
+            raise ValueError(f"MXFP4 {list(shape)} has a scale for each 32 values of a row, not {list(scale.shape)}")
+        if zero_point is not None:
+            raise ValueError("MXFP4 has no zero points")
+        return MXFP4
+    group = group_of(shape, scale)
+    if len(scale) != len(tensor):
+        raise ValueError(f"int4 {list(shape)} has scales for each of its rows, not {list(scale.shape)}")
+    if zero_point is not None and (zero_point.shape != scale.shape or zero_point.dtype is not PACKED):
+        found = f"{zero_point.dtype} {list(zero_point.shape)}"
+        raise ValueError(f"zero points must be {PACKED} {list(scale.shape)}, as the scales, not {found}")
+    return Quantised(UINT4, group, zero_point is not None)
 
 
 def is_mxfp4(tensor: torch.Tensor, scale: torch.Tensor | None) -> bool:
     """Whether a tensor is stored as MXFP4: both it and its scales are bytes."""
-    return scale is not None and tensor.dtype is torch.uint8 and scale.dtype is torch.uint8
+    return scale is not None and tensor.dtype is PACKED and scale.dtype is torch.uint8
 
 
-def values_shape(tensor: torch.Tensor, scale: torch.Tensor | None) -> tuple[int, ...]:
-    """The shape of the values that a tensor stands for, of which a byte of MXFP4 holds two."""
-    return (*tensor.shape[:-1], 2 * tensor.shape[-1]) if is_mxfp4(tensor, scale) else tuple(tensor.shape)
+def values_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the values that a tensor stands for, of which a byte holds two if they are packed."""
+    return (*tensor.shape[:-1], 2 * tensor.shape[-1]) if tensor.dtype is PACKED else tuple(tensor.shape)
+
+
+def packed(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bits of values from 0 to 15, [..., columns], as bytes [..., columns / 2] in the order of FP4 or UINT4.
+
+    Raises ValueError if columns is no multiple of 32 for UINT4, or of 2 for FP4.
+    """
+    distance = DISTANCES[dtype]
+    if values.shape[-1] % (2 * distance):
+        raise ValueError(f"packed rows have a multiple of {2 * distance} columns, not {values.shape[-1]}")
+    low, high = values.to(PACKED).unflatten(-1, (-1, 2, distance)).unbind(-2)
+    return (low | high << 4).flatten(-2)
+
+
+def unpacked(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a tensor that was `packed`, as bytes [..., columns]."""
+    halves = tensor.unflatten(-1, (-1, 1, DISTANCES[dtype]))
+    return torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
 
 
 def group_of(shape: tuple[int, ...], scale: torch.Tensor) -> GroupShape:
@@ -117,16 +166,24 @@ def _group_size(size: int, scales: int) -> int:
     return group
 
 
-def dequantise(tensor: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix that a stored one stands for. The product with the scale, in fp32 or fp64, is rounded once."""
+def dequantise(
+    tensor: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype, zero_point: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The matrix that a stored one stands for. The product with the scale, in fp32 or fp64, is rounded once.
+
+    Raises ValueError for scales and zero points that are not of this int4 tensor, since some would broadcast to it.
+    """
     if scale is None:
         return tensor.to(dtype)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     if is_mxfp4(tensor, scale):
         values = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=wide, device=tensor.device)
-        nibbles = torch.stack((tensor & 15, tensor >> 4), dim=-1).flatten(-2)
         exponents = scale.view(torch.float8_e8m0fnu).to(wide).repeat_interleave(MXFP4.group.columns, -1)
-        return (values[nibbles.int()] * exponents).to(dtype)
+        return (values[unpacked(tensor, FP4).int()] * exponents).to(dtype)
+    if tensor.dtype is PACKED:
+        quantised(tensor, scale, zero_point)
+        zero_point = MIDDLE if zero_point is None else expanded(zero_point, values_shape(tensor))
+        tensor = unpacked(tensor, UINT4).to(wide) - zero_point
     return (tensor.to(wide) * expanded(scale, tensor.shape).to(wide)).to(dtype)
 
 
@@ -155,9 +212,8 @@ def stored_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(E2M1)], dtype=torch.double, device=values.device)
     scaled = blocks / exponents.exp2()
     nibbles = torch.bucketize(scaled.abs(), middles) + torch.where(scaled < 0, 8, 0)
-    low, high = nibbles.flatten(-2).unflatten(-1, (-1, 2)).to(torch.uint8).unbind(-1)
     scale = torch.where(exponents.isnan(), NO_SCALE, exponents.nan_to_num() + 127).to(torch.uint8)
-    return low | high << 4, scale.squeeze(-1)
+    return packed(nibbles.flatten(-2), FP4), scale.squeeze(-1)
 
 
 def limits(dtype: torch.dtype) -> torch.finfo | torch.iinfo:
@@ -191,7 +247,7 @@ def expanded(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def check_scale(name: str, scale: torch.Tensor | None, shape: tuple[int, ...], group: GroupShape) -> None:
     """Raise ValueError, with the name of the tensor, for a scale that is missing, of another granularity or no number.
 
-    Negative scales are numbers: `--load-format dummy` draws some.
+    Negative scales are numbers: some quantisers choose the sign, and `--load-format dummy` draws some.
 
     shape: of the weight, which may be one matrix or one for each expert. vLLM fills a scale that the checkpoint lacks
     with the most negative number. This reads values back from the device, so it is for weights that were just loaded.

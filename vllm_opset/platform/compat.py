@@ -376,6 +376,45 @@ def _with_marked_scales(create: Callable[..., None]) -> Callable[..., None]:
     return create_weights
 
 
+@patch(
+    uses(f"{QUANTISATION}.auto_gptq.AutoGPTQLinearMethod.__init__", "verify_marlin_supported"),
+    ends="vLLM asks the kernels that are registered for a platform whether they serve a GPTQ layer",
+    changes=(f"{QUANTISATION}.auto_gptq.verify_marlin_supported",),
+    worker=("cpu", "cuda"),
+)
+def serve_gptq_without_marlin() -> None:
+    """Let vLLM build GPTQ layers on a device that has no Marlin kernel.
+
+    vLLM first asks whether Marlin serves the device, and raises for a CPU. It then chooses among the kernels that are
+    registered for the platform, which answer for themselves.
+    """
+    from vllm.model_executor.layers.quantization import auto_gptq
+
+    auto_gptq.verify_marlin_supported = _any_device
+
+
+def _any_device(**layer: object) -> None:
+    pass
+
+
+@patch(
+    uses(f"{QUANTISATION}.auto_awq.AutoAWQConfig.get_quant_method", "AutoAWQLinearMethod"),
+    ends="vLLM chooses kernels for AWQ layers by registration on out-of-tree platforms too",
+    changes=(f"{QUANTISATION}.auto_awq.AutoAWQLinearMethod",),
+    worker=("cpu", "cuda"),
+)
+def serve_awq(method: type) -> None:
+    """Replace the method that vLLM gives AWQ layers on a platform that is none of its own.
+
+    It calls vLLM's kernels. On its own platforms, vLLM chooses among registered kernels.
+
+    Parameters: method is a subclass of the replaced class.
+    """
+    from vllm.model_executor.layers.quantization import auto_awq
+
+    auto_awq.AutoAWQLinearMethod = method
+
+
 def kv_cache_groups(config: "VllmConfig", spec: dict) -> list:
     """vLLM's groups of layers that share a block table. The function moved to another module in 0.33."""
     planning = "vllm.v1.core.kv_cache_planning"

@@ -29,12 +29,12 @@ HOOKS = (
         worker=("native",),
     ),
     Bridge(
-        "kernels of fp8 and int8 layers",
-        "opset registers its kernels for fp8 and int8 weights by `register_linear_kernel`, "
+        "kernels of quantised layers",
+        "opset registers its kernels for fp8, int8 and int4 weights by `register_linear_kernel`, "
         "when such a model is loaded.",
         "vllm_opset.platform.quantised_weights.register",
         has("vllm.model_executor.kernels.linear.register_linear_kernel"),
-        changes=tuple(f"vllm.model_executor.kernels.linear._POSSIBLE_{name}_KERNELS" for name in ("FP8", "INT8")),
+        changes=tuple(f"vllm.model_executor.kernels.linear._POSSIBLE_{name}KERNELS" for name in ("FP8_", "INT8_", "")),
         hook=True,
         worker=("cpu", "cuda"),
     ),

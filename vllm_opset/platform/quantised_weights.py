@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_opset.platform import compat
+from vllm_opset.platform import compat, int4_weights
 from vllm_opset.platform.refusals import Refusal, Rule, of_model
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 GPT_OSS = "gpt_oss_mxfp4"  # vLLM's name for the method mxfp4 in a checkpoint of gpt-oss
-METHODS = ("fp8", "compressed-tensors", GPT_OSS)
+METHODS = ("fp8", "compressed-tensors", GPT_OSS, *int4_weights.AWQ, *int4_weights.GPTQ)
 # The types of 8 bits in compressed-tensors, and the groups of weights that share a scale.
 STRATEGIES = {"float": ("tensor", "channel", "block"), "int": ("tensor", "channel")}
 # Those of weights and activations of experts, which vLLM loads.
@@ -20,10 +20,12 @@ OF_EXPERTS = {
     "float": (("tensor", "tensor"), ("channel", "token"), ("block", "group")),
     "int": (("channel", "token"),),
 }
+INT4_EXPERTS = "experts in int4"
 CURE = (
     "choose a checkpoint in float32, bfloat16 or float16, alone or with --quantization fp8, or one whose linear layers "
     "and experts are in fp8 e4m3 with scales per tensor, per channel or by blocks, or in symmetric int8 with scales "
-    "per tensor or per channel, or gpt-oss with experts in MXFP4"
+    "per tensor or per channel, or a model without experts in int4 by groups (AWQ, symmetric GPTQ, or "
+    "compressed-tensors, without act-order by groups), or gpt-oss with experts in MXFP4"
 )
 
 
@@ -51,6 +53,12 @@ def unserved(model: "ModelConfig") -> Iterator[str]:
         yield f"experts in {checkpoint['store_dtype']}"
     if model.quantization == "compressed-tensors":
         yield from _unserved_by_compressed_tensors(checkpoint, model.is_moe)
+    elif model.quantization in int4_weights.AWQ:
+        yield from int4_weights.unserved_by_awq(checkpoint)
+    elif model.quantization in int4_weights.GPTQ:
+        yield from int4_weights.unserved_by_gptq(checkpoint)
+    if model.quantization in (*int4_weights.AWQ, *int4_weights.GPTQ) and model.is_moe:
+        yield INT4_EXPERTS
 
 
 def _unserved_by_compressed_tensors(checkpoint: Mapping, has_experts: bool) -> Iterator[str]:
@@ -61,7 +69,11 @@ def _unserved_by_compressed_tensors(checkpoint: Mapping, has_experts: bool) -> I
     for name, group in checkpoint.get("config_groups", {}).items():
         weights, activations = group.get("weights") or {}, group.get("input_activations")
         kind = weights.get("type")
-        if not _is_stored(weights, kind) or weights.get("strategy") not in STRATEGIES.get(kind, ()):
+        if int4_weights.is_int4(weights):
+            if has_experts:
+                yield INT4_EXPERTS
+            yield from int4_weights.unserved_by_compressed_tensors(group, checkpoint.get("format", ""))
+        elif not _is_stored(weights, kind) or weights.get("strategy") not in STRATEGIES.get(kind, ()):
             yield f"{_described(weights)} weights ({name} of compressed-tensors)"
         elif activations is None or not _is_stored(activations, kind):
             of_x = "unquantised" if activations is None else _described(activations)
@@ -84,7 +96,7 @@ def _described(tensor: Mapping) -> str:
 
 
 QUANTISED_WEIGHTS = QuantisedWeights(
-    "quantised weights other than fp8, int8 and MXFP4", CURE, of_model(lambda model: any(unserved(model)))
+    "quantised weights in other formats", CURE, of_model(lambda model: any(unserved(model)))
 )
 
 
@@ -114,10 +126,14 @@ def _register_linear() -> None:
     from vllm.platforms.interface import PlatformEnum
 
     from vllm_opset.model.fp8_linear import OpsetFp8LinearKernel, scaled_fp8_quant
+    from vllm_opset.model.int4_linear import OpsetAwqLinearMethod, OpsetInt4LinearKernel
     from vllm_opset.model.int8_linear import OpsetInt8LinearKernel
 
     register_linear_kernel(OpsetFp8LinearKernel, PlatformEnum.OOT, "fp8")
     register_linear_kernel(OpsetInt8LinearKernel, PlatformEnum.OOT, "int8")
+    register_linear_kernel(OpsetInt4LinearKernel, PlatformEnum.OOT)
+    compat.serve_gptq_without_marlin()
+    compat.serve_awq(OpsetAwqLinearMethod)
     compat.register_fp8_block_kernel(OpsetFp8LinearKernel)
     compat.quantise_weights(scaled_fp8_quant)
 

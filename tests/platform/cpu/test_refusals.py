@@ -55,13 +55,14 @@ LLAVA = {
 BACKENDS = {"linear_backend": "cutlass", "moe_backend": "triton"}
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
 FP8_AND_MXFP4 = {"quantization_config": FP8["quantization_config"] | {"store_dtype": "mxfp4"}}
-GPTQ = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}}
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 FP8_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
 FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 INT8_CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": False}
 INT8_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "dynamic": False}
 
 
 def compressed(weights: dict, activations: dict | None, kv_cache: bool = False) -> dict:
@@ -86,6 +87,20 @@ def test_what_is_supported_is_configured(configure):
 @pytest.mark.parametrize("model", [LLAMA, MIXTRAL], ids=["dense", "experts"])
 def test_weights_of_eight_bits_are_not_refused(model, quantised, configure):
     assert configure(model | quantised, dtype="bfloat16").model_config.quantization is not None
+
+
+@pytest.mark.parametrize(
+    "quantised",
+    [
+        compressed(INT4 | {"symmetric": False, "actorder": "static"}, None),
+        {"quantization_config": AWQ},
+        {"quantization_config": GPTQ | {"dynamic": {"-:.*mlp.*": {}, "+:.*attn.*": {"group_size": 64}}}},
+        {"quantization_config": GPTQ | {"group_size": -1, "desc_act": True}},
+    ],
+    ids=["int4", "awq", "gptq", "gptq, one group in any order"],
+)
+def test_weights_of_four_bits_are_not_refused(quantised, configure):
+    assert configure(LLAMA | quantised, dtype="bfloat16").model_config.quantization is not None
 
 
 def test_mxfp4_weights_of_gpt_oss_are_not_refused(configure):
@@ -120,9 +135,10 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         ("state-space", "choose another model", MAMBA, {}),
         ("multimodal", "choose another model", WHISPER, {}),
         ("multimodal", "choose another model", LLAVA, {}),  # its module imports torchvision
-        ("quantised weights with the method .*gptq", "--quantization fp8", LLAMA | GPTQ, {}),
         ("quantised weights with the method .*mxfp4", "gpt-oss with experts in MXFP4", LLAMA | MXFP4, {}),
-        ("quantised weights with 4-bit int group weights", "fp8 e4m3", LLAMA | compressed(INT4, None), {}),
+        ("AWQ's layout gemv", "int4 by groups", LLAMA | {"quantization_config": AWQ | {"version": "gemv"}}, {}),
+        ("int4 weights in groups of 16", "int4 by groups", LLAMA | compressed(INT4 | {"group_size": 16}, None), {}),
+        ("int4 weights for quantised activations", "int4 by groups", LLAMA | compressed(INT4, INT8_TOKEN), {}),
         (
             "8-bit int channel weights for asymmetric 8-bit int token activations",
             "symmetric int8",
@@ -135,7 +151,8 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
             LLAMA | compressed(FP8_CHANNEL, None),
             {},
         ),
-        ("quantised weights with the method .*gptq", "--quantization fp8", MIXTRAL | GPTQ, {}),
+        ("experts in int4", "--quantization fp8", MIXTRAL | {"quantization_config": GPTQ}, {}),
+        ("experts in int4", "a model without experts in int4", MIXTRAL | compressed(INT4, None), {}),
         (
             "experts of 8-bit float tensor weights for 8-bit float token activations",
             "fp8 e4m3",

@@ -36,7 +36,7 @@ REFUSED = [
     ("speculative decoding with a model that drafts", {"speculative_config": SimpleNamespace(method="eagle")}),
     ("a KV cache in this dtype", {"cache_config.cache_dtype": "fp8_e5m2"}),
     ("weight offloading by a view", {"offload_config.uva.cpu_offload_gb": 4.0}),
-    ("quantised weights with the method gptq", {"model_config.quantization": "gptq"}),
+    ("quantised weights with the method quark", {"model_config.quantization": "quark"}),
     ("MXFP4 weights in another dtype", {**MXFP4, "model_config.dtype": torch.float32}),
     ("offloading of quantised weights", {**FP8, "offload_config.prefetch.offload_group_size": 2}),
 ]
@@ -57,7 +57,7 @@ OWN_WITH_EXPERTS = [
     ("offloading the weights of mixtures of experts", "offload_config.prefetch.offload_group_size", 2),
 ]
 COMMON_WITH_EXPERTS = [
-    ("quantised weights with the method gptq", "model_config.quantization", "gptq"),
+    ("quantised weights with the method quark", "model_config.quantization", "quark"),
 ]
 
 

@@ -35,6 +35,7 @@ def linear(
     weight_scale: None = None,
     x_scale: None = None,
     out_dtype: None = None,
+    weight_zero_point: None = None,
 ) -> torch.Tensor:
     check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype)
     few_tokens = x.ndim == 2 and x.shape[0] in FEW_TOKENS and x.stride(1) == 1

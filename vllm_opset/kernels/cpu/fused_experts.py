@@ -38,7 +38,7 @@ def _dequantised(
     if scale is None or dtype is None:
         return weight
     check_scale(name, weight, scale)
-    out = weight.new_empty(values_shape(weight, scale), dtype=dtype)
+    out = weight.new_empty(values_shape(weight), dtype=dtype)
     for expert in range(len(weight)):
         out[expert] = weight_of(weight, scale, expert, dtype)
     return out

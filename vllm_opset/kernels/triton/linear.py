@@ -1,5 +1,7 @@
 """linear for one row, the decode step of a single request, and for quantised weights. PyTorch does the rest.
 
+- `packed`: multiplies int4 weights by few tokens (`_packed_linear`).
+- `dequantised`: does so by many.
 - `scaled`: multiplies fp8 and int8 weights (`_scaled_linear`).
 - `one_row`: sums products in registers, as fast as the weight can be read.
 - `torch`: calls PyTorch (cuBLAS), which uses the tensor cores.
@@ -13,33 +15,46 @@ import triton.language as tl
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _scaled_linear, _supports
+from vllm_opset.kernels.triton import _launch, _packed_linear, _scaled_linear, _supports
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import num_rows
 from vllm_opset.ops.gemm.linear import LinearProblem, check_arguments
+from vllm_opset.ops.schemes import PACKED, UINT4
 from vllm_opset.variants import Variant, Variants
 
 
 class Call(NamedTuple):
-    """scaled: whether the weight is quantised. one_row: whether x has one row, and the weight's rows are contiguous."""
+    """scaled: whether the weight is quantised in 8 bits. packed: whether it is in 4.
+
+    few: whether x has so few rows that a packed weight is multiplied as it is. one_row: whether x has one row, and the
+    weight's rows are contiguous.
+    """
 
     scaled: bool
+    packed: bool
+    few: bool
     one_row: bool
 
 
-def describe(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None) -> Call:
-    return Call(weight_scale is not None, num_rows(x) == 1 and weight.stride(1) == 1)
+def describe(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, weight_zero_point=None) -> Call:
+    packed, rows = weight.dtype is PACKED, num_rows(x)
+    few = packed and rows <= _packed_linear.most_packed_tokens(x.device)
+    return Call(weight_scale is not None and not packed, packed, few, rows == 1 and weight.stride(1) == 1)
 
 
 def supports(problem: LinearProblem) -> str | None:
-    """fp32, bf16 and fp16, accumulated in fp32; fp8 e4m3 and int8 weights, with scales for 32 columns or more."""
-    return _supports.floats(problem) or _scaled_linear.supports(problem)
+    """fp32, bf16 and fp16, accumulated in fp32; fp8, int8 and int4 weights, with scales for 32 columns or more."""
+    stored = problem.scheme.weight
+    quantised = _packed_linear if stored is not None and stored.dtype is UINT4 else _scaled_linear
+    return _supports.floats(problem) or quantised.supports(problem)
 
 
 VARIANTS = Variants(
     describe,
+    Variant("packed", can=lambda call: call.packed, suits=lambda call: call.few),
+    Variant("dequantised", can=lambda call: call.packed),
     Variant("scaled", can=lambda call: call.scaled),
-    Variant("one_row", can=lambda call: call.one_row and not call.scaled),
+    Variant("one_row", can=lambda call: call.one_row and not (call.scaled or call.packed)),
     Variant("torch"),
 )
 
@@ -52,10 +67,15 @@ def linear(
     weight_scale: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    weight_zero_point: torch.Tensor | None = None,
     variant: str | None = None,
 ) -> torch.Tensor:
-    check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype)
+    check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype, weight_zero_point)
     picked = VARIANTS.of(variant, x, weight, bias, weight_scale)
+    if picked == "packed":
+        return _packed_linear.packed_linear(x, weight, bias, weight_scale, weight_zero_point)
+    if picked == "dequantised":
+        return _packed_linear.dequantised_linear(x, weight, bias, weight_scale, weight_zero_point)
     if picked == "scaled":
         return _scaled_linear.scaled_linear(x, weight, bias, weight_scale, x_scale, out_dtype)
     if picked == "torch":

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
-from vllm_opset.ops.gemm import _quantised
-from vllm_opset.ops.schemes import NONE, Scheme, dequantise, group_of, quantised
+from vllm_opset.ops.gemm import _packed, _quantised
+from vllm_opset.ops.schemes import FP8, INT8, NONE, PACKED, Scheme, dequantise, group_of, quantised, values_shape
 
 PARTIAL_SUMS = "fp32 in another order; PyTorch lets a GPU round partial sums, which are of order 1, to the dtype"
 TOLERANCES = {
@@ -23,6 +23,7 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(2**-7, 2**-8, PARTIAL_SUMS),
     torch.float16: Tolerance(2**-10, 2**-11, PARTIAL_SUMS),
 }
+PREPARED = ("weight", "weight_scale", "out_dtype", "weight_zero_point")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class LinearProblem(Problem):
     scheme: Scheme = NONE
 
 
-@op(problem=LinearProblem, prepared=("weight", "weight_scale", "out_dtype"), tolerances=TOLERANCES)
+@op(problem=LinearProblem, prepared=PREPARED, tolerances=TOLERANCES)
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -42,6 +43,7 @@ def linear(
     weight_scale: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    weight_zero_point: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = x weightᵀ + bias, summed in fp32 and rounded once.
 
@@ -54,15 +56,21 @@ def linear(
 
     Quantised values are in fp8 e4m3 or int8.
 
+    A weight of 4 bits is packed in bytes, uint8 [out_features, in_features / 2] (see `ops/schemes`), with a
+    weight_scale [out_features, groups] in fp32 or out_dtype. It may have a weight_zero_point, uint8 of the scale's
+    shape, and then stands for (weight - weight_zero_point) * weight_scale. x is of out_dtype.
+
     Raises ValueError if widths or dtypes differ, if bias is not [out_features] and would broadcast unnoticed, or if a
-    scale is of no granularity that divides its tensor.
+    scale is of no granularity that divides its tensor. Zero points without a packed weight raise it too, as do those of
+    another shape.
     """
-    check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype)
+    check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype, weight_zero_point)
     if weight_scale is None:
         return F.linear(x, weight, bias).contiguous()
     wide = accumulator(x.new_empty(0, dtype=out_dtype))
     bias = None if bias is None else bias.to(wide)
-    return F.linear(dequantise(x, x_scale, wide), dequantise(weight, weight_scale, wide), bias).to(out_dtype)
+    weight = dequantise(weight, weight_scale, wide, weight_zero_point)
+    return F.linear(dequantise(x, x_scale, wide), weight, bias).to(out_dtype)
 
 
 def check_arguments(
@@ -72,15 +80,22 @@ def check_arguments(
     weight_scale: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    weight_zero_point: torch.Tensor | None = None,
 ) -> None:
-    """Raises ValueError for what the contract forbids. weight may be as a kernel prepared it, which keeps its shape."""
+    """Raises ValueError for what the contract forbids.
+
+    weight may be as a kernel prepared it: of the shape that the contract gives it, or, if it was packed, dequantised.
+    """
     same_dtype = x.dtype == weight.dtype or weight_scale is not None
-    if x.shape[-1:] != weight.shape[1:] or not same_dtype:
+    if x.shape[-1:] != values_shape(weight)[1:] or not same_dtype:
         raise ValueError(f"x {x.dtype} {list(x.shape)} cannot be multiplied by {weight.dtype} {list(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], not {list(bias.shape)}")
     if weight_scale is not None:
         _check_quantised(x, weight, weight_scale, x_scale, out_dtype)
+        quantised(weight, weight_scale, weight_zero_point)
+    if weight_zero_point is not None and (weight_scale is None or weight.dtype in (FP8, INT8)):
+        raise ValueError(f"only a packed weight has zero points, not one in {weight.dtype}")
 
 
 def _check_quantised(x, weight, weight_scale, x_scale, out_dtype) -> None:
@@ -88,22 +103,26 @@ def _check_quantised(x, weight, weight_scale, x_scale, out_dtype) -> None:
         raise ValueError("a quantised weight needs out_dtype")
     if x_scale is None and x.dtype != out_dtype:
         raise ValueError(f"x is {x.dtype} without an x_scale, and must be {out_dtype}, the dtype of the result")
-    group_of(weight.shape, weight_scale)
     if x_scale is not None:
+        if weight.dtype is PACKED:
+            raise ValueError("a packed weight multiplies activations as they are, without an x_scale")
         group_of(x.shape, x_scale)
 
 
 @linear.problem_of
-def _(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None) -> LinearProblem:
-    scheme = NONE if weight_scale is None else Scheme(quantised(weight, weight_scale), quantised(x, x_scale))
-    out_features, in_features = weight.shape
+def _(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, weight_zero_point=None) -> LinearProblem:
+    scheme = NONE
+    if weight_scale is not None:
+        scheme = Scheme(quantised(weight, weight_scale, weight_zero_point), quantised(x, x_scale))
+    out_features, in_features = values_shape(weight)
     return LinearProblem(x.device.type, out_dtype or x.dtype, in_features, out_features, scheme)
 
 
 @linear.cost
-def _(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None) -> Cost:
+def _(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, weight_zero_point=None) -> Cost:
     num_tokens, out_features = x.numel() // x.shape[-1], weight.shape[0]
-    parameters = weight.nbytes + sum(0 if other is None else other.nbytes for other in (bias, weight_scale, x_scale))
+    others = (bias, weight_scale, x_scale, weight_zero_point)
+    parameters = weight.nbytes + sum(0 if other is None else other.nbytes for other in others)
     results = num_tokens * out_features
     result_bytes = results * (out_dtype or x.dtype).itemsize
     return Cost(bytes=x.nbytes + parameters + result_bytes, flops=2 * results * x.shape[-1])
@@ -146,6 +165,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("one dimension", (64,), 32, bias=True)
     yield sample("Qwen3-0.6B down projection", (2, 3072), 1024)
     yield from _quantised.samples(device, dtype)
+    yield from _packed.samples(device, dtype)
 
 
 @linear.illegal_inputs
@@ -159,6 +179,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         yield sample(f"too narrow, {num_tokens} tokens", (num_tokens, 56), (32, 64))
     yield sample("a bias a token", (16, 64), (32, 64), (16, 32))
     yield from _quantised.illegal_samples(device, dtype)
+    yield from _packed.illegal_samples(device, dtype)
 
 
 @linear.bench_inputs

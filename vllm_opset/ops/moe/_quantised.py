@@ -44,7 +44,7 @@ def check_weight(
 
     A weight with a scale may be of any dtype, since a kernel may have prepared it.
     """
-    found = values_shape(weight, scale)
+    found = values_shape(weight)
     if found != tuple(shape) or (scale is None and weight.dtype != dtype):
         raise ValueError(f"{name} must be {dtype} {list(shape)}, not {weight.dtype} {list(found)}")
     if scale is not None:

@@ -195,7 +195,7 @@ def _(hidden_states, w1, w2, topk_weights, topk_ids, *_, w1_scale=None, w2_scale
     """Reads the weights of those experts that have tokens, at most one for each choice."""
     used = min(len(w1), topk_ids.numel())
     weights = sum(used * part[0].nbytes for part in (w1, w2, w1_scale, w2_scale) if part is not None)
-    values = sum(math.prod(values_shape(*part)[1:]) for part in ((w1, w1_scale), (w2, w2_scale)))
+    values = sum(math.prod(values_shape(weight)[1:]) for weight in (w1, w2))
     return Cost(
         bytes=2 * hidden_states.nbytes + weights + topk_ids.nbytes + topk_weights.nbytes,
         flops=2 * topk_ids.numel() * values,

@@ -1,0 +1,249 @@
+"""linear with weights of 4 bits: tiles of the packed weight for few tokens, the dequantised weight for many.
+
+- `packed`: a program dequantises a tile of the weight in registers and multiplies it on tensor cores. What it reads
+  from memory are the packed bytes. Few outputs do not fill a GPU. Then several programs share a row of the weight, and
+  a second kernel adds their sums. The order of the sums is always the same.
+- `dequantised`: one kernel writes the weight in the dtype of x, and PyTorch (cuBLAS) multiplies. For many tokens the
+  time of the first is small beside that of the product.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from vllm_opset.kernels.triton import INTERPRETED, _launch
+from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.ops.gemm.linear import LinearProblem
+from vllm_opset.ops.schemes import MIDDLE, UINT4_BLOCK, WHOLE, group_of, values_shape
+
+LEAST_TOKENS = 16  # that tensor cores take
+# The elements of a program of `_sum_splits`, and of one of `_dequantise`: both only move data.
+SUMS, DEQUANTISED_BYTES = 1024, 2048
+HALF = tl.constexpr(UINT4_BLOCK // 2)  # the columns whose values share the halves of the same bytes
+NO_ZERO_POINT = tl.constexpr(MIDDLE)
+
+
+def supports(problem: LinearProblem) -> str | None:
+    """int4 weights with scales for 32 columns or more."""
+    group = problem.scheme.weight.group
+    if group.columns != WHOLE and group.columns < UINT4_BLOCK:
+        return f"a tile has {UINT4_BLOCK} columns of one scale, and here {problem.scheme.weight} has fewer"
+    return None
+
+
+def most_packed_tokens(device: torch.device) -> int:
+    """The number of tokens up to which the packed weight is multiplied."""
+    return _launch.parameters("linear_dequantised", device, 0)["most_packed_tokens"]
+
+
+def packed_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_scale: torch.Tensor,
+    weight_zero_point: torch.Tensor | None,
+) -> torch.Tensor:
+    """The product of the contract by the variant `packed`, for arguments that were checked."""
+    (outputs, columns), rows = values_shape(weight), x.reshape(-1, x.shape[-1])
+    values = _launch.parameters("linear_packed", x.device, len(rows))
+    tokens = min(max(_launch.next_power_of_2(len(rows)), LEAST_TOKENS), values["tokens"])
+    group = _group(weight, weight_scale)
+    width = min(values["width"], group if group < columns else columns & -columns)
+    tiles = _launch.cdiv(len(rows), tokens) * _launch.cdiv(outputs, values["outputs"])
+    split_tiles, splits = _splits(_launch.cdiv(columns, width), values["programs"] // max(tiles, 1))
+    out = x.new_empty((*x.shape[:-1], outputs))
+    sums = out if splits == 1 else x.new_empty((splits, len(rows), outputs), dtype=torch.float32)
+    options = _launch.launch_options(x.device)
+    grid = (_launch.cdiv(outputs, values["outputs"]), _launch.cdiv(len(rows), tokens), splits)
+    _multiply_packed[grid](
+        rows, weight, weight_scale, weight_zero_point, bias if splits == 1 else None, sums, len(rows), outputs,
+        split_tiles, rows.stride(0), rows.stride(1), weight_scale.stride(0), weight_scale.stride(1),
+        COLUMNS=columns, GROUP=group, BLOCK_T=tokens, BLOCK_N=values["outputs"],
+        BYTES=width // 2, PAIRED=_paired(x), num_warps=values["warps"], num_stages=values["stages"], **options,
+    )  # fmt: skip
+    if splits > 1:
+        _sum_splits[(_launch.cdiv(out.numel(), SUMS),)](
+            sums, bias, out, splits, out.numel(), outputs, BLOCK=SUMS, **options
+        )
+    return out
+
+
+def dequantised_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_scale: torch.Tensor,
+    weight_zero_point: torch.Tensor | None,
+) -> torch.Tensor:
+    """The product of the contract by the variant `dequantised`, for arguments that were checked."""
+    return F.linear(x, dequantise(weight, weight_scale, weight_zero_point, x.dtype), bias).contiguous()
+
+
+def dequantise(
+    weight: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The matrix that a packed weight stands for, rounded once."""
+    outputs, columns = values_shape(weight)
+    out = weight.new_empty((outputs, columns), dtype=dtype)
+    block = min(_launch.next_power_of_2(columns // 2), DEQUANTISED_BYTES)
+    grid = (outputs, _launch.cdiv(columns // 2, block))
+    _dequantise[grid](
+        weight, scale, zero_point, out, scale.stride(0), scale.stride(1),
+        COLUMNS=columns, GROUP=_group(weight, scale), BLOCK=block, **_launch.launch_options(weight.device),
+    )  # fmt: skip
+    return out
+
+
+def _paired(x: torch.Tensor) -> bool:
+    """Whether an instruction makes two values."""
+    on_nvidia = not INTERPRETED and _launch.target(x.device).vendor == "nvidia"
+    return on_nvidia and x.dtype is not torch.float32
+
+
+def _group(weight: torch.Tensor, scale: torch.Tensor) -> int:
+    """The columns that share a scale."""
+    columns = values_shape(weight)[1]
+    group = group_of((len(weight), columns), scale).columns
+    return columns if group == WHOLE else group
+
+
+def _splits(tiles: int, most: int) -> tuple[int, int]:
+    """The tiles of a row of the weight for one program, and into how many such parts a row is split."""
+    of_split = _launch.cdiv(tiles, max(most, 1))
+    return of_split, _launch.cdiv(tiles, of_split)
+
+
+# Makes four bytes two pairs of low values and two of high ones. A pair takes few instructions: (bits & 15) | the bits
+# of MAGIC, and the sum with -(MAGIC + zero point), as a product with one, since bf16 has no sum before Hopper. All is
+# exact. A compiler makes one value at a time instead, which takes twice as many.
+PAIRS = """{{
+.reg .b32 first, second, third, fourth, one;
+mov.b32 one, {one};
+prmt.b32 first, $4, 0, 0x4140;
+prmt.b32 second, $4, 0, 0x4342;
+shr.u32 third, first, 4;
+shr.u32 fourth, second, 4;
+lop3.b32 first, first, 0x000F000F, {magic}, 0xEA;
+lop3.b32 second, second, 0x000F000F, {magic}, 0xEA;
+lop3.b32 third, third, 0x000F000F, {magic}, 0xEA;
+lop3.b32 fourth, fourth, 0x000F000F, {magic}, 0xEA;
+fma.rn.{type} $0, first, one, $5;
+fma.rn.{type} $1, second, one, $6;
+fma.rn.{type} $2, third, one, $5;
+fma.rn.{type} $3, fourth, one, $6;
+}}"""
+REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
+PAIRS_BF16 = tl.constexpr(PAIRS.format(magic="0x43004300", one="0x3F803F80", type="bf16x2"))
+PAIRS_FP16 = tl.constexpr(PAIRS.format(magic="0x64006400", one="0x3C003C00", type="f16x2"))
+# MAGIC + q has the bits of MAGIC, or q: the last bit of its mantissa stands for one.
+MAGIC_BF16, MAGIC_FP16, MAGIC_FP32 = tl.constexpr(128.0), tl.constexpr(1024.0), tl.constexpr(8388608.0)
+
+
+@triton.jit
+def _pairs(w, zero, dtype: tl.constexpr):
+    """The low and the high values of bytes, less their zero points, in bf16 or fp16, on an NVIDIA GPU."""
+    if dtype == tl.bfloat16:
+        zero = tl.broadcast_to((-MAGIC_BF16 - zero).to(tl.bfloat16), w.shape)
+        low, high = tl.inline_asm_elementwise(
+            PAIRS_BF16, REGISTERS, [w, zero], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        zero = tl.broadcast_to((-MAGIC_FP16 - zero).to(tl.float16), w.shape)
+        low, high = tl.inline_asm_elementwise(
+            PAIRS_FP16, REGISTERS, [w, zero], (tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    return low, high
+
+
+@triton.jit
+def _values(w, zero, dtype: tl.constexpr):
+    """The low and the high values of bytes, less their zero points."""
+    bits, zero = w.to(tl.uint32), MAGIC_FP32 + zero
+    low = ((bits & 15) | 0x4B000000).to(tl.float32, bitcast=True) - zero
+    high = ((bits >> 4) | 0x4B000000).to(tl.float32, bitcast=True) - zero
+    return low.to(dtype), high.to(dtype)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_outputs", "split_tiles"])
+def _multiply_packed(
+    x, weight, scale, zero_point, bias, out, num_tokens, num_outputs, split_tiles,
+    x_stride, x_column_stride, scale_stride, scale_column_stride,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, BYTES: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    place = tl.arange(0, BYTES)
+    column = place // HALF * (2 * HALF) + place % HALF  # of the low four bits; the high ones are HALF further
+    is_token, is_output = token < num_tokens, output < num_outputs
+    x += token.to(tl.int64)[None, :] * x_stride
+    weight += output.to(tl.int64)[:, None] * (COLUMNS // 2)
+    scales = output.to(tl.int64) * scale_stride
+    # Outputs are the rows of the products: tensor cores take those of 16 or 64 from registers, and as few as 8 columns.
+    sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    begin = tl.program_id(2) * split_tiles
+    for tile in tl.range(begin, min(begin + split_tiles, tl.cdiv(COLUMNS, 2 * BYTES))):
+        first = tile * (2 * BYTES)
+        inside = first + column < COLUMNS
+        x_mask = inside[:, None] & is_token[None, :]
+        low = tl.load(x + (first + column)[:, None] * x_column_stride, x_mask, 0.0)
+        high = tl.load(x + (first + column + HALF)[:, None] * x_column_stride, x_mask, 0.0)
+        # Only these programs read these bytes, so they must not displace x in the last-level cache.
+        w = tl.load(
+            weight + (first // 2 + place)[None, :], is_output[:, None] & inside[None, :], 0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+        of_group = scales + first // GROUP * scale_column_stride
+        zero = tl.full([BLOCK_N, 1], NO_ZERO_POINT, tl.float32)
+        if zero_point is not None:
+            zero = tl.load(zero_point + of_group, is_output, 0).to(tl.float32)[:, None]
+        if PAIRED:
+            w_low, w_high = _pairs(w, zero, x.dtype.element_ty)
+        else:
+            w_low, w_high = _values(w, zero, x.dtype.element_ty)
+        product = tl.dot(w_low, low, input_precision="ieee")
+        product = tl.dot(w_high, high, product, input_precision="ieee")
+        sums += product * tl.load(scale + of_group, is_output, 0.0).to(tl.float32)[:, None]
+    if bias is not None:
+        sums += tl.load(bias + output, is_output, 0.0).to(tl.float32)[:, None]
+    out += (tl.program_id(2) * num_tokens + token).to(tl.int64)[None, :] * num_outputs + output[:, None]
+    tl.store(out, sums, is_output[:, None] & is_token[None, :])
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_sums", "num_outputs"])
+def _sum_splits(
+    sums, bias, out, num_splits, num_sums, num_outputs, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    pdl_wait(PDL)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_sums
+    y = tl.zeros([BLOCK], tl.float32)
+    for split in tl.range(num_splits):
+        y += tl.load(sums + split * num_sums.to(tl.int64) + place, inside, 0.0)
+    if bias is not None:
+        y += tl.load(bias + place % num_outputs, inside, 0.0).to(tl.float32)
+    tl.store(out + place, y, inside)
+
+
+@triton.jit
+def _dequantise(
+    weight, scale, zero_point, out, scale_stride, scale_column_stride,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = place // HALF * (2 * HALF) + place % HALF
+    inside = place < COLUMNS // 2
+    w = tl.load(weight + row * (COLUMNS // 2) + place, inside, 0)
+    of_group = row * scale_stride + column // GROUP * scale_column_stride
+    zero = tl.full([BLOCK], NO_ZERO_POINT, tl.float32)
+    if zero_point is not None:
+        zero = tl.load(zero_point + of_group, inside, 0).to(tl.float32)
+    s = tl.load(scale + of_group, inside, 0.0).to(tl.float32)
+    out += row * COLUMNS + column
+    low, high = _values(w, zero, tl.float32)
+    tl.store(out, low * s, inside)
+    tl.store(out + HALF, high * s, inside)

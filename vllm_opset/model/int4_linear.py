@@ -1,0 +1,101 @@
+"""vLLM's linear layers with int4 weights by groups (W4A16): compressed-tensors, GPTQ and AWQ.
+
+vLLM loads the checkpoint and fuses its layers. The first two formats come through vLLM's own registration of kernels.
+AWQ's method on a plugin's platform calls vLLM's kernels itself, so a subclass takes its place. Each format is converted
+once to the layout of `ops/schemes`.
+"""
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.kernels.linear import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQLinearMethod
+from vllm.scalar_type import scalar_types
+
+from vllm_opset.model.scaled_linear import ScaledLinear, call_of_layers
+from vllm_opset.ops.schemes import PER_ROW, UINT4, UINT4_BLOCK, GroupShape, Scheme, check_scale, packed, quantised
+
+# The order in which AWQ packs eight outputs in an int32: output i is at the place AWQ_ORDER[i], from the low bits up.
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class OpsetInt4LinearKernel(MPLinearKernel):
+    """Serves int4 weights of compressed-tensors, with and without zero points, and of GPTQ, without them."""
+
+    def __init__(self, c: MPLinearLayerConfig, *args, **kwargs) -> None:
+        super().__init__(c, *args, **kwargs)
+        self._call = call_of_layers()
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        if c.weight_type not in (scalar_types.uint4, scalar_types.uint4b8):
+            return False, f"it serves weights of 4 bits, not {c.weight_type}"
+        in_features = c.partition_weight_shape[0]
+        if in_features % UINT4_BLOCK:
+            return False, f"it serves multiples of {UINT4_BLOCK} input features, not {in_features}"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        weight, scale = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
+        values = nibbles(weight.data.t() if weight.output_dim == 1 else weight.data)
+        scales, zeros = scale.data.t() if scale.output_dim == 1 else scale.data, None
+        if self.config.zero_points:
+            zeros = nibbles(getattr(layer, self.w_zp_name).data.t()).t()
+        self._linear = _product(
+            layer, self._call, values, self.w_s_name, scales, zeros, self.config.group_size, self.config.act_type
+        )
+        weight.data = weight.data.new_empty(0)
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._linear(x, bias)
+
+
+class OpsetAwqLinearMethod(AutoAWQLinearMethod):
+    """Serves int4 weights of AWQ, with zero points."""
+
+    def __init__(self, quant_config) -> None:
+        super().__init__(quant_config)
+        self._call, self._dtype = call_of_layers(), get_current_vllm_config().model_config.dtype
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        values, zeros = (_in_order(packed.data).t() for packed in (layer.qweight, layer.qzeros))
+        group = self.quant_config.group_size
+        self._linear = _product(layer, self._call, values, "scales", layer.scales.data.t(), zeros, group, self._dtype)
+        layer.qweight.data = layer.qweight.data.new_empty(0)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self._linear(x, bias)
+
+
+def nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """The values of 4 bits in int32s, from the low bits up: [rows, n] to uint8 [rows, 8 n]."""
+    pairs = packed.contiguous().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+
+
+def _in_order(packed: torch.Tensor) -> torch.Tensor:
+    """The values of a matrix that AWQ packed along its outputs: [rows, n] to uint8 [rows, 8 n]."""
+    return nibbles(packed).unflatten(1, (-1, len(AWQ_ORDER)))[:, :, AWQ_ORDER].flatten(1)
+
+
+def _product(
+    layer: torch.nn.Module,
+    call,
+    values: torch.Tensor,
+    scale_name: str,
+    scale: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group_size: int,
+    dtype: torch.dtype,
+) -> ScaledLinear:
+    """The product with values [out_features, in_features], whose scales and zero points have a row for each output."""
+    group = GroupShape(1, group_size) if 0 < group_size < values.shape[1] else PER_ROW
+    name = f"{getattr(layer, 'prefix', 'a layer')}.{scale_name}"
+    check_scale(name, scale, values.shape, group)
+    weight, scale = packed(values, UINT4), scale.contiguous()
+    zeros = None if zeros is None else zeros.contiguous()
+    scheme = Scheme(quantised(weight, scale, zeros))
+    return ScaledLinear(call, weight, scale, scheme, dtype, zero_point=zeros)
