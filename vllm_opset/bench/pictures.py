@@ -93,7 +93,8 @@ def _draw_speed(report: Report, axes) -> None:
     axes.set_yticks([place * (len(report.engines) + 1) + middle for place in range(len(cases))], cases)
     axes.set(xlim=(0, 1.5), xticks=(0, 0.5, 1))
     commit = (report.run["commit"] or "unknown")[:SHORT]
-    title = f"{report.run['shape']['name']}, {commit}{_sampler(report)}"
+    version = report.run["engines"][0]["versions"]["vllm"]
+    title = f"{report.run['shape']['name']}, vLLM {version}, {commit}{_sampler(report)}"
     axes.set_title(title, loc="left", fontsize=10)
     axes.invert_yaxis()
     _finish(axes)
