@@ -216,10 +216,10 @@ def main(platform: str) -> None:
     rotary_embedding._ROPE_DICT["of another model"] = None
     if platform in ("cpu", "cuda"):
         # vLLM's modules of experts, with the layers that they register. No other platform registers a method.
-        from vllm_opset.platform import compat
+        from vllm_opset.platform import quantised_layers
 
-        methods = (name.rsplit(".", 1)[0] for name in compat.EXPERTS_METHODS)
-        oracles = (name.rsplit(".", 1)[0] for name in compat.register_quantised_experts.bridge.changes)
+        methods = (name.rsplit(".", 1)[0] for name in quantised_layers.EXPERTS_METHODS)
+        oracles = (name.rsplit(".", 1)[0] for name in quantised_layers.register_quantised_experts.bridge.changes)
         for module in ("vllm_opset.model.quantised_experts", *oracles, *methods):
             importlib.import_module(module)
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # as when the configuration captures graphs in pieces

@@ -1,7 +1,7 @@
 """vLLM's experts with fp8 or int8 weights, by ops.route and ops.fused_experts.
 
 vLLM's methods of quantisation load the weights, and ask a list of backends for a class that multiplies by them. The
-class here is what `platform/compat.py` has them find. It is monolithic, as the method of unquantised experts is.
+class here is what `platform/quantised_layers.py` has them find. It is monolithic, as that of unquantised experts is.
 Activations are quantised where the device multiplies in their dtype (`scaled_linear`).
 """
 

@@ -1,4 +1,7 @@
-"""The patches of vLLM and PyTorch. Each is one registered function, whose docstring says why it is needed."""
+"""The patches of vLLM and PyTorch, but for those of `second_runner` and `quantised_layers`.
+
+Each is one registered function, whose docstring says why it is needed.
+"""
 
 import contextlib
 import functools
@@ -14,16 +17,6 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 REGISTRY = "vllm.model_executor.models.registry"
-REQUANTISE = "vllm.model_executor.layers.quantization.utils.w8a8_utils.requantize_with_max_scale"
-LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
-EXPERTS = "vllm.model_executor.layers.fused_moe"
-QUANTISATION = "vllm.model_executor.layers.quantization"
-OF_COMPRESSED_TENSORS = f"{QUANTISATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8"
-EXPERTS_METHODS = (
-    f"{QUANTISATION}.fp8.Fp8MoEMethod",
-    f"{OF_COMPRESSED_TENSORS}_fp8.CompressedTensorsW8A8Fp8MoEMethod",
-    f"{OF_COMPRESSED_TENSORS}_int8.CompressedTensorsW8A8Int8MoEMethod",
-)
 GPT_OSS_CONFIG = "vllm.model_executor.models.config.GptOssForCausalLMConfig.verify_and_update_config"
 # The names of torch.cuda that vLLM's model runner uses.
 NAMES_OF_CUDA = ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
@@ -291,128 +284,6 @@ def forget_shared_layers() -> None:
     from vllm.model_executor.layers import rotary_embedding
 
     rotary_embedding._ROPE_DICT.clear()
-
-
-@patch(
-    has(f"{LINEAR_KERNELS}._POSSIBLE_FP8_BLOCK_KERNELS"),
-    ends="the oldest release that is served registers them, as 0.33 does by the kernel type fp8_block",
-    changes=(f"{LINEAR_KERNELS}._POSSIBLE_FP8_BLOCK_KERNELS",),
-    worker=("cpu", "cuda"),
-)
-def register_fp8_block_kernel(kernel: type) -> None:
-    """Register a kernel for fp8 weights with scales by blocks. vLLM's own registration takes these from 0.33 on.
-
-    Parameters: kernel is a subclass of vLLM's FP8ScaledMMLinearKernel.
-    """
-    from vllm.model_executor.kernels import linear
-    from vllm.platforms.interface import PlatformEnum
-
-    if uses(f"{LINEAR_KERNELS}.register_linear_kernel", "fp8_block")():
-        linear.register_linear_kernel(kernel, PlatformEnum.OOT, "fp8_block")
-    else:
-        linear._POSSIBLE_FP8_BLOCK_KERNELS.setdefault(PlatformEnum.OOT, []).append(kernel)
-
-
-@patch(
-    uses(REQUANTISE, "scaled_fp8_quant"),
-    ends="vLLM quantises the weights that it loads by PyTorch, where its kernels are absent",
-    changes=("vllm._custom_ops.scaled_fp8_quant",),
-    worker=("cpu", "cuda"),
-)
-def quantise_weights(quantise: Callable) -> None:
-    """Replace the function by which vLLM quantises weights to fp8 while it loads them. It calls vLLM's own kernels.
-
-    Parameters: quantise is called as vLLM's function is.
-    """
-    from vllm import _custom_ops
-
-    _custom_ops.scaled_fp8_quant = quantise
-
-
-@patch(
-    has(f"{EXPERTS}.oracle.fp8.backend_to_kernel_cls"),
-    ends="vLLM registers quantised experts out of its tree, as it does unquantised ones",
-    changes=tuple(f"{EXPERTS}.oracle.{dtype}.backend_to_kernel_cls" for dtype in ("fp8", "int8")),
-    worker=("cpu", "cuda"),
-)
-def register_quantised_experts(experts: type) -> None:
-    """Register a class for experts with fp8 and int8 weights. vLLM chooses it from a list of its own backends.
-
-    It is found where vLLM looks for its Triton kernels, for which the weights stay as they are loaded. None of the
-    other backends is found: each needs compiled kernels or another platform.
-
-    Parameters: experts is a subclass of vLLM's FusedMoEExpertsMonolithic.
-    """
-    from vllm.model_executor.layers.fused_moe.oracle import fp8, int8
-
-    for oracle, backends in ((fp8, fp8.Fp8MoeBackend), (int8, int8.Int8MoeBackend)):
-        oracle.backend_to_kernel_cls = lambda backend, own=backends.TRITON: [experts] if backend is own else []
-
-
-@patch(
-    lambda: all(uses(f"{method}.create_weights", "ones")() for method in EXPERTS_METHODS),
-    ends="vLLM raises for scales that a checkpoint lacks",
-    changes=tuple(f"{method}.create_weights" for method in EXPERTS_METHODS),
-    worker=("cpu", "cuda"),
-)
-def mark_missing_scales() -> None:
-    """Fill the scales of experts with NaN before weights are loaded, so that one which the checkpoint lacks is noticed.
-
-    vLLM fills them with 1. It does not notice a missing one either: it loads the scales of all experts as one weight.
-    """
-    for method in map(find, EXPERTS_METHODS):
-        if not hasattr(method.create_weights, "__wrapped__"):
-            method.create_weights = _with_marked_scales(method.create_weights)
-
-
-def _with_marked_scales(create: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(create)
-    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
-        create(self, layer, *args, **kwargs)
-        for name, parameter in layer.named_parameters(recurse=False):
-            if "scale" in name:
-                parameter.data.fill_(torch.nan)
-
-    return create_weights
-
-
-@patch(
-    uses(f"{QUANTISATION}.auto_gptq.AutoGPTQLinearMethod.__init__", "verify_marlin_supported"),
-    ends="vLLM asks the kernels that are registered for a platform whether they serve a GPTQ layer",
-    changes=(f"{QUANTISATION}.auto_gptq.verify_marlin_supported",),
-    worker=("cpu", "cuda"),
-)
-def serve_gptq_without_marlin() -> None:
-    """Let vLLM build GPTQ layers on a device that has no Marlin kernel.
-
-    vLLM first asks whether Marlin serves the device, and raises for a CPU. It then chooses among the kernels that are
-    registered for the platform, which answer for themselves.
-    """
-    from vllm.model_executor.layers.quantization import auto_gptq
-
-    auto_gptq.verify_marlin_supported = _any_device
-
-
-def _any_device(**layer: object) -> None:
-    pass
-
-
-@patch(
-    uses(f"{QUANTISATION}.auto_awq.AutoAWQConfig.get_quant_method", "AutoAWQLinearMethod"),
-    ends="vLLM chooses kernels for AWQ layers by registration on out-of-tree platforms too",
-    changes=(f"{QUANTISATION}.auto_awq.AutoAWQLinearMethod",),
-    worker=("cpu", "cuda"),
-)
-def serve_awq(method: type) -> None:
-    """Replace the method that vLLM gives AWQ layers on a platform that is none of its own.
-
-    It calls vLLM's kernels. On its own platforms, vLLM chooses among registered kernels.
-
-    Parameters: method is a subclass of the replaced class.
-    """
-    from vllm.model_executor.layers.quantization import auto_awq
-
-    auto_awq.AutoAWQLinearMethod = method
 
 
 def kv_cache_groups(config: "VllmConfig", spec: dict) -> list:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_opset.platform import compat, int4_weights
+from vllm_opset.platform import int4_weights, quantised_layers
 from vllm_opset.platform.refusals import Refusal, Rule, of_model
 
 if TYPE_CHECKING:
@@ -132,10 +132,10 @@ def _register_linear() -> None:
     register_linear_kernel(OpsetFp8LinearKernel, PlatformEnum.OOT, "fp8")
     register_linear_kernel(OpsetInt8LinearKernel, PlatformEnum.OOT, "int8")
     register_linear_kernel(OpsetInt4LinearKernel, PlatformEnum.OOT)
-    compat.serve_gptq_without_marlin()
-    compat.serve_awq(OpsetAwqLinearMethod)
-    compat.register_fp8_block_kernel(OpsetFp8LinearKernel)
-    compat.quantise_weights(scaled_fp8_quant)
+    quantised_layers.serve_gptq_without_marlin()
+    quantised_layers.serve_awq(OpsetAwqLinearMethod)
+    quantised_layers.register_fp8_block_kernel(OpsetFp8LinearKernel)
+    quantised_layers.quantise_weights(scaled_fp8_quant)
 
 
 @functools.cache
@@ -143,8 +143,8 @@ def _register_experts() -> None:
     # Imported late: vLLM's module of experts imports thousands of others.
     from vllm_opset.model.quantised_experts import OpsetQuantisedExperts
 
-    compat.register_quantised_experts(OpsetQuantisedExperts)
-    compat.mark_missing_scales()
+    quantised_layers.register_quantised_experts(OpsetQuantisedExperts)
+    quantised_layers.mark_missing_scales()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The patches that let vLLM's second model runner serve. `compat` has all others."""
+"""The patches that let vLLM's second model runner serve."""
 
 from collections.abc import Callable
 
