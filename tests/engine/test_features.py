@@ -23,6 +23,7 @@ ALLOWED = {
     "vllm.model_executor.models.registry._run_in_subprocess": "opset, when arguments are read: docs/changes-to-vllm.md",
     "vllm.model_executor.models.registry._ModelRegistry.inspect_model_cls": "the same",
     "vllm.engine.arg_utils.EngineArgs.create_engine_config": "the same",
+    "vllm.model_executor.models.config.GptOssForCausalLMConfig.verify_and_update_config": "the same",
 }
 # The same, with either of vLLM's model runners.
 WITH_FIRST = {

@@ -22,6 +22,7 @@ BUILT_HERE = {
     "vllm_opset.model.linear.CompiledLinearMethod",
     "vllm_opset.model.linear.EmbeddingMethod",
     "vllm_opset.model.linear.LinearMethod",
+    "vllm_opset.model.bound_experts.BoundExpertsMethod",
     "vllm_opset.model.sampler.OpsetSampler",
     "vllm_opset.model.sampler.OpsetSamplerInOneStep",
     "vllm_opset.model.sampler._States",

@@ -29,11 +29,14 @@ class Trial:
 
 
 def variant_of(launch: str) -> str | None:
-    """The variant whose launch this is, by its name: of the op and the variant. None for a launch of all variants."""
+    """The variant whose launch this is, by its name: of the op and the variant, after that of a scheme if it has one.
+
+    None for a launch of all variants.
+    """
     op = _launch.table()[launch]["op"]
     variants = kernels_of(op, elsewhere=True)["triton"].variants
     names = variants.by_name if variants else ()
-    return next((name for name in names if launch == f"{op}_{name}"), None)
+    return next((name for name in names if f"_{launch}".endswith(f"_{op}_{name}")), None)
 
 
 def cases(op: Op, kernel: Kernel, variant: str | None, device: str, dtype: torch.dtype) -> list[Sample]:

@@ -23,9 +23,9 @@ def layer_norm(x, weight, bias, epsilon):
     return F.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
 
-def linear(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None):
+def linear(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, weight_zero_point=None):
     if weight_scale is not None:
-        weight = dequantise(weight, weight_scale, out_dtype)
+        weight = dequantise(weight, weight_scale, out_dtype, weight_zero_point)
         x = dequantise(x, x_scale, out_dtype)
     return F.linear(x, weight, bias)
 

@@ -37,7 +37,7 @@ def linear(
     out_dtype: None = None,
     weight_zero_point: None = None,
 ) -> torch.Tensor:
-    check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype)
+    check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype, weight_zero_point)
     few_tokens = x.ndim == 2 and x.shape[0] in FEW_TOKENS and x.stride(1) == 1
     if not few_tokens or weight.nbytes <= CACHED_BYTES or not weight.is_contiguous():
         return F.linear(x, weight, bias).contiguous()
