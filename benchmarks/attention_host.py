@@ -2,9 +2,9 @@
 
     OPSET_PLATFORM=cpu PYTHONPATH=tests/kernels/triton .venv/bin/python benchmarks/attention_host.py
 
-An emulation of steps of Llama-3.2-1B's shape: the metadata of a step is built, and a layer writes its cache and attends,
-as between the pieces of a captured graph. It leaves out vLLM's own Python, Triton's launcher in C and the driver. Prints
-the lowest times in microseconds, and how long Triton's `JITFunction.run` takes.
+An emulation of steps of Llama-3.2-1B's shape: the metadata of a step is built, and a layer writes its cache and
+attends, as between the pieces of a captured graph. It leaves out vLLM's own Python, Triton's launcher in C and the
+driver. Prints the lowest times in microseconds, and how long Triton's `JITFunction.run` takes.
 """
 
 import timeit
