@@ -1,12 +1,13 @@
 """What Python does for attention in a step, without a GPU: kernels are compiled for Hopper and launched into the void.
 
-    OPSET_PLATFORM=cpu PYTHONPATH=tests/kernels/triton .venv/bin/python benchmarks/attention_host.py
+    OPSET_PLATFORM=cpu PYTHONPATH=tests/kernels/triton python benchmarks/attention_host.py [REPEATS [STEP ...]]
 
 An emulation of steps of Llama-3.2-1B's shape: the metadata of a step is built, and a layer writes its cache and
 attends, as between the pieces of a captured graph. It leaves out vLLM's own Python, Triton's launcher in C and the
 driver. Prints the lowest times in microseconds, and how long Triton's `JITFunction.run` takes.
 """
 
+import sys
 import timeit
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +33,7 @@ from vllm_opset.attention.impl import OpsetAttentionImpl  # noqa: E402
 from vllm_opset.attention.metadata import OpsetMetadataBuilder  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 32, 8, 64, 16, 4096
-CALLS, REPEATS = 60, 60
+CALLS = 60
 # By name: the query tokens of each request. All have CONTEXT keys before them.
 CONTEXT = 500
 BATCHES = {
@@ -60,9 +61,9 @@ def metadata(query_lens: list[int]) -> CommonAttentionMetadata:
     )
 
 
-def lowest(call: Callable[[], object]) -> float:
+def lowest(call: Callable[[], object], repeats: int) -> float:
     """The lowest time of a call in microseconds, which other work on the machine changes least."""
-    return min(timeit.repeat(call, number=CALLS, repeat=REPEATS)) / CALLS * 1e6
+    return min(timeit.repeat(call, number=CALLS, repeat=repeats)) / CALLS * 1e6
 
 
 def launches(call: Callable[[], object]) -> list[Callable[[], object]]:
@@ -81,7 +82,7 @@ def launches(call: Callable[[], object]) -> list[Callable[[], object]]:
     return found
 
 
-def main() -> None:
+def main(repeats: str = "60", *steps: str) -> None:
     torch.set_default_dtype(torch.bfloat16)
     torch.set_num_threads(1)
     impl = OpsetAttentionImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS)
@@ -92,7 +93,8 @@ def main() -> None:
     builder = OpsetMetadataBuilder(cache_spec, list(layers), config, torch.device("cpu"))
     cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)
     table = Table("step", "metadata", "a layer", "cache write", "attention", "Triton's run: cache write", "attention")
-    for name, query_lens in BATCHES.items():
+    for name in steps or BATCHES:
+        query_lens = BATCHES[name]
         common, tokens = metadata(query_lens), sum(query_lens)
         query, out = (torch.zeros(tokens, HEADS, HEAD_SIZE) for _ in range(2))
         key, value = (torch.zeros(tokens, KV_HEADS, HEAD_SIZE) for _ in range(2))
@@ -104,9 +106,9 @@ def main() -> None:
             partial(impl.attend, None, query, cache, built.batch, out),
         )
         calls[1]()  # compiles, and makes what the layers of a step share
-        table.add_row(name, *(f"{lowest(call):.1f}" for call in (*calls, *launches(calls[1]))))
+        table.add_row(name, *(f"{lowest(call, int(repeats)):.1f}" for call in (*calls, *launches(calls[1]))))
     Console(width=140).print(table)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
