@@ -1,4 +1,4 @@
-"""What Python does for attention in a step, without a GPU: kernels are compiled for Hopper and launched into the void.
+"""The time that Python takes for attention in a step. It needs no GPU: launches of the compiled kernels do nothing.
 
     OPSET_PLATFORM=cpu PYTHONPATH=tests/kernels/triton python benchmarks/attention_host.py [REPEATS [STEP ...]]
 

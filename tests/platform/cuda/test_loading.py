@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_kernels_are_launched_while_weights_load(monkeypatch):
-    """vLLM quantises weights to fp8 then, by opset's kernel. Kernels that are only compiled would leave them as noise."""
+    """vLLM quantises weights to fp8 then, by opset's kernel. If it is only compiled, they are noise."""
     from triton.runtime.jit import JITFunction
 
     from vllm_opset.platform.cuda import worker
