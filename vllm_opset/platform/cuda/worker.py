@@ -4,6 +4,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_opset.kernels.triton._constants import assume_unchanged
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import fusion, linear, sampler, weights
 from vllm_opset.model.warm_up import sampler as call_sampler
@@ -47,4 +48,6 @@ class OpsetCudaWorker(Starting, OpsetWorker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.check_choices()
         with compat.own_warm_up(warm_up.kernels), device.named_out_of_memory():
-            return super().compile_or_warm_up_model()
+            times = super().compile_or_warm_up_model()
+        assume_unchanged()
+        return times
