@@ -66,7 +66,7 @@ class Variants:
         """The variant that runs a call. wanted: the user's, which runs every call that it can."""
         if wanted is not None and self.by_name[wanted].can(call):
             return wanted
-        return next(name for name, variant in self.by_name.items() if variant.can(call) and variant.suits(call))
+        return next(name for name, variant in self.by_name.items() if variant.suits(call) and variant.can(call))
 
     def able(self, call: Any) -> list[str]:
         """The variants that can run a call."""

@@ -162,6 +162,7 @@ def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
         (("--from", str(ROOT / "docs" / "benchmarks" / "h200.json")), "no results of this command"),
         (("--model", "tiny", "--from", "results.json"), "--from measures nothing: leave out tiny"),
         (("--from", "no/such.json"), "cannot read no/such.json"),
+        (("--model", "tiny", "--apart", "--at-once"), "only one engine is up at a time"),
         (("--model", "tiny", "--variant", "eager=enforce_eager"), "not JSON"),
         (("--model", "tiny", "--variant", "eager=1"), "not a JSON object"),
         (("--model", "tiny", "--variant", "a/b={}"), "'a/b' is no name"),
@@ -182,7 +183,7 @@ def test_two_engines_side_by_side(tmp_path):
     # Uses another batch size, and vLLM in one process. The tokens are the same, because no request depends on the
     # others.
     again = {"max_num_seqs": 4, "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
-    wanted = ("--model", "tiny", "--case", "8x*", "--case", "trace*", "--repetitions", "2", "--warm")
+    wanted = ("--model", "tiny", "--case", "8x*", "--case", "trace*", "--repetitions", "2", "--warm", "--at-once")
     wanted += ("--variant", f"again={json.dumps(again)}")
     finished = command(*wanted, *outputs)
     assert finished.code == 0, finished.output
@@ -206,6 +207,7 @@ def test_two_engines_side_by_side(tmp_path):
     assert [(trace["case"]["trace"], trace["same"]) for trace in traces] == [(24, None)] * 2
 
     text = files["page.md"].read_text()
+    assert "All engines started at the same time" in text
     assert report["command"] in text and str(tmp_path) not in text and "other tests run" not in report["command"]
     assert "| 8x64/32 | TTFT, s |" in text and "8 of 8" in text and "other tests run" in text
     assert {file.name for file in files["logs"].iterdir()} == {"opset.log", "again.log"}
@@ -269,6 +271,17 @@ def test_an_engine_that_does_not_end_by_itself_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(engines, "PATIENCE", 0.1)
     with engines.RunningEngine(engines.Engine("stubborn"), {}, tmp_path) as engine:
         assert engine.started.platform == NOTHING_STARTED["platform"]
+    assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
+
+
+def test_no_engine_is_waited_for_after_one_that_does_not_start(tmp_path, monkeypatch):
+    child = tmp_path / "child.py"
+    child.write_text("import os, time\nos.environ.get('FAILS') or time.sleep(1000)")
+    monkeypatch.setattr(engines, "CHILD", child)
+    wanted = [engines.Engine("slow"), engines.Engine("broken", env={"FAILS": "1"})]
+    plan = Plan(shapes.load("tiny"), shapes.load("tiny").cases[:1], wanted, repetitions=1, cold=False, at_once=True)
+    with pytest.raises(engines.EngineError, match="broken ended"):
+        plan.run(tmp_path, tmp_path, lambda _: None)
     assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
 
 

@@ -25,6 +25,9 @@ ALLOWED = {
     "vllm.engine.arg_utils.EngineArgs.create_engine_config": "the same",
     "vllm.model_executor.models.config.GptOssForCausalLMConfig.verify_and_update_config": "the same",
 }
+ON_GPU = {
+    "vllm.v1.worker.workspace._manager._alloc_context": "vLLM itself makes it for each engine",
+}
 # The same, with either of vLLM's model runners.
 WITH_FIRST = {
     "torch.accelerator.empty_cache": "vLLM's own model runner for CPUs, which opset's extends",
@@ -222,6 +225,6 @@ def test_an_engine_replaces_no_function_of_vllm(llm, qwen):  # modules of `llm` 
     assert process.returncode == 0, process.stderr[-4000:]
     replaced = set(json.loads(process.stdout.splitlines()[-1]))
     if torch.cuda.is_available():
-        assert replaced - ALLOWED.keys() == set()
+        assert replaced - ALLOWED.keys() - ON_GPU.keys() == set()
     else:
         assert replaced == ALLOWED.keys() | (WITH_FIRST if is_first_runner(llm) else WITH_SECOND).keys()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ class Plan:
     """The plan of a comparison.
 
     cold: each engine starts with empty caches, which are deleted afterwards. apart: only one engine runs at a time.
+    at_once: all engines start at the same time. Starts are then slower, and all of them sooner done.
     """
 
     shape: Shape
@@ -72,6 +74,7 @@ class Plan:
     repetitions: int
     cold: bool
     apart: bool = False
+    at_once: bool = False
 
     @property
     def steps(self) -> int:
@@ -89,11 +92,9 @@ class Plan:
         try:
             for engines in [[engine] for engine in self.engines] if self.apart else [self.engines]:
                 with ExitStack() as stack:
-                    running = []
-                    for engine in engines:
-                        progress(f"starting {engine.name}")
-                        running.append(stack.enter_context(self._start(engine, folder, logs)))
-                        started[engine.name] = running[-1].started
+                    made = [self._engine(engine, folder, logs) for engine in engines]
+                    running = _start(made, len(made) if self.at_once else 1, stack, progress)
+                    started |= {one.engine.name: one.started for one in running}
                     for case in self.cases:
                         answers[case.name] |= self._ask(case, running, progress)
         except (KeyboardInterrupt, SystemExit):
@@ -104,7 +105,7 @@ class Plan:
         results = [result for case in done for result in _results(case, answers[case.name])]
         return Comparison(list(self.engines), started, peak_bytes, results)
 
-    def _start(self, engine: Engine, folder: Path, logs: Path) -> RunningEngine:
+    def _engine(self, engine: Engine, folder: Path, logs: Path) -> RunningEngine:
         env = {name: str(folder / "caches" / engine.name / name) for name in CACHES if self.cold}
         return RunningEngine(engine, self.engine_args(folder), logs, env)
 
@@ -137,6 +138,28 @@ class Plan:
                 with one.awake():
                     answers[one.engine.name].append([one.ask(requests) for requests in rounds])
         return answers
+
+
+def _start(
+    made: Sequence[RunningEngine], at_a_time: int, stack: ExitStack, progress: Callable[[str], None]
+) -> list[RunningEngine]:
+    """Starts engines, some at a time, which end with the stack. If one fails, no other one is waited for."""
+
+    def start(one: RunningEngine) -> RunningEngine:
+        progress(f"starting {one.engine.name}")
+        return stack.enter_context(one)
+
+    with ThreadPoolExecutor(at_a_time) as pool:
+        starts = [pool.submit(start, one) for one in made]
+        try:
+            for ended in as_completed(starts):
+                ended.result()
+            return [ended.result() for ended in starts]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for one in made:
+                one.interrupt()
+            raise
 
 
 def _results(case: Case | Trace, answers: Answers) -> Iterator[Result]:

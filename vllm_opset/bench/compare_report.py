@@ -40,6 +40,7 @@ def record(plan: Plan, found: Comparison, command: str, conditions: str | None =
         "shape": {"name": plan.shape.name, "config": dict(plan.shape.config)},
         "cold_caches": plan.cold,
         "apart": plan.apart,
+        "at_once": plan.at_once,
         "repetitions": plan.repetitions,
         "missing": [case.name for case in plan.cases if case.name not in done],
         "kv_cache_bytes": plan.shape.kv_cache_bytes(plan.cases),
@@ -99,11 +100,12 @@ class Report:
             if run["apart"]
             else "all engines were up, runs interleaved, and the engines that did not run were stopped"
         )
+        starts = " All engines started at the same time, so each start took longer." if run.get("at_once") else ""
         caches = "empty" if run["cold_caches"] else "not emptied"
         interrupted = f" Interrupted before {', '.join(run['missing'])}." if run["missing"] else ""
         same = f" Same tokens: requests with the greedy tokens of {self._asked_first}." if len(self.engines) > 1 else ""
         memory = "PyTorch's allocator" if run["engines"][0]["device"] else "resident in a worker"
-        return f"{runs}; {up}. Caches of compiled code were {caches}. Peak memory: {memory}.{same}{interrupted}"
+        return f"{runs}; {up}. Caches of compiled code were {caches}.{starts} Peak memory: {memory}.{same}{interrupted}"
 
     def section(self) -> list[str]:
         """The lines of a page's section: conditions, command, engines and both tables."""

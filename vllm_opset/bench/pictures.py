@@ -42,7 +42,9 @@ def draw_engines(reports: list[Report], file: Path) -> None:
         _draw_speed(report, speed)
         _draw_starts(report, start)
     rows[-1][0].set_xlabel("output tokens per second, to stock\n(requests x prompt tokens / output tokens)")
-    rows[-1][1].set_xlabel("start-up, s\n(empty caches)" if drawn[0].run["cold_caches"] else "start-up, s")
+    starts = [start for report, (_, start) in zip(drawn, rows, strict=True) if not report.run.get("at_once")]
+    for start in starts[-1:]:
+        start.set_xlabel("start-up, s\n(empty caches)" if drawn[0].run["cold_caches"] else "start-up, s")
     _legend(figure, rows.flat)
     _save(figure, file)
 
@@ -101,7 +103,10 @@ def _draw_speed(report: Report, axes) -> None:
 
 
 def _draw_starts(report: Report, axes) -> None:
-    """Bars of seconds until an engine is ready."""
+    """Bars of seconds until an engine is ready, where engines started one after the other."""
+    if report.run.get("at_once"):
+        axes.set_axis_off()
+        return
     seconds = {engine["name"]: engine["seconds"] for engine in report.run["engines"]}
     for number, (name, label, colour) in enumerate(_modes(report)):
         if seconds[name] is not None:

@@ -53,6 +53,12 @@ def compare(
         bool,
         typer.Option("--apart/--together", help="One engine up at a time, instead of all by turns."),
     ] = False,
+    at_once: Annotated[
+        bool,
+        typer.Option(
+            "--at-once/--one-by-one", help="Start all engines at the same time. Each start then takes longer."
+        ),
+    ] = False,
     conditions: outputs.Conditions = None,
     from_files: outputs.From = None,
     json_file: outputs.Json = None,
@@ -70,7 +76,7 @@ def compare(
     if files.sources:
         reports = [Report(run) for run in files.read("shape", model or "")]
     else:
-        plan = _plan(model, case, against, variant, repetitions, cold, apart)
+        plan = _plan(model, case, against, variant, repetitions, cold, apart, at_once)
         reports = [Report(record(plan, _run(plan, logs), f"vllm-opset {command_line(outputs.OUTPUTS)}", conditions))]
     for report in reports:
         _print(report)
@@ -80,12 +86,15 @@ def compare(
         raise typer.Exit(1)
 
 
-def _plan(model, case, against, variant, repetitions: int, cold: bool, apart: bool) -> Plan:
+def _plan(model, case, against, variant, repetitions: int, cold: bool, apart: bool, at_once: bool) -> Plan:
     """The comparison that the options of `bench e2e` ask for."""
     if model is None:
         raise typer.BadParameter(f"name a shape: one of {', '.join(shapes.names())}", param_hint="--model")
+    if apart and at_once:
+        raise typer.BadParameter("with --apart, only one engine is up at a time", param_hint="--at-once")
     shape = _shape(model)
-    return Plan(shape, _cases(shape, case or ["*"]), _engines(against or [], variant or []), repetitions, cold, apart)
+    cases, engines = _cases(shape, case or ["*"]), _engines(against or [], variant or [])
+    return Plan(shape, cases, engines, repetitions, cold, apart, at_once)
 
 
 def _run(plan: Plan, logs: Path | None) -> Comparison:

@@ -19,6 +19,7 @@ from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton.paged_attention import _load_sm90 as hopper
 from vllm_opset.kernels.triton.paged_attention import _tile as shared
 from vllm_opset.kernels.triton.paged_attention import prefill as many
+from vllm_opset.kernels.triton.paged_attention import prefill_sm90
 
 
 class Memory:
@@ -132,3 +133,21 @@ def test_each_query_is_in_one_tile(name, module):
         assert number <= queries  # below one, the tile is empty
         found.update(range(starts[request] + first, starts[request] + first + number))
     assert found == Counter(range(starts[-1]))
+
+
+PLACES = torch.zeros(4, 8, 72, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (PLACES, True),
+        (PLACES[:, :, 8:64], True),
+        (PLACES[:1].expand(4, 8, 72), True),  # a stride of zero
+        (PLACES[:, :, 4:68], False),  # its address
+        (PLACES.flatten()[: 4 * 68].view(4, 68), False),  # a stride
+        (PLACES[:, :, ::2], False),  # the last stride
+    ],
+)
+def test_the_copy_engine_takes_addresses_and_strides_of_16_bytes(tensor, expected):
+    assert prefill_sm90._is_aligned(tensor) is expected

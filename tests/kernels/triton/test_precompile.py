@@ -1,4 +1,7 @@
-"""Kernels that are compiled ahead: in other threads, without being launched, and ready for their first launch."""
+"""Kernels that are compiled ahead: in other threads, without being launched, and ready for their first launch.
+
+Afterwards, launches can do without the comparison of their constants.
+"""
 
 import json
 import os
@@ -17,6 +20,8 @@ import triton.language as tl
 from triton.runtime import driver
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
+from vllm_opset.kernels.triton import rms_norm
+from vllm_opset.kernels.triton._constants import assume_unchanged
 from vllm_opset.kernels.triton._precompile import precompile
 
 launched, launchers, compiled, threads = [], [], compile_only._recorded(), set()
@@ -37,6 +42,10 @@ def call_all():
     for kernel, (args, kwargs) in calls:
         kernel.run(*args, **kwargs)
     return len(launched), len(compiled)
+
+def ours():
+    functions = [value for value in vars(rms_norm).values() if isinstance(value, triton.runtime.jit.JITFunction)]
+    return [function for function in functions if function.hash is not None]
 
 with precompile():
     call_all()
@@ -66,7 +75,13 @@ with precompile():
     other.start()
     other.join()
 of_another = len(launched) - of_this_thread
-print(json.dumps([before, of_another, call_all(), their_launches, errors]))
+last = call_all()
+checked = sum(len(kernel.used_global_vals) for kernel in ours())
+assume_unchanged()
+launches = len(launched)
+call_all()
+after = checked, sum(len(kernel.used_global_vals) for kernel in ours()), len(launched) - launches, len(compiled)
+print(json.dumps([before, of_another, last, their_launches, errors, after]))
 """
 
 
@@ -81,12 +96,15 @@ def test_kernels_are_compiled_and_not_launched(tmp_path):
         text=True,
     )
     assert process.returncode == 0, process.stderr
-    before, of_another_thread, (launched_then, compiled_then), theirs, errors = json.loads(process.stdout)
+    before, of_another_thread, (launched_then, compiled_then), theirs, errors, after = json.loads(process.stdout)
     launched, compiled, launchers, in_this_thread = before
     assert launched == 0 and compiled == launchers >= 2 and not in_this_thread
     assert theirs == 1, "a kernel that is not opset's has to run"
     assert of_another_thread == 4, "what another thread calls has to run"
     assert launched_then == of_another_thread + 4 + theirs and compiled_then == compiled + theirs
+    compared, compared_after, launched_after, compiled_after = after
+    assert compared > 0 and compared_after == 0, "constants have to be compared until then, and not afterwards"
+    assert (launched_after, compiled_after) == (4, compiled_then)
     assert len(errors) == 1 and "no_such_name" in errors[0], "it has to raise when it is called again"
 
 

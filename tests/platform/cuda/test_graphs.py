@@ -130,8 +130,8 @@ def test_sizes_of_sequence_parallelism_stay(enable_sp, largest, configured, conf
         ({}, 2048),
         ({"compilation_config": {"max_cudagraph_capture_size": 256}}, 256),
         ({"enforce_eager": True}, 0),
-        # vLLM's sizes stay unless both attention and linear are on.
-        ({"additional_config": {"opset": {"native": {"linear": "off"}}}}, 512),
+        ({"additional_config": {"opset": {"native": {"linear": "off"}}}}, 2048),
+        # vLLM's sizes stay unless attention is on.
         ({"attention_backend": "FLASH_ATTN"}, 512),
         # This configuration has no pieces.
         ({"additional_config": {"opset": {"native": {"ops": "on"}}}}, 512),

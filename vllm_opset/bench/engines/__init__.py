@@ -87,6 +87,7 @@ class RunningEngine:
         self._arguments = json.dumps({**args, **engine.args})
         self._env = environment(engine, env or {})
         self._log = folder / f"{engine.name}.log"
+        self._process: subprocess.Popen | None = None
 
     def __enter__(self) -> "RunningEngine":
         begin = time.perf_counter()
@@ -118,6 +119,11 @@ class RunningEngine:
                     self._process.wait(timeout=PATIENCE)
         finally:
             self._kill()
+
+    def interrupt(self) -> None:
+        """Ends an engine that another thread starts or asks. EngineError is then raised there."""
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
 
     @contextmanager
     def awake(self) -> Iterator[None]:

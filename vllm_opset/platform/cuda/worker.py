@@ -4,6 +4,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_opset.kernels.triton._constants import assume_unchanged
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import fusion, linear, sampler, weights
 from vllm_opset.model.warm_up import sampler as call_sampler
@@ -27,13 +28,10 @@ class OpsetCudaWorker(Starting, OpsetWorker):
         if graphs.in_pieces(self.vllm_config):
             compat.break_graphs_at_attention()
         quantised_weights.register(self.model_config)
-        with precompile():  # while weights load; next vLLM measures memory, for which it samples tokens
-            if self.vllm_config.use_v2_model_runner:  # it has a sampler once it has a model
-                super().load_model(**kwargs)
-                self._replace_sampler()
-            else:
-                self._replace_sampler()
-                super().load_model(**kwargs)
+        super().load_model(**kwargs)  # launches kernels that quantise weights, so it compiles none ahead
+        sampler.install(self.model_runner)
+        with precompile():  # next vLLM measures memory, for which it samples tokens
+            call_sampler(self.model_runner)
         model = self.model_runner.get_model()
         fusion.bind(model, self.vllm_config, precompile)
         if not weights.offloads(self.vllm_config):  # vLLM itself must handle weights that it moves
@@ -50,8 +48,6 @@ class OpsetCudaWorker(Starting, OpsetWorker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.check_choices()
         with compat.own_warm_up(warm_up.kernels), device.named_out_of_memory():
-            return super().compile_or_warm_up_model()
-
-    def _replace_sampler(self) -> None:
-        sampler.install(self.model_runner)
-        call_sampler(self.model_runner)
+            times = super().compile_or_warm_up_model()
+        assume_unchanged()
+        return times

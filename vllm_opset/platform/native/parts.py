@@ -1,11 +1,10 @@
 """The parts of opset that are on, on stock vLLM.
 
-`attention` is opset's attention backend, as by `--attention-backend CUSTOM`. `sampler` is one kernel for temperature,
-min-p, top-k, top-p and the draw.
+`attention` is opset's attention backend, as by `--attention-backend CUSTOM`. With it, steps of up to 2,048 tokens are
+captured in pieces (`platform/cuda/graphs.py`). Between the pieces, they wait for the launch of attention alone.
 
-`linear` is for layers with unquantised weights, and has a kernel for batches of one row. If attention is on too, steps
-of up to 2,048 tokens are captured in pieces (`platform/cuda/graphs.py`). They then do not wait for the launch of
-linear's operator.
+`sampler` is one kernel for temperature, min-p, top-k, top-p and the draw. `linear` is for layers with unquantised
+weights, and has a kernel for batches of one row.
 
 `ops` are norms, activations and rotary embeddings, fused by hand. torch.compile is off then, unless users give a mode.
 With a mode, the compiler sees each op as an operator, and nothing is fused by hand.

@@ -9,6 +9,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_opset.kernels.triton._constants import assume_unchanged
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import fusion, layers, linear, sampler
 from vllm_opset.platform import compat, compile_cache, refusals
@@ -62,7 +63,9 @@ class OpsetNativeWorker(Starting, PackingWorker):
                 warm_up.model(self)
             if "sampler" in self.parts:
                 warm_up.sampler(self.model_runner)
-            return super().compile_or_warm_up_model()
+            times = super().compile_or_warm_up_model()
+        assume_unchanged()
+        return times
 
 
 @contextmanager

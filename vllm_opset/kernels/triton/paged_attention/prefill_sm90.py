@@ -39,6 +39,7 @@ from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST, is_vi
 from vllm_opset.targets import WGMMA
 
 COPY_BYTES = 16  # TMA needs addresses and strides that are multiples of 16 bytes
+BOX_LAYOUT = NVMMASharedLayout(128, 16, rank=4)
 ELEMENT_BYTES = 2  # wgmma multiplies queries and keys of 16 bits here
 HALF = gl.constexpr(ROWS.value // 2)  # each warpgroup, and so each of its wgmma instructions, has half of a tile's rows
 # Registers of a thread. Two warpgroups, and a third for the loading warps, use up those of a Hopper multiprocessor,
@@ -386,7 +387,7 @@ def launch_prefill_sm90(call: Call) -> None:
     if num_splits > 1:
         partials = batch.once(_call.workspace, num_tiles * num_splits, ROWS.value, call.block_d)
     box = [1, 1, math.gcd(call.block_size, block_n), COLUMNS.value]
-    descriptor = TensorDescriptor.from_tensor(cache, box, NVMMASharedLayout(128, 16, rank=len(box)))
+    descriptor = TensorDescriptor.from_tensor(cache, box, BOX_LAYOUT)
     attend_prefill_sm90[(min(num_tiles * num_splits, _call.multiprocessors(device)),)](
         call.query, call.query.stride(), descriptor, len(cache), call.out, call.out.stride(),
         batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(), call.num_reqs,
@@ -407,5 +408,5 @@ def _num_tiles(call: Call) -> int:
 def _is_aligned(tensor: torch.Tensor) -> bool:
     """Whether the copy engine takes its address and strides."""
     *strides, last = tensor.stride()
-    places = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in strides)]
-    return last == 1 and not any(place % COPY_BYTES for place in places)
+    elements = COPY_BYTES // tensor.element_size()
+    return last == 1 and tensor.data_ptr() % COPY_BYTES == 0 and math.gcd(elements, *strides) == elements

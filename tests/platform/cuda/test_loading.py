@@ -1,0 +1,49 @@
+"""Loading a model on a GPU and the end of the warm-up, with workers whose parts do nothing."""
+
+import contextlib
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("triton"), reason="Triton is not installed: runs where it is"
+)
+
+
+def test_kernels_are_launched_while_weights_load(monkeypatch):
+    """vLLM quantises weights to fp8 then, by opset's kernel. If it is only compiled, they are noise."""
+    from triton.runtime.jit import JITFunction
+
+    from vllm_opset.platform.cuda import worker
+
+    run, ran = JITFunction.run, []
+    note = lambda what: lambda *_, **__: ran.append((what, JITFunction.run is run))  # noqa: E731
+    monkeypatch.setattr(worker.OpsetWorker, "load_model", note("weights"))
+    monkeypatch.setattr(worker, "call_sampler", note("sampler"))
+    for module, name in (
+        ("graphs", "in_pieces"), ("quantised_weights", "register"), ("sampler", "install"), ("fusion", "bind"),
+        ("weights", "offloads"), ("linear", "bind"), ("compile_cache", "keep_kernels_apart"), ("refusals", "compiles"),
+    ):  # fmt: skip
+        monkeypatch.setattr(getattr(worker, module), name, lambda *_, **__: False)
+    made = worker.OpsetCudaWorker.__new__(worker.OpsetCudaWorker)
+    made.vllm_config = SimpleNamespace(use_v2_model_runner=True)
+    made.model_config, made.model_runner = None, SimpleNamespace(get_model=lambda: None)
+    made.load_model()
+    assert ran == [("weights", True), ("sampler", False)]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "native"])
+def test_launches_skip_the_comparison_of_constants_once_all_kernels_are_compiled(platform, monkeypatch):
+    worker, ran = importlib.import_module(f"vllm_opset.platform.{platform}.worker"), []
+    kind = next(value for name, value in vars(worker).items() if name.lower() == f"opset{platform}worker")
+    made = kind.__new__(kind)
+    made.parts, made.model_runner = {"sampler"}, None
+    base = worker.OpsetWorker if platform == "cuda" else worker.PackingWorker
+    monkeypatch.setattr(base, "compile_or_warm_up_model", lambda self: ran.append("warm") or "times")
+    monkeypatch.setattr(worker, "assume_unchanged", lambda: ran.append("assumed"))
+    monkeypatch.setattr(worker.warm_up, "sampler", lambda runner: None, raising=False)
+    monkeypatch.setattr(worker.compat, "own_warm_up", lambda kernels: contextlib.nullcontext())
+    monkeypatch.setattr(kind, "check_choices", lambda self: None)
+    assert made.compile_or_warm_up_model() == "times"
+    assert ran == ["warm", "assumed"]
