@@ -76,7 +76,7 @@ def top_k_top_p_sample(
     read.read[(num_rows * num_chunks,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, given, settings, strides, wants_processed,
         ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-        CHUNK=chunk, FILTERED=filtered, num_warps=values["warps"], **registers, **options,
+        CHUNK=chunk, FILTERED=filtered, WIDE=rereads, num_warps=values["warps"], **registers, **options,
     )  # fmt: skip
     chunks = max(FEW_CHUNKS, _launch.next_power_of_2(num_chunks))
     if rereads:
@@ -89,7 +89,7 @@ def top_k_top_p_sample(
     finish.finish[(num_rows,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, wants_processed,
         ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-        CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered,
+        CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered, WIDE=rereads,
         num_warps=values["row_warps"], **row_registers, **options,
     )  # fmt: skip
     if out is not None:
