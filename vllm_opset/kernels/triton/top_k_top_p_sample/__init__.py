@@ -23,9 +23,7 @@ MAX_VOCABULARY = 2**22  # the sum of this many weights fits 64-bit fixed point
 FEW_CHUNKS = 128  # one compiled variant serves all rows with at most this many chunks
 
 
-def filters_of(
-    logits, keys, temperature=None, top_k=None, top_p=None, min_p=None, processed=None
-) -> frozenset[str]:
+def filters_of(logits, keys, temperature=None, top_k=None, top_p=None, min_p=None, processed=None) -> frozenset[str]:
     """The filters that a call gives."""
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     return frozenset(name for name, values in filters.items() if values is not None)
