@@ -67,7 +67,7 @@ def top_k_top_p_sample(
     num_chunks = _launch.cdiv(vocab_size, chunk)
     wants_processed = int(processed is not None)
     picked = VARIANTS.of(variant, logits, keys, temperature, top_k, top_p, min_p)
-    filtered, wide = picked != UNFILTERED, picked == ALL_FILTERS
+    filtered, rereads = picked != UNFILTERED, picked == ALL_FILTERS
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -76,7 +76,7 @@ def top_k_top_p_sample(
     floats = empty(num_rows, _rows.NUM_FLOATS.value, dtype=torch.float32)
     parts = empty(num_rows * num_chunks, _rows.NUM_PARTS.value, dtype=torch.float32)
     part_ids = empty(num_rows * num_chunks, dtype=torch.int32)
-    pivot_sums = empty(num_rows * num_chunks * wide, _rows.NUM_PIVOTS.value, dtype=torch.float32)
+    pivot_sums = empty(num_rows * num_chunks * rereads, _rows.NUM_PIVOTS.value, dtype=torch.float32)
     listed = empty(num_rows * capacity * filtered, dtype=torch.float32)
     listed_ids = empty(num_rows * capacity * filtered, dtype=torch.int32)
 
@@ -98,10 +98,10 @@ def top_k_top_p_sample(
     read.read[(num_rows * num_chunks,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, given, settings, strides, wants_processed,
         ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-        CHUNK=chunk, FILTERED=filtered, WIDE=wide, num_warps=values["warps"], **registers, **options,
+        CHUNK=chunk, FILTERED=filtered, REREAD=rereads, num_warps=values["warps"], **registers, **options,
     )  # fmt: skip
     chunks = max(FEW_CHUNKS, _launch.next_power_of_2(num_chunks))
-    if wide:
+    if rereads:
         programs = min(max(values["reread_programs"] // num_rows, 1), num_chunks)
         reread.reread[(num_rows * programs,)](
             logits, logits.stride(), vocab_size, num_chunks, programs, keys, given, settings, strides, wants_processed,
@@ -111,7 +111,7 @@ def top_k_top_p_sample(
     finish.finish[(num_rows,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, wants_processed,
         ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-        CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered, WIDE=wide,
+        CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered, REREAD=rereads,
         num_warps=values["row_warps"], **row_registers, **options,
     )  # fmt: skip
     if out is not None:

@@ -74,11 +74,11 @@ SUM_BLOCK = tl.constexpr(4096)  # tokens of one step of a sum over a row
 def finish(
     logits, logits_strides, vocab_size, num_chunks, keys, tokens, given, settings, strides, processed,
     ints, floats, parts, part_ids, pivot_sums, listed_logits, listed_ids, capacity,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FILTERED: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FILTERED: tl.constexpr, REREAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Chooses the token of a row, with one program per row."""
     row = tl.program_id(0)
-    # The previous kernel has waited for these, too. They are on their way while it ends.
+    # The previous kernels have waited for whatever wrote the arguments, so they can be loaded while these end.
     scale, greedy, k, p, least = settings_of(row, given, settings, strides, vocab_size)
     seed = tl.load(keys + row * strides[4])
     pdl_wait(PDL)
@@ -94,7 +94,7 @@ def finish(
         scores *= chunk_weight
     score, sampled = reduce_argmax(scores, tokens_of_chunks, vocab_size)
     total, certain = 0.0, 0.0
-    if k == 0 and (processed != 0 or (WIDE and not greedy)):
+    if k == 0 and (processed != 0 or (REREAD and not greedy)):
         totals = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOTAL, chunk < num_chunks, 0.0)
         total = tl.sum(totals * chunk_weight, 0)
     top = divided(top_logit, scale)
@@ -103,7 +103,7 @@ def finish(
     strategy, number, whole = USE_LIST, 0, False
     if FILTERED:
         number = tl.load(ints + row * NUM_INTS + LISTED)
-    if WIDE:
+    if REREAD:
         strategy = tl.load(ints + row * NUM_INTS + STRATEGY)
         # Whether the call asks only for a token, and a list holds all tokens that are kept.
         whole = strategy == USE_LIST and ((k == 0 and ((p < 1) != (least > 0))) and (processed == 0 and not greedy))
@@ -113,17 +113,17 @@ def finish(
                 sums = tl.load(pivot_sums + (row * num_chunks + chunk) * NUM_PIVOTS, chunk < num_chunks, 0.0)
                 whole = number <= capacity and tl.sum(sums * chunk_weight, 0) >= p * total * (1 + SUM_ERROR)
     row_logits, row_ids = listed_logits + row.to(tl.int64) * capacity, listed_ids + row.to(tl.int64) * capacity
-    if WIDE and whole:
+    if REREAD and whole:
         sampled = _reject_listed(
             tl.ceil(p * total * ONE).to(tl.int64), p, least, LOWEST_KEY, number, row_logits, row_ids,
             line, column_stride, top_logit, scale, seed, vocab_size,
         )  # fmt: skip
-    elif WIDE and (strategy == REJECTION):
+    elif REREAD and (strategy == REJECTION):
         sampled = _best_kept_rival(
             sampled, p * total, ints + row * NUM_INTS, chunk_weight, pivot_sums + row * num_chunks * NUM_PIVOTS,
             line, column_stride, top_logit, scale, seed, vocab_size, num_chunks, CHUNK, CHUNKS,
         )  # fmt: skip
-    elif WIDE and (strategy == LATE_REJECTION):
+    elif REREAD and (strategy == LATE_REJECTION):
         certains = tl.load(parts + chunk * NUM_PARTS + CHUNK_LISTED, chunk < num_chunks, 0.0)
         sampled = _reject_late(
             score, sampled, p * total, tl.sum(certains * chunk_weight, 0), tl.load(ints + row * NUM_INTS + RELISTED),

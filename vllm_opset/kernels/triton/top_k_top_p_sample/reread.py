@@ -76,7 +76,7 @@ def reread(
     """Each row has `programs` programs. Each of them takes every `programs`-th chunk of the row."""
     num_rows = tl.num_programs(0) // programs
     row, first = tl.program_id(0) % num_rows, tl.program_id(0) // num_rows
-    # The previous kernel has waited for these, too. They are on their way while it ends.
+    # `read` has waited for whatever wrote the arguments, so they can be loaded while it ends.
     scale, greedy, k, p, least = settings_of(row, given, settings, strides, vocab_size)
     pdl_wait(PDL)
     if (k == 0 and ((p < 1) != (least > 0))) and (processed != 0 or not greedy):
