@@ -5,6 +5,7 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import everything, kernel, kernels_of
+from vllm_opset.model.filters import combinations
 from vllm_opset.ops.attention._paged_inputs import PagedCase
 from vllm_opset.overrides import OverrideError
 from vllm_opset.selection import configure, select
@@ -86,6 +87,14 @@ def test_one_row_of_linear_is_a_variant_of_its_own():
     assert variants.of("one_row", torch.zeros(2, 8), weight) == "torch"  # it cannot
     quantised = {"weight_scale": torch.ones(1, 1), "out_dtype": torch.float32}
     assert variants.of(None, torch.zeros(1, 8), weight, **quantised) == "scaled"
+
+
+def test_the_warm_up_of_the_sampler_reaches_each_variant():
+    variants = kernels_of("top_k_top_p_sample", elsewhere=True)["triton"].variants
+    logits, keys = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
+    found = {tuple(given): variants.of(None, logits, keys, **given) for given in combinations(2, logits.device)}
+    assert found[()] == "unfiltered" and found["top_k",] == "top_k" and found["min_p",] == "all_filters"
+    assert len(found) == 8 and set(found.values()) == set(variants.by_name)
 
 
 def test_the_warm_up_of_attention_reaches_each_variant():

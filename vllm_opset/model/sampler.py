@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
 
 from vllm_opset import ops, selection
+from vllm_opset.model import filters
 from vllm_opset.ops.sampling.top_k_top_p_sample import TopKTopPSampleProblem
 
 logger = init_logger(f"vllm.{__name__}")
@@ -45,12 +46,12 @@ class OpsetSampler(Sampler):
     def warm_up(self, device: torch.device) -> None:
         """Call every variant of the kernel that a request can ask for, so that no request waits for a compilation."""
         vocab_size = self.sampling_states.vocab_size
-        ones, twos = torch.ones(2, device=device), torch.full((2,), 2, dtype=torch.int32, device=device)
+        ones = torch.ones(2, device=device)
         for dtype, draw in self._draw.items():
             logits = torch.zeros(2, vocab_size, dtype=dtype, device=device)
             for processed in {None, "logits" if self.logprobs_mode in PROCESSED else None}:
-                draw(logits, ones.long(), ones, processed=processed)
-                draw(logits, ones.long(), ones, twos, ones / 2, min_p=ones / 4, processed=processed)
+                for given in filters.combinations(2, device):
+                    draw(logits, ones.long(), ones, **given, processed=processed)
 
     def _sample_random(
         self,

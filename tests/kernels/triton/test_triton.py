@@ -68,11 +68,12 @@ def test_fp8_is_widened_for_a_gpu_that_does_not_multiply_it():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the samples of the contract are run on the GPU")
-def test_attention_splits_keys_in_the_interpreter():
+def test_forced_splits_and_variants_in_the_interpreter():
     """Runs, in a process of their own, the tests that need Triton to be imported as an interpreter."""
-    path = Path(__file__).with_name("test_paged_attention_splits.py")
+    names = ("test_paged_attention_splits.py", "test_sampling_variants.py")
+    paths = [str(Path(__file__).with_name(name)) for name in names]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
     process = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert process.returncode == 0 and " passed" in process.stdout and "skipped" not in process.stdout, process.stdout
 

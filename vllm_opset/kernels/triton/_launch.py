@@ -81,8 +81,8 @@ def registers(device: torch.device, most: int) -> Mapping[str, int]:
 def pdl_wait(PDL: tl.constexpr):
     """Waits until the previous kernel has ended and its writes are visible, then allows the launch of the next kernel.
 
-    This is the first statement of a kernel. Before it, a kernel must not write, and may read only data that is older
-    than the previous kernel.
+    This is the first statement of a kernel, or follows its first loads. Before it, a kernel must not write, and may
+    read only data that is older than the previous kernel, if that kernel waits too.
     """
     if PDL:
         cuda.gdc_wait()

@@ -18,6 +18,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from vllm_opset import ops, selection
+from vllm_opset.model import filters
 from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.sampling import philox
 from vllm_opset.ops.sampling.top_k_top_p_sample import GREEDY_BELOW, TopKTopPSampleProblem
@@ -91,11 +92,11 @@ class OpsetSampler(Sampler):
     def warm_up(self, device: torch.device) -> None:
         """Call every variant of the kernels that a request can ask for, so that no request waits for a compilation."""
         logits = torch.zeros(2, self._sample.problem.vocab_size, device=device)
-        ones, twos = torch.ones(2, device=device), torch.full((2,), 2, dtype=torch.int32, device=device)
+        ones = torch.ones(2, device=device)
         keys, processed = ones.long(), PROCESSED.get(self.logprobs_mode)
         for asked_for in {None, processed}:
-            self._sample.run(logits, keys, ones, processed=asked_for)
-            self._sample.run(logits, keys, ones, twos, ones / 2, min_p=ones / 4, processed=asked_for)
+            for given in filters.combinations(2, device):
+                self._sample.run(logits, keys, ones, **given, processed=asked_for)
         ids = keys[:, None]
         self._penalise.run(logits, ids, ids, ones, ones, ones)
 

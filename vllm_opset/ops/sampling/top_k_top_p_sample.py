@@ -245,6 +245,11 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("one row, many tokens", normal(1, 20_011), top_k=[50], top_p=[0.9], temperature=[0.8])
     yield sample("many tokens, top-p after a large k", normal(4, 20_011), top_k=[2000], top_p=[0.2], temperature=[0.8])
     yield sample("many tokens, unfiltered and top-p", normal(3, 20_011), top_p=[1.0, 0.9], temperature=[0.8])
+    # Nearly equal logits, of which a token that is kept by mistake is likely to be drawn.
+    few, drawn = normal(24, 97, std=0.2), {"processed": None, "top_k": [2, 97, 4]}
+    yield sample("nearly equal, top-k, tokens only", few, **drawn)
+    yield sample("nearly equal, all filters, tokens only", few, **drawn, top_p=[0.5, 1.0, 0.3, 0.8], min_p=[0.0, 0.9])
+    yield sample("many tokens, top-k, tokens only", normal(4, 20_011), processed=None, top_k=[50, 20_011, 2000, 1])
     # A kernel that estimates the cut-off from a sample of a row may miss its likeliest tokens.
     last = {"processed": None, "top_p": [0.3, 0.4]}
     yield sample("many tokens, the last eight likeliest, tokens only", likeliest_last(2, 20_011), **last)

@@ -1,5 +1,11 @@
 """top_k_top_p_sample without a sort: estimate the cut-offs from a sample, list candidates near them, filter and sample.
 
+The filters that a call gives decide its variant, because each variant leaves out what its filters do not need:
+
+- `unfiltered`: samples among all tokens.
+- `top_k`: lists candidates. The cut-off of top-k is always among them, except for ties.
+- `all_filters`: reads rows again whose candidates miss the cut-off of top-p or min-p.
+
 `read` describes how the kernels work together.
 """
 
@@ -10,9 +16,25 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton.top_k_top_p_sample import _rows, finish, read, reread
 from vllm_opset.ops.sampling.top_k_top_p_sample import TopKTopPSampleProblem, check_processed
+from vllm_opset.variants import Variant, Variants
 
+UNFILTERED, TOP_K, ALL_FILTERS = "unfiltered", "top_k", "all_filters"
 MAX_VOCABULARY = 2**22  # the sum of this many weights fits 64-bit fixed point
 FEW_CHUNKS = 128  # one compiled variant serves all rows with at most this many chunks
+
+
+def filters_of(logits, keys, temperature=None, top_k=None, top_p=None, min_p=None, processed=None) -> frozenset[str]:
+    """The filters that a call gives."""
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    return frozenset(name for name, values in filters.items() if values is not None)
+
+
+VARIANTS = Variants(
+    filters_of,
+    Variant(UNFILTERED, can=lambda filters: not filters),
+    Variant(TOP_K, can=lambda filters: filters <= {"top_k"}),
+    Variant(ALL_FILTERS),
+)
 
 
 def supports(problem: TopKTopPSampleProblem) -> str | None:
@@ -22,7 +44,7 @@ def supports(problem: TopKTopPSampleProblem) -> str | None:
     return _supports.floats(problem)
 
 
-@kernel(ops.top_k_top_p_sample, name="triton", supports=supports)
+@kernel(ops.top_k_top_p_sample, name="triton", supports=supports, variants=VARIANTS)
 def top_k_top_p_sample(
     logits: torch.Tensor,
     keys: torch.Tensor,
@@ -31,6 +53,7 @@ def top_k_top_p_sample(
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
     processed: str | None = None,
+    variant: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     check_processed(processed)
     num_rows, vocab_size = logits.shape
@@ -43,7 +66,8 @@ def top_k_top_p_sample(
     chunk, capacity = values["chunk"], min(vocab_size, values["list_capacity"])
     num_chunks = _launch.cdiv(vocab_size, chunk)
     wants_processed = int(processed is not None)
-    filtered = not (top_k is None and top_p is None and min_p is None)
+    picked = VARIANTS.of(variant, logits, keys, temperature, top_k, top_p, min_p)
+    filtered, rereads = picked != UNFILTERED, picked == ALL_FILTERS
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -52,8 +76,6 @@ def top_k_top_p_sample(
     floats = empty(num_rows, _rows.NUM_FLOATS.value, dtype=torch.float32)
     parts = empty(num_rows * num_chunks, _rows.NUM_PARTS.value, dtype=torch.float32)
     part_ids = empty(num_rows * num_chunks, dtype=torch.int32)
-    # The cut-off of top-k is always in the list, except for ties. The cut-offs of top-p and min-p may be outside.
-    rereads = top_p is not None or min_p is not None
     pivot_sums = empty(num_rows * num_chunks * rereads, _rows.NUM_PIVOTS.value, dtype=torch.float32)
     listed = empty(num_rows * capacity * filtered, dtype=torch.float32)
     listed_ids = empty(num_rows * capacity * filtered, dtype=torch.int32)
@@ -76,7 +98,7 @@ def top_k_top_p_sample(
     read.read[(num_rows * num_chunks,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, given, settings, strides, wants_processed,
         ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-        CHUNK=chunk, FILTERED=filtered, num_warps=values["warps"], **registers, **options,
+        CHUNK=chunk, FILTERED=filtered, REREAD=rereads, num_warps=values["warps"], **registers, **options,
     )  # fmt: skip
     chunks = max(FEW_CHUNKS, _launch.next_power_of_2(num_chunks))
     if rereads:
@@ -89,7 +111,7 @@ def top_k_top_p_sample(
     finish.finish[(num_rows,)](
         logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, wants_processed,
         ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
-        CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered,
+        CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered, REREAD=rereads,
         num_warps=values["row_warps"], **row_registers, **options,
     )  # fmt: skip
     if out is not None:

@@ -14,6 +14,7 @@ LOWEST_KEY = tl.constexpr(-2139095041)  # of −inf
 ONE = tl.constexpr(2.0**40)
 RUN = tl.constexpr(8)  # neighbours that are sampled together: 32 bytes of fp32
 ITEMS = tl.constexpr(1024)  # items of one step of a search
+FEW = tl.constexpr(1024)  # fewer candidates are searched in registers; three numbers of them fit 32 bits
 
 
 @triton.jit
@@ -38,6 +39,36 @@ def search(
         if steps < 3:
             last = min(first + step * (steps + 1), last) - 1
         first = min(first + step * steps, last)
+    return first.to(tl.int32)
+
+
+@triton.jit
+def kth_key_of_few(k, low, high, listed_logits, number, scale):
+    """The highest key up to `high` that at least k of fewer than FEW candidates reach; `low` if there is none.
+
+    The candidates stay in registers, and a step counts those above three keys in one sum of 10 bits each.
+    """
+    item = tl.arange(0, FEW)
+    key = key_of(divided(tl.load(listed_logits + item, item < number, -INFINITY), scale))
+    zero = tl.full((), 0, tl.int64)
+    first, last = zero + low, zero + high
+    while last > first:
+        step = (last - first + 3) // 4
+        one, two, three = min(first + step, last), min(first + 2 * step, last), min(first + 3 * step, last)
+        counts = tl.sum(
+            (key >= one.to(tl.int32)).to(tl.int32)
+            + ((key >= two.to(tl.int32)).to(tl.int32) << 10)
+            + ((key >= three.to(tl.int32)).to(tl.int32) << 20),
+            0,
+        )
+        if (counts >> 20) >= k:
+            first = three
+        elif ((counts >> 10) & 1023) >= k:
+            first, last = two, three - 1
+        elif (counts & 1023) >= k:
+            first, last = one, two - 1
+        else:
+            last = one - 1
     return first.to(tl.int32)
 
 

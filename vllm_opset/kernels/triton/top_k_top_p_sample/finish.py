@@ -47,6 +47,7 @@ from vllm_opset.kernels.triton.top_k_top_p_sample._rows import (
     x_of_token,
 )
 from vllm_opset.kernels.triton.top_k_top_p_sample._search import (
+    FEW,
     INFINITY,
     ITEMS,
     LOG2E,
@@ -57,6 +58,7 @@ from vllm_opset.kernels.triton.top_k_top_p_sample._search import (
     in_fixed_point,
     is_kept,
     key_of,
+    kth_key_of_few,
     reached_at,
     search,
     token_of,
@@ -72,13 +74,14 @@ SUM_BLOCK = tl.constexpr(4096)  # tokens of one step of a sum over a row
 def finish(
     logits, logits_strides, vocab_size, num_chunks, keys, tokens, given, settings, strides, processed,
     ints, floats, parts, part_ids, pivot_sums, listed_logits, listed_ids, capacity,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FILTERED: tl.constexpr, REREAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Chooses the token of a row, with one program per row."""
-    pdl_wait(PDL)
     row = tl.program_id(0)
+    # The previous kernels have waited for whatever wrote the arguments, so they can be loaded while these end.
     scale, greedy, k, p, least = settings_of(row, given, settings, strides, vocab_size)
     seed = tl.load(keys + row * strides[4])
+    pdl_wait(PDL)
     line, column_stride = logits + row.to(tl.int64) * logits_strides[0], logits_strides[1]
     parts += row * num_chunks * NUM_PARTS
     chunk = tl.arange(0, CHUNKS)
@@ -91,16 +94,17 @@ def finish(
         scores *= chunk_weight
     score, sampled = reduce_argmax(scores, tokens_of_chunks, vocab_size)
     total, certain = 0.0, 0.0
-    if k == 0 and (processed != 0 or (FILTERED and not greedy)):
+    if k == 0 and (processed != 0 or (REREAD and not greedy)):
         totals = tl.load(parts + chunk * NUM_PARTS + CHUNK_TOTAL, chunk < num_chunks, 0.0)
         total = tl.sum(totals * chunk_weight, 0)
     top = divided(top_logit, scale)
 
     cut, last, kept = LOWEST_KEY, vocab_size, total
-    strategy, number, whole = SAMPLED, 0, False
+    strategy, number, whole = USE_LIST, 0, False
     if FILTERED:
-        strategy = tl.load(ints + row * NUM_INTS + STRATEGY)
         number = tl.load(ints + row * NUM_INTS + LISTED)
+    if REREAD:
+        strategy = tl.load(ints + row * NUM_INTS + STRATEGY)
         # Whether the call asks only for a token, and a list holds all tokens that are kept.
         whole = strategy == USE_LIST and ((k == 0 and ((p < 1) != (least > 0))) and (processed == 0 and not greedy))
         if strategy == REJECTION:  # noqa: SIM102  `and` would load the number of rivals of every row
@@ -109,16 +113,17 @@ def finish(
                 sums = tl.load(pivot_sums + (row * num_chunks + chunk) * NUM_PIVOTS, chunk < num_chunks, 0.0)
                 whole = number <= capacity and tl.sum(sums * chunk_weight, 0) >= p * total * (1 + SUM_ERROR)
     row_logits, row_ids = listed_logits + row.to(tl.int64) * capacity, listed_ids + row.to(tl.int64) * capacity
-    if FILTERED and whole:
+    if REREAD and whole:
         sampled = _reject_listed(
-            p * total, least, number, row_logits, row_ids, line, column_stride, top_logit, scale, seed, vocab_size
-        )
-    elif FILTERED and (strategy == REJECTION):
+            tl.ceil(p * total * ONE).to(tl.int64), p, least, LOWEST_KEY, number, row_logits, row_ids,
+            line, column_stride, top_logit, scale, seed, vocab_size,
+        )  # fmt: skip
+    elif REREAD and (strategy == REJECTION):
         sampled = _best_kept_rival(
             sampled, p * total, ints + row * NUM_INTS, chunk_weight, pivot_sums + row * num_chunks * NUM_PIVOTS,
             line, column_stride, top_logit, scale, seed, vocab_size, num_chunks, CHUNK, CHUNKS,
         )  # fmt: skip
-    elif FILTERED and (strategy == LATE_REJECTION):
+    elif REREAD and (strategy == LATE_REJECTION):
         certains = tl.load(parts + chunk * NUM_PARTS + CHUNK_LISTED, chunk < num_chunks, 0.0)
         sampled = _reject_late(
             score, sampled, p * total, tl.sum(certains * chunk_weight, 0), tl.load(ints + row * NUM_INTS + RELISTED),
@@ -138,13 +143,19 @@ def finish(
             k, p, least, low, high, top, total, certain,
             line, row_logits, row_ids, column_stride, number, capacity, scale,
         )  # fmt: skip
-        if not listed:
-            lowest, highest, number, certain = LOWEST_KEY, key_of(top), vocab_size, 0.0
-            goal = tl.ceil(p * total * ONE).to(tl.int64)
-        cut, last, kept, score, sampled = _filter_and_sample(
-            k, p, least, lowest, highest, goal, certain, top, score, sampled, seed, greedy, vocab_size,
-            line, row_logits, row_ids, column_stride, number, run, listed, scale,
-        )  # fmt: skip
+        if listed and processed == 0:
+            sampled = _sample_listed(
+                k, p, least, lowest, highest, number, row_logits, row_ids,
+                line, column_stride, top_logit, scale, seed, vocab_size,
+            )  # fmt: skip
+        else:
+            if not listed:
+                lowest, highest, number, certain = LOWEST_KEY, key_of(top), vocab_size, 0.0
+                goal = tl.ceil(p * total * ONE).to(tl.int64)
+            cut, last, kept, score, sampled = _filter_and_sample(
+                k, p, least, lowest, highest, goal, certain, top, score, sampled, seed, greedy, vocab_size,
+                line, row_logits, row_ids, column_stride, number, run, listed, scale,
+            )  # fmt: skip
     # A row without a finite logit, or with NaN, gets an arbitrary valid token.
     tl.store(tokens + row, tl.where(sampled < vocab_size, sampled, 0).to(tl.int64))
     tl.store(ints + row * NUM_INTS + CUT, cut)
@@ -206,16 +217,48 @@ def _reject_late(
 
 
 @triton.jit
-def _reject_listed(wanted, least, number, listed_logits, listed_ids, line, column_stride, top, scale, seed, vocab_size):
-    """Samples a token of a list that holds all kept tokens: the best one that top-p keeps, or min-p if least > 0."""
-    goal = tl.ceil(wanted * ONE).to(tl.int64)
-    sampled, bound, kept = vocab_size, -INFINITY, False
+def _sample_listed(
+    k, p, least, lowest, highest, number, listed_logits, listed_ids,
+    line, column_stride, top, scale, seed, vocab_size,
+):  # fmt: skip
+    """Samples a token of a list that holds all tokens that top-k, or min-p with top-p, keep."""
+    floor = LOWEST_KEY
+    if k > 0:
+        if number < FEW:
+            floor = kth_key_of_few(k, lowest, highest, listed_logits, number, scale)
+        else:
+            floor = search(
+                False, True, k.to(tl.int64), lowest, highest, 0, LOWEST_KEY, 0.0, divided(top, scale),
+                line, listed_logits, listed_ids, column_stride, number, RUN, True, scale,
+            )  # fmt: skip
+    goal = tl.full((), 0, tl.int64)
+    if p < 1:
+        reached = reached_at(
+            LOWEST_KEY, LOWEST_KEY, LOWEST_KEY, False, False, floor, least, divided(top, scale),
+            line, listed_logits, listed_ids, column_stride, number, RUN, True, scale,
+        )  # fmt: skip
+        goal = tl.ceil(p * tl.max(reached, 0).to(tl.float32)).to(tl.int64)
+    return _reject_listed(
+        goal, p, least, floor, number, listed_logits, listed_ids,
+        line, column_stride, top, scale, seed, vocab_size,
+    )  # fmt: skip
+
+
+@triton.jit
+def _reject_listed(
+    goal, p, least, floor, number, listed_logits, listed_ids, line, column_stride, top, scale, seed, vocab_size
+):
+    """Samples a token of a list that holds all kept tokens: the best one from `floor` on that the others keep.
+
+    goal: the weight that top-p keeps, in fixed point. floor: the key of top-k's cut-off.
+    """
+    sampled, bound, kept = vocab_size, value_of(tl.full((), 0, tl.int32) + floor), False
     while not kept:
         _, sampled = best_listed(
             bound, sampled, least, listed_logits, listed_ids, number, top, scale, seed, vocab_size, ITEMS
         )
         # Without top-p, the first one is the result.
-        kept = least > 0 or sampled == vocab_size
+        kept = p == 1 or sampled == vocab_size
         if not kept:
             bound = x_of_token(sampled, line, column_stride, scale, vocab_size)
             before = _listed_before(

@@ -94,7 +94,6 @@ LEAST_CERTAIN = tl.constexpr(0.25)  # the share of top-p that the tokens above t
 # Scores of a token differ in their last bits, by how they are computed.
 SCORE_MARGIN = tl.constexpr(1 - 1e-3)
 LOWEST_PIVOT, LEAST_REACH = tl.constexpr(-1.5), tl.constexpr(0.5)  # in standard deviations of the sample
-LIST_BLOCK = tl.constexpr(2048)  # tokens that are listed together
 PIVOT_BLOCK = tl.constexpr(128)  # tokens that are compared with the pivots together
 
 
@@ -217,74 +216,72 @@ def _add_three(a, b, c, x, y, z):
 def read(
     logits, logits_strides, vocab_size, num_chunks, keys, given, settings, strides, processed,
     ints, floats, parts, part_ids, pivot_sums, listed_logits, listed_ids, capacity,
-    CHUNK: tl.constexpr, FILTERED: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, FILTERED: tl.constexpr, REREAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Lists candidates, sums weights, and samples among certain tokens, with one program per chunk of each row.
 
+    FILTERED: whether the call gives a filter, so that `start` is the previous kernel. REREAD: whether `reread` follows.
+
     Programs that run at the same time take different rows if possible, because the counter of a row is a bottleneck.
     """
-    pdl_wait(PDL)
+    if not FILTERED:
+        pdl_wait(PDL)
     num_rows = tl.num_programs(0) // num_chunks
     row, chunk = tl.program_id(0) % num_rows, tl.program_id(0) // num_rows
     line = logits + row.to(tl.int64) * logits_strides[0]
-    low, high, strategy = INFINITY, -INFINITY, USE_LIST
-    if FILTERED:
-        low, high = tl.load(floats + row * NUM_FLOATS + LOW), tl.load(floats + row * NUM_FLOATS + HIGH)
-        strategy = tl.load(ints + row * NUM_INTS + STRATEGY)
-    if FILTERED and (low < INFINITY and strategy != REJECTION):
-        _list_from(
-            low, line, logits_strides[1], chunk * CHUNK, vocab_size, ints + row * NUM_INTS + LISTED,
-            listed_logits, listed_ids, row, capacity, CHUNK,
-        )  # fmt: skip
+    # All loads come before the first branch, so that they wait for memory together. `start` has waited for whatever
+    # wrote the arguments, so they can be loaded while it ends.
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(line + place.to(tl.int64) * logits_strides[1], place < vocab_size, -INFINITY).to(tl.float32)
     scale, greedy, k, _, _ = settings_of(row, given, settings, strides, vocab_size)
     seed = tl.load(keys + row * strides[4])
+    top = tl.max(logit, 0)
+    low, high, strategy = INFINITY, -INFINITY, USE_LIST
+    if FILTERED:
+        pdl_wait(PDL)
+        low, high = tl.load(floats + row * NUM_FLOATS + LOW), tl.load(floats + row * NUM_FLOATS + HIGH)
+    if REREAD:
+        strategy = tl.load(ints + row * NUM_INTS + STRATEGY)
     number = row * num_chunks + chunk
     part = parts + number * NUM_PARTS
-    top = tl.max(logit, 0)
     tl.store(part + CHUNK_MAX, top)
-    if k == 0 and (processed != 0 or (FILTERED and not greedy)):
+    if k == 0 and (processed != 0 or (REREAD and not greedy)):
         weight = weight_of(logit, top, scale)
-        total, listed, certain = tl.reduce(
-            (weight, tl.where(logit >= min(low, high), weight, 0.0), tl.where(logit >= high, weight, 0.0)),
-            0,
-            _add_three,
-        )
+        if REREAD:
+            total, listed, certain = tl.reduce(
+                (weight, tl.where(logit >= min(low, high), weight, 0.0), tl.where(logit >= high, weight, 0.0)),
+                0,
+                _add_three,
+            )
+            tl.store(part + CHUNK_LISTED, listed)
+            tl.store(part + CHUNK_CERTAIN, certain)
+        else:
+            total = tl.sum(weight, 0)
         tl.store(part + CHUNK_TOTAL, total)
-        tl.store(part + CHUNK_LISTED, listed)
-        tl.store(part + CHUNK_CERTAIN, certain)
-        if FILTERED and processed != 0:  # noqa: SIM102  FILTERED is known at compile time
+        if REREAD and processed != 0:  # noqa: SIM102  REREAD is known at compile time
             if tl.load(floats + row * NUM_FLOATS + ESTIMATE) < INFINITY:
                 sums = _sums_at_pivots(
                     floats + row * NUM_FLOATS, line, logits_strides[1], chunk * CHUNK, top, scale, vocab_size, CHUNK
                 )
                 tl.store(pivot_sums + number * NUM_PIVOTS + tl.arange(0, NUM_PIVOTS), sums)
     score, sampled, least_score, least = 0.0, vocab_size, 0.0, high
-    if strategy == REJECTION:
-        least = low
-        least_score = least_score_of(floats + row * NUM_FLOATS, top, scale)
     if greedy:
         score, sampled = top, tl.min(tl.where(logit == top, place, vocab_size), 0)
-    elif top >= least:
+    if FILTERED and (low < INFINITY and strategy != REJECTION):
+        list_candidates(
+            logit, place, (logit >= low) & (logit > -INFINITY), ints + row * NUM_INTS + LISTED,
+            listed_logits, listed_ids, row, capacity, True,
+        )  # fmt: skip
+    if REREAD and (strategy == REJECTION):
+        least = low
+        least_score = least_score_of(floats + row * NUM_FLOATS, top, scale)
+    if not greedy and top >= least:
         score, sampled = chunk_argmax(
             line, logits_strides[1], chunk * CHUNK, low, high, least_score, top, scale, seed, vocab_size,
-            ints + row * NUM_INTS + LISTED, listed_logits, listed_ids, row, capacity, FILTERED, CHUNK,
+            ints + row * NUM_INTS + LISTED, listed_logits, listed_ids, row, capacity, REREAD, CHUNK,
         )  # fmt: skip
     tl.store(part + CHUNK_SCORE, score)
     tl.store(part_ids + number, sampled)
-
-
-@triton.jit
-def _list_from(
-    low, line, column_stride, first, vocab_size, listed, listed_logits, listed_ids, row, capacity, CHUNK: tl.constexpr
-):
-    """Lists the tokens of a chunk from `low` on."""
-    for place in range(first, first + CHUNK, LIST_BLOCK):
-        token = place + tl.arange(0, LIST_BLOCK)
-        logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
-        among = (logit >= low) & (logit > -INFINITY)
-        list_candidates(logit, token, among, listed, listed_logits, listed_ids, row, capacity, True)
 
 
 @triton.jit

@@ -74,10 +74,11 @@ def reread(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each row has `programs` programs. Each of them takes every `programs`-th chunk of the row."""
-    pdl_wait(PDL)
     num_rows = tl.num_programs(0) // programs
     row, first = tl.program_id(0) % num_rows, tl.program_id(0) // num_rows
+    # `read` has waited for whatever wrote the arguments, so they can be loaded while it ends.
     scale, greedy, k, p, least = settings_of(row, given, settings, strides, vocab_size)
+    pdl_wait(PDL)
     if (k == 0 and ((p < 1) != (least > 0))) and (processed != 0 or not greedy):
         parts += row * num_chunks * NUM_PARTS
         part_ids += row * num_chunks
