@@ -1,4 +1,4 @@
-"""Quantisation of values that a program holds in registers: code that all kernels share which store quantised values."""
+"""Quantisation of values that a program holds in registers, for all kernels that store quantised values."""
 
 import torch
 import triton

@@ -28,8 +28,8 @@ def silu_and_mul_quant(
     x: [rows, 2 * d], any strides. to_dtype, group_shape, scale: as `rms_norm_quant`. out: [rows, d] of x's dtype, any
     strides, to which the unquantised result is also written, or None.
 
-    Returns new contiguous tensors: [rows, d] of to_dtype, and fp32 scales. Zero rows are allowed. A group that holds NaN
-    may become any values.
+    Returns new contiguous tensors: [rows, d] of to_dtype, and fp32 scales. Zero rows are allowed. A group with NaN may
+    become any values.
     Raises ValueError if x is no matrix or has an odd number of columns, or for another dtype, group, scale or out.
     """
     check_arguments(x, to_dtype, group_shape, scale, out)

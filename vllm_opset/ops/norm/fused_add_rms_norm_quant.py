@@ -58,9 +58,7 @@ def _example(shape, dtype, device, rng, std, layout, **others) -> tuple:
     return x, layout(_samples.normal(shape, dtype, device, rng, std)), weight, 1e-6
 
 
-_fused.complete(
-    fused_add_rms_norm_quant, _example, flops_per_element=8, bench_columns=(4096, 8192), further=WEIGHTS
-)
+_fused.complete(fused_add_rms_norm_quant, _example, flops_per_element=8, bench_columns=(4096, 8192), further=WEIGHTS)
 
 
 @fused_add_rms_norm_quant.property_

@@ -38,13 +38,13 @@ def rms_norm_quant(
 
     x: [rows, hidden_size], any strides. weight, epsilon, weight_offset: as `rms_norm`.
 
-    to_dtype: torch.float8_e4m3fn or torch.int8. group_shape: [1, −1] for scales of rows, or [1, n] for scales of n values
-    of a row, where n is a power of two. They are found as `quantise` finds them. [−1, −1] takes the given scale, [1, 1].
+    to_dtype: torch.float8_e4m3fn or torch.int8. group_shape: [1, −1] for scales of rows, or [1, n] for scales of n values of
+    a row, where n is a power of two. They are found as `quantise` finds them. [−1, −1] takes the given scale, [1, 1].
 
     out: of x's shape and dtype, any strides, to which the norm is also written, or None. It may be x.
 
-    Returns new contiguous tensors: [rows, hidden_size] of to_dtype, and fp32 scales. Zero rows are allowed. A group that
-    holds NaN may become any values.
+    Returns new contiguous tensors: [rows, hidden_size] of to_dtype, and fp32 scales. Zero rows are allowed. A group
+    with NaN may become any values.
     Raises ValueError if x is no matrix, or for another weight, dtype, group, scale or out.
     """
     check_arguments(x, weight, to_dtype, group_shape, scale, out)
