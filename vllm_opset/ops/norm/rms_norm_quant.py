@@ -38,8 +38,9 @@ def rms_norm_quant(
 
     x: [rows, hidden_size], any strides. weight, epsilon, weight_offset: as `rms_norm`.
 
-    to_dtype: torch.float8_e4m3fn or torch.int8. group_shape: [1, −1] for scales of rows, or [1, n] for scales of n values of
-    a row, where n is a power of two. They are found as `quantise` finds them. [−1, −1] takes the given scale, [1, 1].
+    to_dtype: torch.float8_e4m3fn or torch.int8. group_shape: [1, −1] for scales of rows, or [1, n] for scales of n
+    values of a row, where n is a power of two. They are found as `quantise` finds them. [−1, −1] takes the given scale,
+    [1, 1].
 
     out: of x's shape and dtype, any strides, to which the norm is also written, or None. It may be x.
 
