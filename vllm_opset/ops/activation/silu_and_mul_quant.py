@@ -12,7 +12,7 @@ from vllm_opset.ops.activation.silu_and_mul import silu_and_mul
 from vllm_opset.ops.contract import op
 from vllm_opset.ops.quantisation import _fused
 from vllm_opset.ops.quantisation.quantise import QuantiseProblem
-from vllm_opset.ops.schemes import FP8, PER_ROW, GroupShape
+from vllm_opset.ops.schemes import FP8, PER_ROW, PER_TENSOR, GroupShape
 
 
 @op(problem=QuantiseProblem, mutates=("out",), tolerances=_fused.TOLERANCES)
@@ -52,5 +52,11 @@ def _example(shape, dtype, device, rng, std, layout) -> tuple:
     return (layout(_samples.normal((shape[0], 2 * shape[1]), dtype, device, rng, std)),)
 
 
-_fused.complete(silu_and_mul_quant, _example, flops_per_element=8, bench_columns=(12288,))
+LARGE_ROWS = (
+    _fused.Case("large rows by blocks", (2, 1200), _fused.PER_BLOCK),
+    _fused.Case("large rows with a given scale", (2, 1200), PER_TENSOR),
+)
+
+
+_fused.complete(silu_and_mul_quant, _example, flops_per_element=8, bench_columns=(12288,), further=LARGE_ROWS)
 _properties.rows_are_independent(silu_and_mul_quant, lambda run, x: run(x, FP8, list(PER_ROW))[0].float())
