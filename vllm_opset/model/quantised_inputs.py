@@ -1,16 +1,15 @@
 """Norms and activations that quantise their results for the linear layers that read them, in one launch.
 
 A linear layer with quantised activations would otherwise quantise its input in a launch of its own. vLLM's models call
-layer after layer, so a norm does not know who reads its result. That is found out by a step of the model after it was
-loaded, in which each norm and each activation returns random numbers in a `Traced` tensor:
+layer after layer, so a norm does not know who reads its result. A step of the model shows it, after the model was
+loaded. In that step, norms and activations return random numbers in a `Traced` tensor. A linear layer that is given the
+tensor says how it wants it quantised, and compares the numbers. Other functions that are given it are noted too.
 
-- A linear layer that is given such a tensor says how it wants it quantised, and whether it still holds these numbers.
-- Every other function that is given one is noted as another reader.
-
-From then on, a result that linear layers read unchanged carries its quantised form as an attribute (`FORM`), where they
-find it. It is quantised for all that agree on how. What other layers read is written too. If there is nobody else, the
-tensor is a stand-in without memory, whose values are NaN: a reader that the step did not show then gives NaN, and not
-old numbers. With LoRA, whose layers read inputs of linear layers depending on the request, there is no stand-in.
+From then on, results that linear layers read unchanged are returned with their quantised form as an attribute (`FORM`),
+where these layers find it. All of them must agree on the form. If there are other readers, the result itself is written
+as well. If there are none, the tensor is a stand-in without memory, whose values are NaN. So a reader that the step did
+not show gives NaN, and not old numbers. There is no stand-in with LoRA: adapters of a request read the inputs of linear
+layers, and the step has none.
 """
 
 from collections.abc import Callable
@@ -202,7 +201,7 @@ def _arguments(wanted: Wanted) -> dict:
 
 
 def _result(dtype: torch.dtype, keep: bool) -> Callable[[tuple[int, ...]], tuple[torch.Tensor, torch.Tensor | None]]:
-    """What makes a layer's result, as the tensor to return and the one to write: a stand-in and None if not kept."""
+    """A function that gives the tensor to return for a shape, and the tensor to write: none, if there is a stand-in."""
     device = current_platform.device_type
     nan = torch.full((), torch.nan, dtype=dtype, device=device)
 

@@ -14,7 +14,7 @@ from vllm_opset.ops.norm.rms_norm_quant import RMSNormQuantProblem, check_argume
 
 
 def supports(problem: RMSNormQuantProblem) -> str | None:
-    """What `quantise` supports, for rows of up to 65,536 elements."""
+    """As `quantise`, with rows of up to 65,536 elements."""
     if problem.columns > MAX_COLUMNS:
         return f"rows are held in registers, up to {MAX_COLUMNS} elements"
     return _quantised.supports(problem, MAX_COLUMNS)

@@ -19,7 +19,7 @@ from vllm_opset.ops.quantisation.quantise import QuantiseProblem
 
 
 def supports(problem: QuantiseProblem) -> str | None:
-    """What `quantise` supports, for groups of up to 32,768 elements: gate and up are held in registers."""
+    """As `quantise`, with groups of up to 32,768 elements, since registers hold gate and up."""
     return _quantised.supports(problem, MAX_COLUMNS // 2)
 
 
