@@ -96,11 +96,11 @@ def test_nothing_is_deferred_where_parts_do_not_run_together(changes):
 
     config = VllmConfig()
     config.compilation_config.mode = CompilationMode.NONE
-    assert fusion._runs_together(config)
+    assert fusion.runs_together(config)
     for path, value in changes.items():
         *folder, name = path.split("__")
         object.__setattr__(functools.reduce(getattr, folder, config), name, value)
-    assert not fusion._runs_together(config)
+    assert not fusion.runs_together(config)
 
 
 def test_replayed_pieces_have_the_positions_they_were_captured_with():

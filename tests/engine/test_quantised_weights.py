@@ -6,10 +6,11 @@ import models
 import pytest
 import quantised
 import torch
-from engines import generate, report, runner, tokens
+from engines import generate, report, runner, served, tokens
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 
-from vllm_opset import ops, targets
+from vllm_opset import ops, selection, targets
+from vllm_opset.model.layers import OpsetLayer
 from vllm_opset.ops.schemes import PER_TENSOR, GroupShape, dequantise
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
@@ -101,6 +102,34 @@ def multiplies_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(targets, "_found", lambda device_type: like_a_gpu)
 
 
+QUANTISING = {"rms_norm_quant", "fused_add_rms_norm_quant", "silu_and_mul_quant"}
+UNFUSED = {op.removesuffix("_quant"): "reference" for op in QUANTISING}
+
+
+def quantising_layers(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """Arguments of an engine whose norms and activations quantise, as on a GPU, where no kernel for a CPU does.
+
+    The references give the same numbers with and without that.
+    """
+    if torch.cuda.is_available():
+        return {}
+    monkeypatch.setattr(selection, "why_no_kernel", lambda op, problem: None)
+    worker = {"worker_cls": "fusing_worker.QuantisingWorker", "max_num_batched_tokens": 64}
+    return worker | {"additional_config": {"opset": {"kernels": UNFUSED}}}
+
+
+def assert_the_same_without_fusing(llm, answers: list[list[int]]) -> None:
+    """Ask again after the layers were set back, where no graphs were captured before."""
+    if torch.cuda.is_available():
+        return
+    assert "rms_norm" in served(llm), "of queries and keys"
+    for layer in runner(llm).get_model().modules():
+        if isinstance(layer, OpsetLayer):
+            layer.forward = layer._forward_method
+    llm.reset_prefix_cache()
+    assert tokens(generate(llm, PROMPTS)) == answers
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "group", "scale_name"),
     [
@@ -123,10 +152,12 @@ def test_activations_are_quantised_where_the_device_multiplies_them(
     x_scale = torch.full((1, 1), quantised.INPUT_SCALE) if group is PER_TENSOR else None
     x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(2)).bfloat16()
     expected = dequantise(*ops.quantise(x, dtype, list(group), x_scale), torch.float32) @ weight.T
-    with engine(checkpoints[name], dtype="bfloat16") as llm:
-        generate(llm, PROMPTS)
-        served = runner(llm).model.get_submodule(layer)
-        found = served.quant_method.apply(served, x.to(served.weight.device)).cpu()
+    with engine(checkpoints[name], dtype="bfloat16", **quantising_layers(monkeypatch)) as llm:
+        answers = tokens(generate(llm, PROMPTS))
+        assert served(llm).keys() >= QUANTISING
+        assert_the_same_without_fusing(llm, answers)
+        down_proj = runner(llm).model.get_submodule(layer)
+        found = down_proj.quant_method.apply(down_proj, x.to(down_proj.weight.device)).cpu()
         schemes = {row["problem"].partition("scheme=")[2] for row in report(llm) if row["op"] == "linear"}
     assert any(scheme.endswith(f"by {str(dtype).removeprefix('torch.')} {group}") for scheme in schemes)
     # Rounding to bf16 gives 2**-9. Activations that are not quantised would give 2**-5 for fp8 and 2**-7 for int8.
@@ -217,8 +248,10 @@ def test_experts_quantise_activations_where_the_device_multiplies_them(
     name, dtype, weight_group, group, mixtures, engine, monkeypatch
 ):
     multiplies_in_eight_bits(monkeypatch)
-    with engine(mixtures[name], dtype="bfloat16") as llm:
-        generate(llm, PROMPTS)
+    with engine(mixtures[name], dtype="bfloat16", **quantising_layers(monkeypatch)) as llm:
+        answers = tokens(generate(llm, PROMPTS))
+        assert QUANTISING & served(llm).keys() == {"rms_norm_quant", "fused_add_rms_norm_quant"}  # for attention
+        assert_the_same_without_fusing(llm, answers)
         (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
     kind = str(dtype).removeprefix("torch.")
     assert row["problem"].endswith(f"scheme={kind} {weight_group} by {kind} {group}")

@@ -87,7 +87,7 @@ def bind(
 
     precompile: makes a context in which a call of a kernel may compile it instead of launching it.
     """
-    if not _runs_together(vllm_config):
+    if not runs_together(vllm_config):
         return
     compiled: set[tuple] = set()
     for module in model.modules():
@@ -106,7 +106,7 @@ def bind(
             impl.deferred = rope
 
 
-def _runs_together(vllm_config: VllmConfig) -> bool:
+def runs_together(vllm_config: VllmConfig) -> bool:
     """Whether a layer's parts run together in every step, on weights that are present once the model is loaded."""
     return vllm_config.compilation_config.mode == CompilationMode.NONE and not offloads(vllm_config)
 

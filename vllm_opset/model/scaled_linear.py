@@ -15,6 +15,8 @@ from vllm_opset.ops.schemes import FP8, INT8, GroupShape, Quantised, Scheme
 # The feature of targets that multiply quantised activations. Others take activations as they are, because quantising
 # them would only add an error.
 FEATURES = {FP8: targets.FP8, INT8: targets.INT8}
+# The attribute of a tensor that the layer before has quantised; see `quantised_inputs`, which sets it.
+FORM = "opset_quantised_form"
 
 
 def call_of_layers() -> Callable[[selection.Choice], Callable]:
@@ -52,7 +54,7 @@ class ScaledLinear:
             stored["weight_zero_point"] = zero_point
         self._weight = chosen.kernel.prepared("weight", weight.contiguous(), **stored)
         self._linear = functools.partial(call(chosen), **stored)
-        self._quantise = None
+        self.activation, self.x_scale = scheme.activation, x_scale
         if scheme.activation is not None:
             self._quantise = _quantiser(call, scheme.activation, dtype, weight.shape[1], x_scale)
 
@@ -61,11 +63,17 @@ class ScaledLinear:
         return not self._weight.is_mkldnn and self._weight.data_ptr() == weight.data_ptr()
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self._quantise is None:
+        if self.activation is None:
             return self._linear(x, self._weight, bias)
-        values, scales = self._quantise(x.reshape(-1, x.shape[-1]))
+        form = getattr(x, FORM, None)
+        found = None if form is None else form.quantised_for(self)
+        values, scales = self.quantise(x) if found is None else found
         out = self._linear(values, self._weight, bias, x_scale=scales)
         return out.view(*x.shape[:-1], out.shape[1])
+
+    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The values and scales of an input, in which it is multiplied."""
+        return self._quantise(x.reshape(-1, x.shape[-1]))
 
 
 def _quantiser(

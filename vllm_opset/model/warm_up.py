@@ -1,8 +1,13 @@
 """Calls of kernels before the server is ready, as requests make them: a broken kernel fails the start, no request."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from vllm_opset import selection
+
+FEW_TOKENS = 4
 
 
 def one_step(runner) -> None:
@@ -29,3 +34,9 @@ def sampler(runner) -> None:
     """Call the kernels of opset's sampler. A model may bring a sampler of its own."""
     if not runner.is_pooling_model and hasattr(runner.sampler, "warm_up"):
         runner.sampler.warm_up(runner.device)
+
+
+def step_of_few_tokens(runner) -> Callable[[], object]:
+    """A step of FEW_TOKENS through a model that was just loaded. It has no KV cache, so attention computes nothing."""
+    arguments = {"skip_attn": True} if runner.vllm_config.use_v2_model_runner else {}
+    return functools.partial(runner._dummy_run, FEW_TOKENS, is_profile=True, **arguments)

@@ -14,6 +14,7 @@ from vllm_opset.ops.activation.mul_and_silu import mul_and_silu
 from vllm_opset.ops.activation.quick_gelu import quick_gelu
 from vllm_opset.ops.activation.relu2 import relu2
 from vllm_opset.ops.activation.silu_and_mul import silu_and_mul
+from vllm_opset.ops.activation.silu_and_mul_quant import silu_and_mul_quant
 from vllm_opset.ops.activation.silu_and_mul_with_clamp import silu_and_mul_with_clamp
 from vllm_opset.ops.activation.situ_and_mul import situ_and_mul
 from vllm_opset.ops.activation.swigluoai_and_mul import swigluoai_and_mul
@@ -29,9 +30,11 @@ from vllm_opset.ops.moe.grouped_gemm import grouped_gemm
 from vllm_opset.ops.moe.permute import permute
 from vllm_opset.ops.moe.route import route
 from vllm_opset.ops.norm.fused_add_rms_norm import fused_add_rms_norm
+from vllm_opset.ops.norm.fused_add_rms_norm_quant import fused_add_rms_norm_quant
 from vllm_opset.ops.norm.layer_norm import layer_norm
 from vllm_opset.ops.norm.rms_norm import rms_norm
 from vllm_opset.ops.norm.rms_norm_gated import rms_norm_gated
+from vllm_opset.ops.norm.rms_norm_quant import rms_norm_quant
 from vllm_opset.ops.quantisation.quantise import quantise
 from vllm_opset.ops.rope.apply_rotary_emb import apply_rotary_emb
 from vllm_opset.ops.rope.qk_norm_rope_cache import qk_norm_rope_cache

@@ -5,6 +5,8 @@ import importlib.util
 
 import torch
 
+from vllm_opset.ops.schemes import FP8, GroupShape
+
 LIBRARIES = ("vllm._C", "vllm._C_stable_libtorch")  # depending on the release, one may be missing
 
 
@@ -30,6 +32,63 @@ def rms_norm(x, weight, epsilon, weight_offset=0.0):
 def fused_add_rms_norm(x, residual, weight, epsilon, weight_offset=0.0):
     _refuse("weight_offset", weight_offset)
     torch.ops._C.fused_add_rms_norm(x, residual, weight, epsilon)
+
+
+def quantise(x, to_dtype, group_shape, scale=None):
+    _refuse("another dtype than fp8", to_dtype is not FP8)
+    values, scales = _quantised(x, x.shape[1], to_dtype, group_shape)
+    if scale is not None:
+        torch.ops._C.static_scaled_fp8_quant(values, x, scale)
+    elif group_shape == [1, -1]:
+        torch.ops._C.dynamic_per_token_scaled_fp8_quant(values, x, scales, None)
+    else:
+        largest = torch.finfo(to_dtype).max
+        torch.ops._C.per_token_group_fp8_quant(
+            x, values, scales, group_shape[1], 1e-10, -largest, largest, False, False, False
+        )
+    return values, scales if scale is None else scale
+
+
+def rms_norm_quant(x, weight, epsilon, to_dtype, group_shape, scale=None, weight_offset=0.0, out=None):
+    if scale is None:
+        return _rms_norm_quant(x, None, weight, epsilon, to_dtype, group_shape, weight_offset, out)
+    _refuse("out", out is not None)
+    values, _ = _quantised(x, x.shape[1], to_dtype, group_shape)
+    torch.ops._C.rms_norm_static_fp8_quant(values, x, weight, scale, epsilon)
+    return values, scale
+
+
+def fused_add_rms_norm_quant(
+    x, residual, weight, epsilon, to_dtype, group_shape, scale=None, weight_offset=0.0, out=None
+):
+    if scale is None:
+        return _rms_norm_quant(x, residual, weight, epsilon, to_dtype, group_shape, weight_offset, out)
+    _refuse("out", out is not None)
+    values, _ = _quantised(x, x.shape[1], to_dtype, group_shape)
+    torch.ops._C.fused_add_rms_norm_static_fp8_quant(values, x, residual, weight, scale, epsilon)
+    return values, scale
+
+
+def _rms_norm_quant(x, residual, weight, epsilon, to_dtype, group_shape, weight_offset, out):
+    _refuse("weight_offset", weight_offset)
+    _refuse("out", out is not None)
+    values, scales = _quantised(x, x.shape[1], to_dtype, group_shape)
+    if group_shape == [1, -1]:
+        torch.ops._C.rms_norm_dynamic_per_token_quant(values, x, weight, scales, epsilon, None, residual)
+    else:
+        torch.ops._C.rms_norm_per_block_quant(values, x, weight, scales, epsilon, None, residual, group_shape[1], False)
+    return values, scales
+
+
+def silu_and_mul_quant(x, to_dtype, group_shape, scale=None, out=None):
+    _refuse("out", out is not None)
+    _refuse("scales of rows", group_shape == [1, -1])
+    values, scales = _quantised(x, x.shape[1] // 2, to_dtype, group_shape)
+    if scale is not None:
+        torch.ops._C.silu_and_mul_quant(values, x, scale)
+        return values, scale
+    torch.ops._C.silu_and_mul_per_block_quant(values, x, scales, group_shape[1], None, False)
+    return values, scales
 
 
 def silu_and_mul(x):
@@ -114,6 +173,12 @@ def _elementwise(op, x):
     out = torch.empty_like(x)
     op(out, x)
     return out
+
+
+def _quantised(x, columns, to_dtype, group_shape):
+    values = torch.empty((len(x), columns), dtype=to_dtype, device=x.device)
+    scales = GroupShape(*group_shape).scale_shape(values.shape)
+    return values, torch.empty(scales, dtype=torch.float32, device=x.device)
 
 
 def _one(like: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ def _launch_over(
 
 
 @triton.jit
-def _tile(total, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def tile(total, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The rows and columns of this program, and a mask of those that exist. Adjacent programs take adjacent columns."""
     blocks_a_row: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // blocks_a_row * ROWS + tl.arange(0, ROWS)[:, None]
@@ -64,7 +64,7 @@ def _unary(
     PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    row, column, mask = _tile(total, COLUMNS, ROWS, BLOCK)
+    row, column, mask = tile(total, COLUMNS, ROWS, BLOCK)
     value = tl.load(x + row_offset(row, x_rows) + column * x_rows.column_stride, mask).to(tl.float32)
     tl.store(out + row.to(tl.int64) * COLUMNS + column, formula(FORMULA, (value,), parameters), mask)
 
@@ -77,7 +77,7 @@ def _gated(
     PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    row, column, mask = _tile(total, COLUMNS, ROWS, BLOCK)
+    row, column, mask = tile(total, COLUMNS, ROWS, BLOCK)
     start = x + row_offset(row, x_rows)
     if INTERLEAVED:
         first = 2 * (tl.program_id(0) % tl.cdiv(COLUMNS, BLOCK)) * BLOCK

@@ -49,19 +49,22 @@ def quantise(
     have scales in fp64, and their quotients are not rounded. A group that holds NaN may become any values.
     Raises ValueError if x is no matrix, or for another dtype, group or shape of the scale.
     """
-    check_arguments(x, to_dtype, group_shape, scale)
+    check_arguments(x.shape, to_dtype, group_shape, scale)
     scale = scales_of(x, to_dtype, GroupShape(*group_shape)) if scale is None else scale.clone()
     return stored(x, scale, to_dtype).contiguous(), scale
 
 
-def check_arguments(x: torch.Tensor, to_dtype: torch.dtype, group_shape: list[int], scale: torch.Tensor | None) -> None:
-    if x.ndim != 2 or to_dtype not in STORED:
-        raise ValueError(f"a matrix can be quantised to {FP8} or {INT8}, not {list(x.shape)} to {to_dtype}")
+def check_arguments(
+    shape: tuple[int, ...], to_dtype: torch.dtype, group_shape: list[int], scale: torch.Tensor | None
+) -> None:
+    """shape: of the values."""
+    if len(shape) != 2 or to_dtype not in STORED:
+        raise ValueError(f"a matrix can be quantised to {FP8} or {INT8}, not {list(shape)} to {to_dtype}")
     if len(group_shape) != 2 or any(size != WHOLE and size.bit_count() != 1 for size in group_shape):
         raise ValueError(f"groups have powers of two for sizes, or -1 for all, not {list(group_shape)}")
-    wanted = GroupShape(*group_shape).scale_shape(x.shape)
+    wanted = GroupShape(*group_shape).scale_shape(shape)
     if scale is not None and tuple(scale.shape) != wanted:
-        raise ValueError(f"the scales of {list(x.shape)} must be {list(wanted)}, not {list(scale.shape)}")
+        raise ValueError(f"the scales of {list(shape)} must be {list(wanted)}, not {list(scale.shape)}")
 
 
 @quantise.problem_of

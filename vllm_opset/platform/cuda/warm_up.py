@@ -47,7 +47,7 @@ def model(worker: Worker) -> None:
         linear.multiply_one_row(runner.get_model())
         if worker.model_config.is_moe:
             _experts(runner, most_tokens)
-        if _takes_any_values(runner):
+        if takes_any_values(runner):
             _steps(runner, min(most_tokens, PRECOMPILED_TOKENS))
     _attention(worker)
     _steps(runner, most_tokens)
@@ -61,7 +61,7 @@ def _experts(runner, most_tokens: int) -> None:
     experts.multiply(runner.get_model(), most_tokens)
 
 
-def _takes_any_values(runner) -> bool:
+def takes_any_values(runner) -> bool:
     """Whether a step may compute on memory that no kernel wrote: some layers would pick experts or states by it."""
     return all(isinstance(layer, Attention) for layer in runner.compilation_config.static_forward_context.values())
 

@@ -1,13 +1,16 @@
 """The worker process on a GPU."""
 
+from contextlib import nullcontext
+
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.kernels.triton._constants import assume_unchanged
 from vllm_opset.kernels.triton._precompile import precompile
-from vllm_opset.model import fusion, linear, sampler, weights
+from vllm_opset.model import fusion, linear, quantised_inputs, sampler, weights
 from vllm_opset.model.warm_up import sampler as call_sampler
+from vllm_opset.model.warm_up import step_of_few_tokens
 from vllm_opset.platform import compat, compile_cache, quantised_weights, refusals, second_runner
 from vllm_opset.platform.cuda import device, graphs, pinned, warm_up
 from vllm_opset.platform.cuda.starting import Starting
@@ -36,6 +39,8 @@ class OpsetCudaWorker(Starting, OpsetWorker):
         fusion.bind(model, self.vllm_config, precompile)
         if not weights.offloads(self.vllm_config):  # vLLM itself must handle weights that it moves
             linear.bind(model, compiled=refusals.compiles(self.vllm_config))
+        with precompile() if warm_up.takes_any_values(self.model_runner) else nullcontext():
+            quantised_inputs.bind(model, self.vllm_config, step_of_few_tokens(self.model_runner))
         compile_cache.keep_kernels_apart(self.vllm_config)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
