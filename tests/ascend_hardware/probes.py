@@ -41,6 +41,13 @@ CALLERS = {
     "npu_fused_infer_attention_score": "paged_attention=ascend",
     "_npu_paged_attention": "paged_attention=ascend_atb",
     "npu_top_k_top_p": "top_k_top_p_sample=ascend",
+    "npu_moe_gating_top_k_softmax": "route=ascend",
+    "npu_moe_gating_top_k": "route=ascend_gating_top_k",
+    "npu_moe_init_routing_v2": "fused_experts=ascend",
+    "npu_grouped_matmul": "fused_experts=ascend",
+    "npu_moe_finalize_routing": "fused_experts=ascend",
+    "npu_dynamic_quant": "quantise=ascend",
+    "npu_quant_matmul": "linear=ascend",
 }
 
 
