@@ -46,7 +46,7 @@ def mode(limits: Limits, device_name: str = "Ascend910B3") -> Iterator[Counter[s
     global _limits
     before, _limits = _limits, limits
     _calls.clear()
-    target = targets.Target("huawei", targets.soc(device_name), targets.npu_operators())
+    target = targets.Target("huawei", targets.soc(device_name), targets.npu_features())
     try:
         with patch("torch.npu.get_device_name", lambda device=None: device_name), targets.instead(target):
             yield _calls
