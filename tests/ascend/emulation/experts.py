@@ -6,13 +6,13 @@ What a document calls undefined is NaN, or the least integer.
 import torch
 
 from emulation.quantised import exactly, is_matrix, stored
-from emulation.registry import dtype_of, emulates, refuse, require
 from emulation.registry import documented as limits
+from emulation.registry import dtype_of, emulates, refuse, require
 
 
 @emulates("npu::npu_moe_gating_top_k_softmax")
 def npu_moe_gating_top_k_softmax(x, finished=None, k=1):
-    """Of equal scores, the first comes first, as in the tests of CANN's open repository ops-transformer."""
+    """The first of equal scores comes first, as in the tests of CANN's open repository ops-transformer."""
     if finished is not None or x.dim() != 2:
         raise NotImplementedError("only two dimensions are emulated, without finished rows")
     require(len(x) > 0, "x has rows")
@@ -57,7 +57,7 @@ def largest(scores: torch.Tensor, count: int) -> torch.Tensor:
 @emulates("npu::npu_moe_init_routing_v2")
 def npu_moe_init_routing_v2(
     x, expert_idx, *, scale=None, offset=None, active_num=-1, expert_capacity=-1, expert_num=-1, drop_pad_mode=0,
-    expert_tokens_num_type=0, expert_tokens_num_flag=False, quant_mode=-1, active_expert_range=[], row_idx_type=0,
+    expert_tokens_num_type=0, expert_tokens_num_flag=False, quant_mode=-1, active_expert_range=[], row_idx_type=0,  # noqa: B006 it is the schema's default
     x_dtype=None,
 ):  # fmt: skip
     if not (scale is offset is x_dtype is None and row_idx_type == 0 and expert_tokens_num_type == 1):
@@ -93,8 +93,12 @@ def npu_grouped_matmul(
     if group_type != 0 or group_list_type != 0:
         raise NotImplementedError("only groups of rows by their ends are emulated")
     (x,), (weight,) = x, weight
-    require(split_item in (2, 3) and x.dim() == 2 and weight.dim() == 3, "one x of two and one weight of three dimensions")
-    require(x.is_contiguous() and is_matrix(weight), "x is contiguous, weight is so too or the transpose of one that is")
+    require(
+        split_item in (2, 3) and x.dim() == 2 and weight.dim() == 3, "one x of two and one weight of three dimensions"
+    )
+    require(
+        x.is_contiguous() and is_matrix(weight), "x is contiguous, weight is so too or the transpose of one that is"
+    )
     require(x.dtype == weight.dtype and x.shape[1] == weight.shape[1], "x and weight fit")
     refuse(limits.grouped_matmul(len(weight), x.shape[1]))
     require(group_list.dtype == torch.int64 and group_list.shape == weight.shape[:1], "group_list is int64 [groups]")

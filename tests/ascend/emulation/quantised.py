@@ -2,8 +2,8 @@
 
 import torch
 
-from emulation.registry import dtype_of, emulates, refuse, require
 from emulation.registry import documented as limits
+from emulation.registry import dtype_of, emulates, refuse, require
 
 
 def stored(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +41,9 @@ def npu_quant_matmul(
     require(pertoken_scale.dtype == torch.float32, "pertoken_scale is fp32")
     require(pertoken_scale.shape == x1.shape[:1] and pertoken_scale.is_contiguous(), "pertoken_scale is [m]")
     if bias is not None:
-        require(bias.dtype in (out_dtype, torch.float32) and bias.shape == (out_features,), "bias is [n], as out or fp32")
+        require(
+            bias.dtype in (out_dtype, torch.float32) and bias.shape == (out_features,), "bias is [n], as out or fp32"
+        )
     out = exactly(x1, x2) * scale.float() * pertoken_scale.unsqueeze(1)
     return (out if bias is None else out + bias.float()).to(out_dtype)
 

@@ -99,8 +99,8 @@ GATING_MIN_GROUP = 3
 # docs of npu_grouped_matmul: up to 1024 groups for one weight of three dimensions; last dimensions below 65536.
 GROUPED_MATMUL_MAX_GROUPS = 1024
 GROUPED_MATMUL_MAX_WIDTH = 65535
-# Conflict: how npu_moe_finalize_routing reads its indices, which npu_moe_init_routing_v2 gives by rows, [rows, k]. docs:
-# mode 0 alone, by columns. CANN: 0 by columns and 2 by rows; vllm-ascend passes 2. Both need the same values.
+# Conflict: how npu_moe_finalize_routing reads its indices. npu_moe_init_routing_v2 gives them by rows, [rows, k]. docs:
+# mode 0 alone, by columns. CANN: 0 by columns and 2 by rows. vllm-ascend passes 2.
 FINALIZE_DROP_PAD_MODE = 0
 BY_COLUMNS, BY_ROWS = 0, 2
 # docs of npu_quant_matmul: last dimensions of x1 and x2 up to 65535.
@@ -188,7 +188,7 @@ def gating(num_experts: int, top_k: int, num_expert_group: int, topk_group: int)
     padded = -(-size // GATING_ALIGNMENT) * GATING_ALIGNMENT * num_expert_group
     if size < GATING_MIN_GROUP or max(num_experts, padded) > GATING_MAX_EXPERTS:
         return (
-            f"npu_moe_gating_top_k takes groups of {GATING_MIN_GROUP} experts or more, and {GATING_MAX_EXPERTS} experts "
+            f"npu_moe_gating_top_k takes groups of {GATING_MIN_GROUP} experts or more, up to {GATING_MAX_EXPERTS} experts "
             f"once groups are padded to multiples of {GATING_ALIGNMENT}, not {num_expert_group} groups of {size}"
         )
     if not 1 <= top_k <= size * topk_group:
@@ -218,9 +218,7 @@ def grouped_bias_dtype(dtype: torch.dtype) -> torch.dtype:
 def quant_matmul(in_features: int, out_features: int) -> str | None:
     """Checks the sizes for npu_quant_matmul."""
     if max(in_features, out_features) > QUANT_MATMUL_MAX_WIDTH:
-        return (
-            f"npu_quant_matmul takes up to {QUANT_MATMUL_MAX_WIDTH} features, not {in_features} by {out_features}"
-        )
+        return f"npu_quant_matmul takes up to {QUANT_MATMUL_MAX_WIDTH} features, not {in_features} by {out_features}"
     return None
 
 

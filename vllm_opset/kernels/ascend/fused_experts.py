@@ -9,9 +9,9 @@ Source: the docs of these operators, in this order:
 
 - npu_grouped_matmul multiplies the rows of each group by its weight, which may be given as the transpose of a
   contiguous one. The groups must end at the last row, so the undefined rows belong to the last expert. Biases are fp16
-  for fp16, and fp32 for others. For int8 it takes scales of the weights in bf16 if results are bf16, in fp32 if they are
-  fp16; biases would have to be int32, so PyTorch adds them. docs speak of one dimension of scales and biases. For one
-  weight of three dimensions, CANN has [groups, n].
+  for fp16, and fp32 for others. Int8 weights have scales in bf16 for results in bf16, and in fp32 for fp16. Biases of
+  int8 would have to be int32, so PyTorch adds them. The docs say that scales and biases have one dimension. CANN has
+  [groups, n] for one weight of three dimensions.
 
 - npu_moe_finalize_routing adds each token's rows, multiplied by weights in the rows' dtype. Its indices must be of rows
   that exist. So absent choices get the last row, which is set to zeros if there are any. PyTorch adds the result of
@@ -149,9 +149,7 @@ def _products(
     return out + bias[torch.searchsorted(ends, torch.arange(len(x), device=ends.device), right=True)]
 
 
-def _combined(
-    results: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, absent: torch.Tensor
-) -> torch.Tensor:
+def _combined(results: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
     """The weighted sum of each token's rows. If a choice is absent, the last row is one of those that are undefined."""
     results[-1].masked_fill_(absent.any(), 0)
     rows = rows.masked_fill(rows < 0, len(results) - 1).view(absent.shape)

@@ -1,9 +1,9 @@
 """linear with int8 weights and activations (W8A8) by npu_quant_matmul. PyTorch multiplies unquantised weights.
 
-Source: its docs. The scale has one element, or one for each channel of the result; the scales of tokens are fp32 [m].
-The result is bf16 or fp16, with a bias in its dtype, which is added after the scales (CANN aclnnQuantMatmulV4). x2 may
-be the transpose of a contiguous matrix, as in an example of the docs, so weights stay as vLLM loads them. Nothing may
-be empty. Not used: NZ formats, which docs recommend for speed, and offsets.
+Source: its docs. The scale has one element, or one for each channel of the result. The scales of tokens are fp32 [m].
+The result is bf16 or fp16. A bias has its dtype and is added after the scales (CANN aclnnQuantMatmulV4). The second
+factor may be the transpose of a contiguous matrix, as in an example of the docs, so weights stay as vLLM loads them.
+Nothing may be empty. This kernel uses neither NZ formats, which the docs recommend for speed, nor offsets.
 """
 
 import torch

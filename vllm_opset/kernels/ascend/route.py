@@ -7,10 +7,10 @@ The kernel "ascend_gating_top_k" uses npu_moe_gating_top_k, also for softmax if 
 and CANN's page of aclnnMoeGatingTopK for its formula. It renormalises sigmoids, and softmaxes not. It returns all
 scores if it is asked to, and from these come the weights of sigmoids that are not renormalised.
 
-Logits are converted to fp32, because the operators return weights in the dtype of the logits. Of equal scores, the
-lower expert comes first in op-plugin's and vllm-ascend's tests; docs are silent. The operators choose by the scores.
-So logits whose scores are equal in fp32, such as those that are 100 below the largest, are ties, unlike in the
-contract. Not documented: what becomes of a row with NaN.
+Logits are converted to fp32, because the operators return weights in the dtype of the logits. The docs do not say
+which of equal scores comes first. In the tests of CANN's open repository ops-transformer it is the lower expert. The
+operators choose by the scores. So logits whose scores are equal in fp32, such as those that are more than 100 below the
+largest, are ties, unlike in the contract. Not documented: what becomes of a row with NaN.
 """
 
 import torch
