@@ -242,7 +242,7 @@ def test_the_scores_of_groups_are_a_maximum_or_the_sum_of_two():
 @pytest.mark.parametrize(
     ("columns", "changes", "limit"),
     [
-        (2049, {}, "up to 2048 experts"),
+        (2049, {}, "up to 2048"),
         (8, {"group_count": 4}, "groups of 3 experts or more"),
         (1040, {"group_count": 80}, "padded to multiples of 32"),
         (12, {"group_count": 4, "k": 4}, "4 experts cannot be chosen of 3"),
