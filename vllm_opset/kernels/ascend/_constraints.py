@@ -189,7 +189,7 @@ def gating(num_experts: int, top_k: int, num_expert_group: int, topk_group: int)
     if size < GATING_MIN_GROUP or max(num_experts, padded) > GATING_MAX_EXPERTS:
         return (
             f"npu_moe_gating_top_k takes groups of {GATING_MIN_GROUP} experts or more, up to {GATING_MAX_EXPERTS} "
-            f"experts once groups are padded to multiples of {GATING_ALIGNMENT}, not {num_expert_group} groups of {size}"
+            f"experts if groups are padded to multiples of {GATING_ALIGNMENT}, not {num_expert_group} groups of {size}"
         )
     if not 1 <= top_k <= size * topk_group:
         return f"{top_k} experts cannot be chosen of {size * topk_group}"
