@@ -33,7 +33,7 @@ class Target:
     vendor: "nvidia", "amd", "huawei", or "cpu". architecture: such as "sm90", "gfx942", "A2", or the processor's.
 
     features: those on which kernels and launches depend. By default, those that follow from vendor and architecture. An
-    NPU's are the operators that torch_npu registers, such as "npu::npu_swiglu".
+    NPU's are the operators that torch_npu registers, such as "npu::npu_swiglu", and INT8.
     """
 
     vendor: str
@@ -105,16 +105,17 @@ def _found(device_type: str) -> Target:
     if device_type == "cuda":
         return Target("nvidia", "sm90")  # absent: `doctor` and tests ask what would be chosen on a Hopper GPU
     if device_type == "npu" and hasattr(torch, "npu") and torch.npu.is_available():
-        return Target("huawei", soc(torch.npu.get_device_name()), npu_operators())
+        return Target("huawei", soc(torch.npu.get_device_name()), npu_features())
     if device_type == "npu":
         return Target("huawei", "npu")  # absent
     return Target("cpu", platform.machine(), _onednn_dtypes())
 
 
-def npu_operators() -> frozenset[str]:
-    """The operators of torch_npu and of ATB that are registered, such as "npu::npu_swiglu"."""
+def npu_features() -> frozenset[str]:
+    """The operators of torch_npu and of ATB that are registered, such as "npu::npu_swiglu", and INT8 by one of them."""
     names = torch._C._dispatch_get_all_op_names()
-    return frozenset(name.partition(".")[0] for name in names if name.startswith(("npu::", "atb::")))
+    operators = frozenset(name.partition(".")[0] for name in names if name.startswith(("npu::", "atb::")))
+    return operators | ({INT8} if "npu::npu_quant_matmul" in operators else set())
 
 
 def _onednn_dtypes() -> frozenset[str]:

@@ -27,10 +27,11 @@ def rows() -> list[str]:
 
 
 def _row(op: Op, kernel: Kernel) -> list[str]:
-    operator = next((name for name, caller in CALLERS.items() if caller == str(kernel)), "npu_gelu")
+    operators = [name for name, caller in CALLERS.items() if caller == str(kernel)] or ["npu_gelu"]
     products = [_dtypes(op, kernel, device) for device in DEVICES.values()]
-    source = _constraints.OPERATORS[operator].source
-    return [f"`{op.name}`", f"`{kernel.name}`", f"`{operator}`", *products, _limits(kernel), source]
+    sources = dict.fromkeys(_constraints.OPERATORS[name].source for name in operators)
+    called = ", ".join(f"`{name}`" for name in operators)
+    return [f"`{op.name}`", f"`{kernel.name}`", called, *products, _limits(kernel), "; ".join(sources)]
 
 
 def _dtypes(op: Op, kernel: Kernel, device: str) -> str:

@@ -168,3 +168,100 @@ def test_geglu_activates_the_right_half_unless_told_otherwise():
     left = torch.ops.npu.npu_geglu(x, approximate=0, activate_left=True)[0]
     torch.testing.assert_close(right, x[:, :1] * gelu(x[:, 1:]))
     torch.testing.assert_close(left, gelu(x[:, :1]) * x[:, 1:])
+
+
+def grouped(rows=6, **changes):
+    arguments = {"group_list": torch.tensor([2, rows]), "split_item": 3, "group_type": 0, "group_list_type": 0}
+    x, weight = torch.randn(rows, 8, dtype=torch.bfloat16), torch.randn(2, 8, 4, dtype=torch.bfloat16)
+    return torch.ops.npu.npu_grouped_matmul([changes.pop("x", x)], [weight], **(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({"group_list": torch.tensor([2, 5])}, "rises to the rows"),
+        ({"group_list": torch.tensor([7, 6])}, "rises to the rows"),
+        ({"group_list": torch.tensor([2, 6], dtype=torch.int32)}, "int64"),
+        ({"split_item": 0}, "one x of two"),
+        ({"x": torch.randn(8, 6, dtype=torch.bfloat16).t()}, "x is contiguous"),
+        ({"bias": [torch.zeros(2, 4, dtype=torch.bfloat16)]}, "else fp32"),
+    ],
+)
+def test_undocumented_groups(changes, limit):
+    grouped()
+    with pytest.raises(UndocumentedCall, match=limit):
+        grouped(**changes)
+
+
+def routing(expert_idx, **changes):
+    arguments = {
+        "expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "active_expert_range": [0, 3]
+    }  # fmt: skip
+    x = torch.arange(2 * len(expert_idx), dtype=torch.bfloat16).view(-1, 2)
+    return torch.ops.npu.npu_moe_init_routing_v2(
+        x, torch.tensor(expert_idx, dtype=torch.int32), **(arguments | changes)
+    )
+
+
+def test_routing_copies_the_tokens_of_active_experts_in_their_order():
+    rows, row_idx, counts, _ = routing([[2, 0], [3, 0], [1, 2]])
+    assert row_idx.tolist() == [3, 0, -1, 1, 2, 4] and counts.tolist() == [2, 1, 2]
+    assert rows[:5, 0].tolist() == [0, 2, 4, 0, 4] and rows[5].isnan().all()
+
+
+def test_routing_quantises_each_token():
+    rows, _, _, scales = routing([[2], [0]], quant_mode=1)
+    assert rows.tolist() == [[85, 127], [0, 127]] and scales.tolist() == pytest.approx([3 / 127, 1 / 127])
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [({"expert_num": 2}, "0 … expert_num"), ({"active_num": 1}, "no choice"), ({"quant_mode": 0}, "-1 or 1")],
+)
+def test_undocumented_routing(changes, limit):
+    with pytest.raises(UndocumentedCall, match=limit):
+        routing([[2, 0], [3, 0]], **changes)
+    with pytest.raises(UndocumentedCall, match="below expert_num"):
+        routing([[-1]])
+
+
+def test_finalizing_reads_indices_by_columns_or_by_rows():
+    rows, weights = torch.tensor([[1.0], [2.0], [4.0], [8.0]]), torch.tensor([[1.0, 10.0], [100.0, 1000.0]])
+    index = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    sums = [torch.ops.npu.npu_moe_finalize_routing(rows, None, None, None, weights, index, None, m) for m in (0, 2)]
+    assert [x.flatten().tolist() for x in sums] == [[41.0, 8200.0], [21.0, 8400.0]]
+
+
+def test_the_scores_of_groups_are_a_maximum_or_the_sum_of_two():
+    logits = torch.tensor([[4.0, -9.0, -9.0, 3.0, 3.0, -9.0]])
+    modes = ({"group_select_mode": 0}, {"group_select_mode": 1, "norm_type": 1})
+    chosen = [torch.ops.npu.npu_moe_gating_top_k(logits, 1, group_count=2, **how)[1] for how in modes]
+    assert [ids.tolist() for ids in chosen] == [[[0]], [[3]]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "changes", "limit"),
+    [
+        (2049, {}, "up to 2048"),
+        (8, {"group_count": 4}, "groups of 3 experts or more"),
+        (1040, {"group_count": 80}, "padded to multiples of 32"),
+        (12, {"group_count": 4, "k": 4}, "4 experts cannot be chosen of 3"),
+        (8, {"bias": torch.zeros(8, dtype=torch.bfloat16)}, "of x's dtype"),
+        (8, {"renorm": 1}, "renorm is 0"),
+    ],
+)
+def test_undocumented_gating(columns, changes, limit):
+    with pytest.raises(UndocumentedCall, match=limit):
+        torch.ops.npu.npu_moe_gating_top_k(torch.randn(3, columns), **({"k": 2} | changes))
+
+
+def test_int8_is_multiplied_exactly_and_the_bias_comes_after_the_scales():
+    x, weight = (torch.randint(-128, 128, shape, dtype=torch.int8) for shape in ((3, 64), (5, 64)))
+    scale, tokens, bias = torch.rand(5), torch.rand(3), torch.randn(5, dtype=torch.bfloat16)
+    out = torch.ops.npu.npu_quant_matmul(
+        x, weight.t(), scale, pertoken_scale=tokens, bias=bias, output_dtype=torch.bfloat16
+    )
+    want = (x.double() @ weight.double().t()) * scale * tokens[:, None] + bias
+    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=1e-3)
+    with pytest.raises(UndocumentedCall, match="takes bfloat16, float16, not float32"):
+        torch.ops.npu.npu_quant_matmul(x, weight.t(), scale, pertoken_scale=tokens, output_dtype=torch.float32)

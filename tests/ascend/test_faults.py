@@ -90,8 +90,73 @@ def one_token_too_many(given: dict) -> dict:
     return {} if given.get("k") is None else {"k": (given["k"] + 1).clamp(max=given["logits"].shape[1])}
 
 
+def groups_that_end_early(given: dict) -> dict:
+    return {"group_list": (given["group_list"] - 1).clamp(min=0)}
+
+
+def experts_of_others(given: dict) -> dict:
+    return {"weight": [given["weight"][0].roll(1, dims=0)]}
+
+
+def scales_of_other_tokens(given: dict) -> dict:
+    return {name: [x.roll(1, dims=0) for x in given[name]] for name in ("per_token_scale",) if given.get(name)}
+
+
+def scales_in_fp32(given: dict) -> dict:
+    return {"scale": [x.float() for x in given["scale"]]} if given.get("scale") else {}
+
+
+def indices_by_rows(given: dict) -> dict:
+    return {"drop_pad_mode": 2}
+
+
+def weights_of_other_choices(given: dict) -> dict:
+    return {"scales": given["scales"].flip(0)}
+
+
+def rows_before_those_of_the_choices(given: dict) -> dict:
+    return {"expanded_src_to_dst_row": given["expanded_src_to_dst_row"] - 1}
+
+
+def all_experts_active(given: dict) -> dict:
+    return {"active_expert_range": [0, given["expert_num"]]}
+
+
+def another_choice(given: dict) -> dict:
+    return {"x": given["x"].roll(1, dims=1)}
+
+
+def a_softmax(given: dict) -> dict:
+    return {"norm_type": 0} if given.get("norm_type") else {}
+
+
+def groups_by_their_largest(given: dict) -> dict:
+    return {"group_select_mode": 0} if given.get("group_select_mode") and given.get("group_count", 1) > 1 else {}
+
+
+def no_scores(given: dict) -> dict:
+    return {"out_flag": False} if given.get("out_flag") else {}
+
+
+def other_tokens_scales(given: dict) -> dict:
+    return {"pertoken_scale": given["pertoken_scale"].flip(0)}
+
+
+def no_bias(given: dict) -> dict:
+    return {} if given.get("bias") is None else {"bias": None}
+
+
+def the_weight_as_it_is(given: dict) -> dict:
+    return {"x2": given["x2"].t()}
+
+
+def halves_of_the_values(given: dict) -> dict:
+    return {"input": given["input"] / 2}
+
+
 FUSED_ATTENTION = "npu::npu_fused_infer_attention_score"
 ATB_ATTENTION = "atb::_npu_paged_attention"
+GATING = "npu::npu_moe_gating_top_k"
 FAULTS = [
     ("rms_norm", "npu::npu_rms_norm", eps_for_epsilon),
     ("rms_norm", "npu::npu_rms_norm", another_epsilon),
@@ -116,6 +181,23 @@ FAULTS = [
     ("paged_attention", ATB_ATTENTION, strided_caches),
     ("paged_attention", ATB_ATTENTION, pages_of_other_requests),
     ("top_k_top_p_sample", "npu::npu_top_k_top_p", one_token_too_many),
+    ("route", "npu::npu_moe_gating_top_k_softmax", another_choice),
+    ("route", GATING, another_choice),
+    ("route", GATING, a_softmax),
+    ("route", GATING, groups_by_their_largest),
+    ("route", GATING, no_scores),
+    ("fused_experts", "npu::npu_moe_init_routing_v2", all_experts_active),
+    ("fused_experts", "npu::npu_grouped_matmul", groups_that_end_early),
+    ("fused_experts", "npu::npu_grouped_matmul", experts_of_others),
+    ("fused_experts", "npu::npu_grouped_matmul", scales_of_other_tokens),
+    ("fused_experts", "npu::npu_grouped_matmul", scales_in_fp32),
+    ("fused_experts", "npu::npu_moe_finalize_routing", indices_by_rows),
+    ("fused_experts", "npu::npu_moe_finalize_routing", weights_of_other_choices),
+    ("fused_experts", "npu::npu_moe_finalize_routing", rows_before_those_of_the_choices),
+    ("quantise", "npu::npu_dynamic_quant", halves_of_the_values),
+    ("linear", "npu::npu_quant_matmul", other_tokens_scales),
+    ("linear", "npu::npu_quant_matmul", no_bias),
+    ("linear", "npu::npu_quant_matmul", the_weight_as_it_is),
 ]
 
 

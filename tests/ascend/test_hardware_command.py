@@ -18,7 +18,7 @@ import torch
 from checks import DEVICES
 from emulation import Limits
 from report import Report, Result, Verdict
-from test_faults import Faulty, halves_the_wrong_way_round
+from test_faults import Faulty, the_wrong_half_activated
 
 from vllm_opset.kernels.ascend import _constraints
 
@@ -45,6 +45,8 @@ def test_a_probe_finds_what_the_constant_says(constant):
         promised = [False, True]
     if constant == "INTERLEAVED":  # the emulation knows both names
         promised = ["interleave", "interleaved"]
+    if constant == "FINALIZE_DROP_PAD_MODE":  # the emulation knows both orders
+        promised = [0, 2]
     assert working(constant) == promised
 
 
@@ -58,6 +60,7 @@ def test_a_probe_finds_what_the_constant_says(constant):
         ("SCATTER_SLOT_DTYPES", (torch.int32,), [torch.int32]),
         ("ATB_SLOT_DTYPE", torch.int64, [torch.int64]),
         ("ATB_SKIPS_NEGATIVE_SLOTS", False, []),
+        ("GATING_MAX_EXPERTS", 128, [64, 128]),
     ],
 )
 def test_a_probe_finds_that_a_device_is_otherwise(constant, value, works):
@@ -74,8 +77,8 @@ def test_the_probes_of_products_know_where_they_are():
 
 
 def test_an_operator_that_is_there_and_wrong_is_found():
-    with Faulty("npu::npu_swiglu", halves_the_wrong_way_round):
-        assert set(probes.CALLERS) - set(working("OPERATORS")) == {"npu_swiglu"}
+    with Faulty("npu::npu_geglu", the_wrong_half_activated):
+        assert set(probes.CALLERS) - set(working("OPERATORS")) == {"npu_geglu"}
 
 
 def test_every_operator_and_every_constant_that_documents_contradict_is_probed():

@@ -41,6 +41,13 @@ CALLERS = {
     "npu_fused_infer_attention_score": "paged_attention=ascend",
     "_npu_paged_attention": "paged_attention=ascend_atb",
     "npu_top_k_top_p": "top_k_top_p_sample=ascend",
+    "npu_moe_gating_top_k_softmax": "route=ascend",
+    "npu_moe_gating_top_k": "route=ascend_gating_top_k",
+    "npu_moe_init_routing_v2": "fused_experts=ascend",
+    "npu_grouped_matmul": "fused_experts=ascend",
+    "npu_moe_finalize_routing": "fused_experts=ascend",
+    "npu_dynamic_quant": "quantise=ascend",
+    "npu_quant_matmul": "linear=ascend",
 }
 
 
@@ -137,6 +144,25 @@ def atb_slot_dtype(device: str, dtype: torch.dtype) -> str | None:
 def atb_skips_negative_slots(device: str, _) -> str | None:
     slots = [-1, *SLOTS, -1]
     return writes(device, torch.ops.atb._npu_reshape_and_cache, slots, _constraints.ATB_SLOT_DTYPE)
+
+
+# Experts
+
+
+@settles("GATING_MAX_EXPERTS", 64, 128, 256, 2048, promised=lambda count: count <= _constraints.GATING_MAX_EXPERTS)
+def gating_max_experts(device: str, num_experts: int) -> str | None:
+    """By softmax and without groups, for which an earlier release knew no number of experts."""
+    logits = torch.randn(5, num_experts, generator=torch.Generator().manual_seed(0))
+    _, ids, _ = torch.ops.npu.npu_moe_gating_top_k(logits.to(device), 8)
+    return None if torch.equal(ids.cpu().long(), logits.topk(8).indices) else "other experts were chosen"
+
+
+@settles("FINALIZE_DROP_PAD_MODE", _constraints.BY_COLUMNS, _constraints.BY_ROWS)
+def finalize_drop_pad_mode(device: str, mode: int) -> str | None:
+    kernel, samples = kernels_of("fused_experts")["ascend"], ops.fused_experts.samples(device, DTYPE)
+    sample = next(sample for sample in samples if sample.name == "16 tokens")
+    with patch.object(_constraints, "FINALIZE_DROP_PAD_MODE", mode):
+        return parity.check_sample(ops.fused_experts, kernel, sample, DTYPE).failure
 
 
 # Others

@@ -36,6 +36,7 @@ MODULES = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.worker.gpu_worker",
 )
+WITHOUT_KERNELS = ("cpu", "cuda", "npu")
 WATCHED = ("vllm", "torch", "torch.accelerator", "torch.cuda", "triton.runtime.jit")
 # Operators of vLLM's compiled kernels. vLLM and this package add operators of their own to other namespaces.
 COMPILED = "_C"
@@ -149,16 +150,17 @@ def in_a_worker(platform: str) -> Iterator[None]:
     from vllm_opset.platform import compat, second_runner
 
     compat.forget_shared_layers()
-    if platform in ("cpu", "cuda"):
+    if platform in WITHOUT_KERNELS:
         from vllm_opset.model import experts
 
         experts.register()
     with contextlib.ExitStack() as until_the_end:
-        if platform in ("cpu", "cuda"):
+        if platform in WITHOUT_KERNELS:
             from vllm_opset.platform import quantised_weights
 
-            quantised_weights.register(types.SimpleNamespace(quantization="fp8", is_moe=True))
-            quantised_weights.configure_mxfp4()
+            quantised_weights.register(types.SimpleNamespace(quantization="compressed-tensors", is_moe=True))
+            if platform != "npu":  # which refuses gpt-oss with MXFP4 experts
+                quantised_weights.configure_mxfp4()
         if platform == "cpu" and second_runner.replaces_triton_kernels():
             serve_with_second_runner()
         if platform == "npu":
@@ -214,7 +216,7 @@ def main(platform: str) -> None:
     load_plugin(platform)
     loaded = snapshot()
     rotary_embedding._ROPE_DICT["of another model"] = None
-    if platform in ("cpu", "cuda"):
+    if platform in WITHOUT_KERNELS:
         # vLLM's modules of experts, with the layers that they register. No other platform registers a method.
         from vllm_opset.platform import quantised_layers
 

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm_opset import ops, selection
 from vllm_opset.model.layers import Kernels
 from vllm_opset.ops.moe import _activations
-from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_expert_map
+from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_expert_map, sizes_of
 from vllm_opset.ops.moe.route import SCORING_FUNCS
 from vllm_opset.ops.schemes import NONE, Scheme, values_shape
 from vllm_opset.unsupported import Refusal
@@ -44,9 +44,18 @@ class Experts:
         self.kind = layer.w13_weight.shape, layer.w2_weight.shape, scheme
         self._hidden_size = values_shape(layer.w13_weight)[-1]
         self.dtype, self.logits_dtype = moe.in_dtype, moe.router_logits_dtype or moe.in_dtype
-        routed = {"num_experts": layer.global_num_experts, "top_k": layer.top_k}
+        groups = _groups(layer, layer.global_num_experts)
+        routed = {
+            "num_experts": layer.global_num_experts,
+            "top_k": layer.top_k,
+            "scoring_func": layer.scoring_func,
+            "bias": layer.e_score_correction_bias is not None,
+            "num_expert_group": groups[0],
+            "topk_group": groups[1],
+        }
+        self._sizes = sizes_of(layer.w2_weight)
         self._route = Kernels(ops.route, lambda: routed, compiled=False)
-        self._experts = Kernels(ops.fused_experts, lambda: {"scheme": scheme}, compiled=False)
+        self._experts = Kernels(ops.fused_experts, lambda: {"scheme": scheme, **self._sizes}, compiled=False)
         # Chosen now, so that the report at start-up names them.
         self._route[self.logits_dtype]
         self._experts[self.dtype]
@@ -73,7 +82,7 @@ class Experts:
 
         Returns what the kernel gets, by the names of its arguments.
         """
-        problem = FusedExpertsProblem(current_platform.device_type, self.dtype, self.kind[2])
+        problem = FusedExpertsProblem(current_platform.device_type, self.dtype, self.kind[2], **self._sizes)
         kernel, prepared = selection.select(ops.fused_experts, problem).kernel, ops.fused_experts.prepared
         given = {"w1": self._layer.w13_weight.data, "w2": self._layer.w2_weight.data}
         given |= {name: value for name, value in self._arguments.items() if name in prepared}

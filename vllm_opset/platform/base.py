@@ -106,10 +106,6 @@ class OpsetPlatform(Platform):
         switches.read(additional_config)
 
     @classmethod
-    def verify_quantization(cls, quant: str) -> None:
-        raise refusals.QUANTISED_WEIGHTS.refusal(cls.where)
-
-    @classmethod
     def validate_request(cls, processed_inputs, params) -> None:
         from vllm import SamplingParams
 

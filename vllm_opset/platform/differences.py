@@ -36,7 +36,7 @@ HOOKS = (
         has("vllm.model_executor.kernels.linear.register_linear_kernel"),
         changes=tuple(f"vllm.model_executor.kernels.linear._POSSIBLE_{name}KERNELS" for name in ("FP8_", "INT8_", "")),
         hook=True,
-        worker=("cpu", "cuda"),
+        worker=WITHOUT_KERNELS,
     ),
     Bridge(
         "experts",
@@ -46,7 +46,7 @@ HOOKS = (
         has("vllm.model_executor.layers.fused_moe.oracle.unquantized.UnquantizedMoeBackend.OOT"),
         changes=("vllm.model_executor.custom_op.op_registry_oot",),
         hook=True,
-        worker=("cpu", "cuda"),
+        worker=WITHOUT_KERNELS,
     ),
     Bridge(
         "MXFP4 experts",

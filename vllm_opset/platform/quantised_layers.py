@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_opset.platform.bridges import find, has, patch, uses
+from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, uses
 
 REQUANTISE = "vllm.model_executor.layers.quantization.utils.w8a8_utils.requantize_with_max_scale"
 LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
@@ -23,7 +23,7 @@ EXPERTS_METHODS = (
     has(f"{LINEAR_KERNELS}._POSSIBLE_FP8_BLOCK_KERNELS"),
     ends="the oldest release that is served registers them, as 0.33 does by the kernel type fp8_block",
     changes=(f"{LINEAR_KERNELS}._POSSIBLE_FP8_BLOCK_KERNELS",),
-    worker=("cpu", "cuda"),
+    worker=WITHOUT_KERNELS,
 )
 def register_fp8_block_kernel(kernel: type) -> None:
     """Register a kernel for fp8 weights with scales by blocks. vLLM's own registration takes these from 0.33 on.
@@ -43,7 +43,7 @@ def register_fp8_block_kernel(kernel: type) -> None:
     uses(REQUANTISE, "scaled_fp8_quant"),
     ends="vLLM quantises the weights that it loads by PyTorch, where its kernels are absent",
     changes=("vllm._custom_ops.scaled_fp8_quant",),
-    worker=("cpu", "cuda"),
+    worker=WITHOUT_KERNELS,
 )
 def quantise_weights(quantise: Callable) -> None:
     """Replace the function by which vLLM quantises weights to fp8 while it loads them. It calls vLLM's own kernels.
@@ -59,7 +59,7 @@ def quantise_weights(quantise: Callable) -> None:
     has(f"{EXPERTS}.oracle.fp8.backend_to_kernel_cls"),
     ends="vLLM registers quantised experts out of its tree, as it does unquantised ones",
     changes=tuple(f"{EXPERTS}.oracle.{dtype}.backend_to_kernel_cls" for dtype in ("fp8", "int8")),
-    worker=("cpu", "cuda"),
+    worker=WITHOUT_KERNELS,
 )
 def register_quantised_experts(experts: type) -> None:
     """Register a class for experts with fp8 and int8 weights. vLLM chooses it from a list of its own backends.
@@ -79,7 +79,7 @@ def register_quantised_experts(experts: type) -> None:
     lambda: all(uses(f"{method}.create_weights", "ones")() for method in EXPERTS_METHODS),
     ends="vLLM raises for scales that a checkpoint lacks",
     changes=tuple(f"{method}.create_weights" for method in EXPERTS_METHODS),
-    worker=("cpu", "cuda"),
+    worker=WITHOUT_KERNELS,
 )
 def mark_missing_scales() -> None:
     """Fill the scales of experts with NaN before weights are loaded, so that one which the checkpoint lacks is noticed.
@@ -106,7 +106,7 @@ def _with_marked_scales(create: Callable[..., None]) -> Callable[..., None]:
     uses(f"{QUANTISATION}.auto_gptq.AutoGPTQLinearMethod.__init__", "verify_marlin_supported"),
     ends="vLLM asks the kernels that are registered for a platform whether they serve a GPTQ layer",
     changes=(f"{QUANTISATION}.auto_gptq.verify_marlin_supported",),
-    worker=("cpu", "cuda"),
+    worker=WITHOUT_KERNELS,
 )
 def serve_gptq_without_marlin() -> None:
     """Let vLLM build GPTQ layers on a device that has no Marlin kernel.
@@ -127,7 +127,7 @@ def _any_device(**layer: object) -> None:
     uses(f"{QUANTISATION}.auto_awq.AutoAWQConfig.get_quant_method", "AutoAWQLinearMethod"),
     ends="vLLM chooses kernels for AWQ layers by registration on out-of-tree platforms too",
     changes=(f"{QUANTISATION}.auto_awq.AutoAWQLinearMethod",),
-    worker=("cpu", "cuda"),
+    worker=WITHOUT_KERNELS,
 )
 def serve_awq(method: type) -> None:
     """Replace the method that vLLM gives AWQ layers on a platform that is none of its own.

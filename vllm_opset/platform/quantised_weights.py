@@ -1,7 +1,7 @@
 """Quantised weights without vLLM's kernels: which are served, by its registrations, and why the others are refused."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,10 +31,15 @@ CURE = (
 
 @dataclass(frozen=True)
 class QuantisedWeights(Rule):
-    """Refuses the quantised weights that no kernel serves. The message names what the checkpoint has."""
+    """Refuses the quantised weights that no kernel serves. The message names what the checkpoint has.
+
+    named: gives the names of what is refused of a model's quantised weights.
+    """
+
+    named: Callable[["ModelConfig"], Iterator[str]]
 
     def refusal(self, where: str, config: "VllmConfig | None" = None) -> Refusal:
-        return self.of(next(unserved(config.model_config)), where)
+        return self.of(next(self.named(config.model_config)), where)
 
     def of(self, found: str, where: str) -> Refusal:
         return Refusal(f"vllm-opset {where} does not support quantised weights with {found}: {self.cure}.")
@@ -95,9 +100,12 @@ def _described(tensor: Mapping) -> str:
     return f"{symmetry}{tensor.get('num_bits')}-bit {tensor.get('type')} {tensor.get('strategy')}"
 
 
-QUANTISED_WEIGHTS = QuantisedWeights(
-    "quantised weights in other formats", CURE, of_model(lambda model: any(unserved(model)))
-)
+def rule(feature: str, cure: str, named: Callable[["ModelConfig"], Iterator[str]]) -> QuantisedWeights:
+    """The rule that refuses models of which `named` gives a name."""
+    return QuantisedWeights(feature, cure, of_model(lambda model: any(named(model))), named)
+
+
+QUANTISED_WEIGHTS = rule("quantised weights in other formats", CURE, unserved)
 
 
 def verify(method: str, where: str) -> None:

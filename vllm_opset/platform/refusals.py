@@ -159,22 +159,15 @@ ANOTHER_MODEL = "choose another model"
 WIDER = "use --tensor-parallel-size instead"
 WITHOUT_RAY = "leave out --distributed-executor-backend, or give mp or uni"
 
-QUANTISED_WEIGHTS = Rule(
-    "quantised weights",
-    "choose a checkpoint in float32, bfloat16 or float16",
-    of_model(lambda model: model.quantization is not None),
-)
-
 SLEEP = Rule("sleep mode", "leave out --enable-sleep-mode", of_model(lambda model: model.enable_sleep_mode))
 CUMEM_ALLOCATOR = Rule(
     "vLLM's CuMem allocator",
     "leave out --enable-cumem-allocator",
     of_model(lambda model: model.enable_cumem_allocator),
 )
-MOE = Rule("mixture-of-experts (MoE) models", ANOTHER_MODEL, of_model(lambda model: model.is_moe))
 EXPERT_PARALLELISM = Rule(
     "expert parallelism",
-    "leave out --enable-expert-parallel, and use --tensor-parallel-size",
+    "leave out --enable-expert-parallel",
     lambda config: config.parallel_config.enable_expert_parallel,
 )
 EPLB = Rule(

@@ -4,7 +4,7 @@ They emulate the documents, not a device: see ../README.md. Importing this packa
 `torch.ops.atb` work on the CPU, for the operators that the Ascend kernels use.
 """
 
-from emulation import attention, cache, elementwise, graphs, norms, rotary, sampling
+from emulation import attention, cache, elementwise, experts, graphs, norms, quantised, rotary, sampling
 from emulation.registry import OPERATORS, Limits, UndocumentedCall, mode
 
 __all__ = [
@@ -14,9 +14,11 @@ __all__ = [
     "attention",
     "cache",
     "elementwise",
+    "experts",
     "graphs",
     "mode",
     "norms",
+    "quantised",
     "rotary",
     "sampling",
 ]

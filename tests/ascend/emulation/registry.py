@@ -32,6 +32,8 @@ class Limits(Enum):
     RELAXED = "relaxed"
 
 
+# PyTorch's own numbers (c10::ScalarType).
+SCALAR_TYPES = {1: torch.int8, 3: torch.int32, 5: torch.float16, 6: torch.float32, 15: torch.bfloat16}
 OPERATORS: dict[str, Callable] = {}
 _libraries = {namespace: torch.library.Library(namespace, "IMPL") for namespace in ("npu", "atb")}
 _calls: Counter[str] = Counter()
@@ -44,7 +46,7 @@ def mode(limits: Limits, device_name: str = "Ascend910B3") -> Iterator[Counter[s
     global _limits
     before, _limits = _limits, limits
     _calls.clear()
-    target = targets.Target("huawei", targets.soc(device_name), targets.npu_operators())
+    target = targets.Target("huawei", targets.soc(device_name), targets.npu_features())
     try:
         with patch("torch.npu.get_device_name", lambda device=None: device_name), targets.instead(target):
             yield _calls
@@ -77,7 +79,7 @@ def emulates(name: str, meta_wants: int = 0) -> Callable[[Callable], Callable]:
 
         def run(*args, **kwargs):
             _calls[name] += 1
-            _check_documented(operator, args)
+            _check_documented(operator, args, kwargs.get("output_dtype"))
             ask_meta = has_meta and len(args) >= meta_wants
             expected = overload(*_on_meta(args), **_on_meta(kwargs)) if ask_meta else None
             result = emulation(*args, **kwargs)
@@ -92,15 +94,24 @@ def emulates(name: str, meta_wants: int = 0) -> Callable[[Callable], Callable]:
     return register
 
 
+def dtype_of(number: int) -> torch.dtype:
+    """The dtype behind its number in torch_npu's schemas."""
+    return SCALAR_TYPES[number]
+
+
 def has_meta_kernel(name: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta")
 
 
-def _check_documented(operator: str, args: tuple) -> None:
-    """Checks product and dtype. The documents speak of the dtype of the first floating-point argument."""
+def _check_documented(operator: str, args: tuple, output_dtype: int | None) -> None:
+    """Checks product and dtype. The documents speak of the dtype of the first floating-point argument.
+
+    If integers are multiplied, they speak of the dtype of the result, which the call then names.
+    """
     limits, soc = documented.OPERATORS[operator], targets.of("npu").architecture
     require(soc in limits.socs, f"{operator} is documented for {limits.socs}, not for {soc}")
-    dtype = next(x.dtype for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.is_floating_point())
+    first = (x.dtype for x in tree_leaves(args) if isinstance(x, torch.Tensor) and x.is_floating_point())
+    dtype = next(first) if output_dtype is None else dtype_of(output_dtype)
     dtypes = limits.dtypes if _limits is Limits.STRICT else (*limits.dtypes, torch.float32)
     require(dtype in dtypes, f"{operator} takes {documented.names(dtypes)}, not {documented.names([dtype])}")
 

@@ -5,7 +5,9 @@ import json
 import torch
 
 from vllm_opset import ops, selection
+from vllm_opset.ops.schemes import INT8, PER_ROW, Quantised, Scheme
 
+W8A8 = Scheme(Quantised(INT8, PER_ROW), Quantised(INT8, PER_ROW))
 CACHE = {"num_kv_heads": 2, "head_size": 64, "block_size": 128, "split_kv_layout": True}
 
 
@@ -18,6 +20,11 @@ def problems(dtype: torch.dtype):
     yield ops.silu_and_mul, {"dtype": dtype}
     yield ops.reshape_and_cache, {"dtype": dtype, **cache}
     yield ops.paged_attention, {"dtype": dtype, **cache, "num_heads": 4}
+    yield ops.route, {"dtype": dtype, "num_experts": 128, "top_k": 8}
+    sizes = {"num_experts": 128, "hidden_size": 64, "intermediate_size": 96}
+    yield ops.fused_experts, {"dtype": dtype, **sizes}
+    yield ops.quantise, {"dtype": dtype, "to_dtype": INT8, "group": PER_ROW, "static": False, "columns": 64}
+    yield ops.linear, {"dtype": dtype, "in_features": 64, "out_features": 96, "scheme": W8A8}
     yield ops.top_k_top_p_sample, {"dtype": torch.float32, "vocab_size": 320}
 
 

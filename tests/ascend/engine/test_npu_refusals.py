@@ -4,6 +4,7 @@ import sys
 
 import emulated_npu
 import pytest
+import quantised
 from processes import run
 from questions import MODEL
 
@@ -22,6 +23,11 @@ ASKED = {
     "fp8 cache": ({"kv_cache_dtype": "fp8"}, "another dtype than the model's: leave out --kv-cache-dtype"),
     "offloading": ({"cpu_offload_gb": 1}, "weight offloading"),
     "LoRA": ({"enable_lora": True}, "adapters"),
+    "fp8 weights": ({"quantization": "fp8"}, "quantised weights with the method fp8: choose .* int8 weights"),
+    "fp8 weights of compressed-tensors": (
+        {"hf_overrides": {"quantization_config": quantised._compressed_config(quantised.FP8, "channel")}},
+        r"quantised weights with 8-bit float weights \(group_0 of compressed-tensors\): choose .* int8 weights",
+    ),
 }
 
 

@@ -18,6 +18,10 @@ EVERY = {
     "silu_and_mul": "ascend",
     "reshape_and_cache": "ascend",
     "paged_attention": "ascend",
+    "route": "ascend",
+    "fused_experts": "ascend",
+    "quantise": "ascend",
+    "linear": "ascend",
     "top_k_top_p_sample": "ascend",
 }
 # The reference serves the ops that the documents do not promise for a product.

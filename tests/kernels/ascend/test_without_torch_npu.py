@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from vllm_opset import ops
+from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels import ascend
 from vllm_opset.kernels.ascend import _cache, _constraints
 from vllm_opset.ops.attention._paged_inputs import LAYOUTS, SPLIT_KV, poisoned_cache
 from vllm_opset.ops.contract import Problem
+from vllm_opset.ops.schemes import FP8, INT8, PER_ROW, Quantised, Scheme
 from vllm_opset.targets import Target
 
 
@@ -123,3 +125,65 @@ def test_an_operator_is_refused_by_the_problems_target_alone(soc, operators, dty
 def test_shapes_that_documents_agree_on(shape, word):
     reason = _constraints.attention(*shape)
     assert reason is None if word is None else word in reason
+
+
+@pytest.mark.parametrize(
+    ("limit", "sizes", "word"),
+    [
+        ("gating_softmax", (128, 8), None),
+        ("gating_softmax", (2000, 1025), "1 to 1024"),
+        ("gating", (256, 8, 8, 4), None),
+        ("gating", (160, 6, 1, 1), None),
+        ("gating", (2049, 8, 1, 1), "up to 2048"),
+        ("gating", (8, 2, 4, 2), "groups of 3 experts or more"),
+        ("gating", (1040, 8, 80, 4), "not 80 groups of 13"),
+        ("gating", (256, 8, 7, 4), "equal groups"),
+        ("gating", (64, 33, 4, 2), "of 32"),
+        ("grouped_matmul", (1024, 65535), None),
+        ("grouped_matmul", (1025, 64), "1 to 1024 experts"),
+        ("grouped_matmul", (8, 65536), "up to 65535"),
+        ("quant_matmul", (65535, 65535), None),
+        ("quant_matmul", (4096, 151936), "not 4096 by 151936"),
+    ],
+)
+def test_sizes_that_documents_allow(limit, sizes, word):
+    reason = getattr(_constraints, limit)(*sizes)
+    assert reason is None if word is None else word in reason
+
+
+def npu(dtype: torch.dtype = torch.bfloat16, soc: str = "A2") -> dict:
+    """The first fields of a problem on an NPU that has every operator."""
+    operators = frozenset(f"npu::{name}" for name in _constraints.OPERATORS)
+    return {"device": "npu", "dtype": dtype, "target": Target("huawei", soc, operators)}
+
+
+PER_TOKEN = Quantised(INT8, PER_ROW)
+SIZES = {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768}
+FEATURES = {"in_features": 4096, "out_features": 4096}
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "fields", "word"),
+    [
+        (ops.route, "ascend", {"num_experts": 128, "top_k": 8}, None),
+        (ops.route, "ascend", {"num_experts": 128, "top_k": 8, "bias": True}, "neither sigmoids, biases nor groups"),
+        (ops.route, "ascend_gating_top_k", {"num_experts": 256, "top_k": 8, "bias": True, "num_expert_group": 8}, None),
+        (ops.route, "ascend_gating_top_k", {"num_experts": 2, "top_k": 1}, "groups of 3"),
+        (ops.fused_experts, "ascend", SIZES, None),
+        (ops.fused_experts, "ascend", SIZES | {"scheme": Scheme(PER_TOKEN, PER_TOKEN)}, None),
+        (ops.fused_experts, "ascend", SIZES | {"scheme": Scheme(PER_TOKEN)}, "serves int8 per row by int8 per row"),
+        (ops.fused_experts, "ascend", SIZES | {"num_experts": 2000}, "1 to 1024 experts"),
+        (ops.linear, "ascend", FEATURES | {"scheme": Scheme(PER_TOKEN, PER_TOKEN)}, None),
+        (ops.linear, "ascend", FEATURES, "PyTorch's own operator"),
+        (ops.linear, "ascend", FEATURES | {"scheme": Scheme(PER_TOKEN)}, "int8 by int8"),
+        (ops.quantise, "ascend", {"to_dtype": INT8, "group": PER_ROW, "static": False, "columns": 64}, None),
+        (ops.quantise, "ascend", {"to_dtype": FP8, "group": PER_ROW, "static": False, "columns": 64}, "not float8"),
+        (ops.quantise, "ascend", {"to_dtype": INT8, "group": PER_ROW, "static": True, "columns": 64}, "not given ones"),
+    ],
+    ids=str,
+)
+def test_experts_and_int8_are_refused_with_the_reason(op, name, fields, word):
+    kernel = kernels_of(op.name, elsewhere=True)[name]
+    reason = kernel.supports(op.problem(**npu(), **fields))
+    assert reason is None if word is None else word in reason
+    assert "not for A5" in kernel.supports(op.problem(**npu(soc="A5"), **fields)) or word is not None

@@ -135,7 +135,9 @@ def test_few_tokens_decode(num_tokens, variant):
 def test_a_gpu_gets_kernels_that_a_graph_can_capture(target, dtype, weight):
     problems = {
         ops.route: RouteProblem("cuda", dtype, 128, 8),
-        ops.fused_experts: ops.fused_experts.problem("cuda", dtype, Scheme(weight)),
+        ops.fused_experts: ops.fused_experts.problem(
+            "cuda", dtype, Scheme(weight), num_experts=128, hidden_size=2048, intermediate_size=768
+        ),
     }
     with targets.instead(Target(*target.split("/"))):
         choices = [selection.select(op, problem) for op, problem in problems.items()]

@@ -57,6 +57,13 @@ OPERATORS = {
     "npu_fused_infer_attention_score": Limits(HALVES, (A2, A3), "docs"),
     "_npu_paged_attention": Limits(HALVES, (A2, A3), "not in docs; op-plugin's test for 910B; vllm-ascend: not on A5"),
     "npu_top_k_top_p": Limits(FLOATS, (A2, A3), "docs"),
+    "npu_moe_gating_top_k_softmax": Limits(FLOATS, (A2, A3), "docs for A2; CANN aclnnMoeGatingTopKSoftmax"),
+    "npu_moe_gating_top_k": Limits(FLOATS, (A2, A3), "docs, which name no product; CANN aclnnMoeGatingTopK"),
+    "npu_moe_init_routing_v2": Limits(FLOATS, (A2, A3), "docs"),
+    "npu_grouped_matmul": Limits(FLOATS, (A2, A3), "docs for A2; CANN aclnnGroupedMatmulV5"),
+    "npu_moe_finalize_routing": Limits(FLOATS, (A2, A3), "docs for A2; CANN aclnnMoeFinalizeRoutingV2"),
+    "npu_dynamic_quant": Limits(HALVES, (A2, A3), "docs"),
+    "npu_quant_matmul": Limits(HALVES, (A2, A3), "docs; on 310P without scales of tokens"),
 }
 # 310P lacks bf16, according to the docs of npu_fast_gelu, the only docs that distinguish products.
 BF16_SOCS = (A2, A3, A5)
@@ -79,6 +86,25 @@ ATB_SKIPS_NEGATIVE_SLOTS = True
 
 # docs of npu_top_k_top_p: k in [1, 1024].
 TOP_K_MAX = 1024
+
+# Experts. docs of npu_moe_gating_top_k_softmax: k in [1, 1024].
+GATING_SOFTMAX_MAX_K = 1024
+# Conflict: what npu_moe_gating_top_k takes. docs: up to 2048 experts. docs of an earlier release, 7.0.0: 256 experts in
+# 4 of 8 groups, with a bias, and k up to 32.
+GATING_MAX_EXPERTS = 2048
+# docs: the experts of a group are padded to a multiple of 32, and all of them must still be within the maximum. A group
+# has more than two; CANN takes smaller ones.
+GATING_ALIGNMENT = 32
+GATING_MIN_GROUP = 3
+# docs of npu_grouped_matmul: up to 1024 groups for one weight of three dimensions; last dimensions below 65536.
+GROUPED_MATMUL_MAX_GROUPS = 1024
+GROUPED_MATMUL_MAX_WIDTH = 65535
+# Conflict: how npu_moe_finalize_routing reads its indices. npu_moe_init_routing_v2 gives them by rows, [rows, k]. docs:
+# mode 0 alone, by columns. CANN: 0 by columns and 2 by rows. vllm-ascend passes 2.
+FINALIZE_DROP_PAD_MODE = 0
+BY_COLUMNS, BY_ROWS = 0, 2
+# docs of npu_quant_matmul: last dimensions of x1 and x2 up to 65535.
+QUANT_MATMUL_MAX_WIDTH = 65535
 
 # Paged attention. docs of npu_fused_infer_attention_score say that TND does not work with paging, but they also
 # describe the layout of a paged cache under TND. vllm-ascend always uses TND with a paged cache.
@@ -144,6 +170,55 @@ def full_width(head_size: int, rotary_dim: int) -> str | None:
     """Checks the widths for operators that rotate whole heads."""
     if rotary_dim != head_size:
         return f"it rotates whole heads of {head_size}, not {rotary_dim} of their elements"
+    return None
+
+
+def gating_softmax(num_experts: int, top_k: int) -> str | None:
+    """Checks the sizes for npu_moe_gating_top_k_softmax."""
+    if not 1 <= top_k <= min(num_experts, GATING_SOFTMAX_MAX_K):
+        return f"npu_moe_gating_top_k_softmax chooses 1 to {GATING_SOFTMAX_MAX_K} of the experts, not {top_k}"
+    return None
+
+
+def gating(num_experts: int, top_k: int, num_expert_group: int, topk_group: int) -> str | None:
+    """Checks the sizes for npu_moe_gating_top_k."""
+    if num_expert_group < 1 or num_experts % num_expert_group or not 1 <= topk_group <= num_expert_group:
+        return f"{num_experts} experts are no {topk_group} of {num_expert_group} equal groups"
+    size = num_experts // num_expert_group
+    padded = -(-size // GATING_ALIGNMENT) * GATING_ALIGNMENT * num_expert_group
+    if size < GATING_MIN_GROUP or max(num_experts, padded) > GATING_MAX_EXPERTS:
+        return (
+            f"npu_moe_gating_top_k takes groups of {GATING_MIN_GROUP} experts or more, up to {GATING_MAX_EXPERTS} "
+            f"experts if groups are padded to multiples of {GATING_ALIGNMENT}, not {num_expert_group} groups of {size}"
+        )
+    if not 1 <= top_k <= size * topk_group:
+        return f"{top_k} experts cannot be chosen of {size * topk_group}"
+    return None
+
+
+def grouped_matmul(num_groups: int, in_features: int) -> str | None:
+    """Checks the sizes for npu_grouped_matmul with one weight, given as the transpose of its rows."""
+    if not 1 <= num_groups <= GROUPED_MATMUL_MAX_GROUPS:
+        return f"npu_grouped_matmul takes 1 to {GROUPED_MATMUL_MAX_GROUPS} experts, not {num_groups}"
+    if in_features > GROUPED_MATMUL_MAX_WIDTH:
+        return f"npu_grouped_matmul takes rows of up to {GROUPED_MATMUL_MAX_WIDTH}, not {in_features}"
+    return None
+
+
+def grouped_scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of npu_grouped_matmul's scales of int8 weights for results in `dtype`. docs: bf16 for bf16."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
+def grouped_bias_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of npu_grouped_matmul's biases for unquantised weights in `dtype`. docs: fp32 for bf16."""
+    return torch.float16 if dtype == torch.float16 else torch.float32
+
+
+def quant_matmul(in_features: int, out_features: int) -> str | None:
+    """Checks the sizes for npu_quant_matmul."""
+    if max(in_features, out_features) > QUANT_MATMUL_MAX_WIDTH:
+        return f"npu_quant_matmul takes up to {QUANT_MATMUL_MAX_WIDTH} features, not {in_features} by {out_features}"
     return None
 
 

@@ -6,7 +6,7 @@ Semantics: vLLM's `fused_experts`, and `moe_sum` with the shared experts added. 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -43,9 +43,15 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class FusedExpertsProblem(Problem):
-    """dtype: of hidden states and the result. scheme: how the weights and the factors of both products are stored."""
+    """dtype: of hidden states and the result. scheme: how the weights and the factors of both products are stored.
+
+    num_experts: of those that are here. intermediate_size: the width of what `w2` multiplies.
+    """
 
     scheme: Scheme = NONE
+    num_experts: int = field(kw_only=True)
+    hidden_size: int = field(kw_only=True)
+    intermediate_size: int = field(kw_only=True)
 
 
 @op(problem=FusedExpertsProblem, prepared=("w1", "w2", "w1_scale", "w2_scale", "out_dtype"), tolerances=TOLERANCES)
@@ -184,10 +190,15 @@ def check_expert_map(expert_map: torch.Tensor, num_experts: int, name: str = "ex
 
 
 @fused_experts.problem_of
-def _(hidden_states, w1, *_, w1_scale=None, quant_dtype=None, group_shape=None, **__) -> FusedExpertsProblem:
+def _(hidden_states, w1, w2, *_, w1_scale=None, quant_dtype=None, group_shape=None, **__) -> FusedExpertsProblem:
     activation = None if quant_dtype is None else Quantised(quant_dtype, GroupShape(*group_shape))
     scheme = _quantised.scheme_of(w1, w1_scale, activation)
-    return FusedExpertsProblem(hidden_states.device.type, hidden_states.dtype, scheme)
+    return FusedExpertsProblem(hidden_states.device.type, hidden_states.dtype, scheme, **sizes_of(w2))
+
+
+def sizes_of(w2: torch.Tensor) -> dict[str, int]:
+    """The sizes in the problem of experts with this second weight, which may be packed."""
+    return dict(zip(("num_experts", "hidden_size", "intermediate_size"), values_shape(w2), strict=True))
 
 
 @fused_experts.cost

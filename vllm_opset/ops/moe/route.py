@@ -22,10 +22,14 @@ TOLERANCES = {
 
 @dataclass(frozen=True)
 class RouteProblem(Problem):
-    """num_experts: the number of columns of the logits. top_k: the experts of a token."""
+    """num_experts: the number of columns of the logits. top_k: the experts of a token. bias: whether there is one."""
 
     num_experts: int
     top_k: int
+    scoring_func: str = "softmax"
+    bias: bool = False
+    num_expert_group: int = 1
+    topk_group: int = 1
 
 
 @op(problem=RouteProblem, tolerances=TOLERANCES)
@@ -101,8 +105,20 @@ def check_arguments(router_logits, top_k, scoring_func, e_score_correction_bias,
 
 
 @route.problem_of
-def _(router_logits, top_k, *_, **__) -> RouteProblem:
-    return RouteProblem(router_logits.device.type, router_logits.dtype, router_logits.shape[1], top_k)
+def _(
+    router_logits,
+    top_k,
+    scoring_func="softmax",
+    renormalize=True,
+    routed_scaling_factor=1.0,
+    e_score_correction_bias=None,
+    num_expert_group=1,
+    topk_group=1,
+) -> RouteProblem:
+    bias = e_score_correction_bias is not None
+    sizes = router_logits.shape[1], top_k
+    how = scoring_func, bias, num_expert_group, topk_group
+    return RouteProblem(router_logits.device.type, router_logits.dtype, *sizes, *how)
 
 
 @route.cost

@@ -63,6 +63,11 @@ class OpsetNpuPlatform(OpsetPlatform):
         """A new pool for each engine of a process: torch_npu does not reuse a pool whose graphs are gone."""
         return self.graph_pool_handle()
 
+    @classmethod
+    def verify_quantization(cls, quant: str) -> None:
+        if quant != refusals.METHOD:
+            raise refusals.QUANTISED_WEIGHTS.of(f"the method {quant}", cls.where)
+
     # The device. Methods that may run before an engine's processes start must not initialise it: see above.
 
     @classmethod

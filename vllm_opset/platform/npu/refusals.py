@@ -1,15 +1,15 @@
 """The features that opset does not support on Ascend NPUs."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vllm_opset.kernels.ascend._constraints import ATTENTION_BLOCK_SIZES
 from vllm_opset.model.weights import offloads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
-from vllm_opset.platform.early_rules import GRAPHS, NVTX, PROFILERS, WITHOUT_COMPILER
+from vllm_opset.platform.early_rules import GRAPHS, NVTX, PROFILERS, SIMULATED_ROUTING, WITHOUT_COMPILER
+from vllm_opset.platform.quantised_weights import rule, unserved
 from vllm_opset.platform.refusals import (
     EXPERT_PARALLELISM,
-    MOE,
-    QUANTISED_WEIGHTS,
     Rule,
     Settings,
     caches_in_another_dtype,
@@ -22,7 +22,10 @@ from vllm_opset.platform.refusals import (
 from vllm_opset.platform.refusals import RULES as COMMON
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+
+# The method of quantisation of which some formats are served.
+METHOD = "compressed-tensors"
 
 
 def _has_another_block_size(config: "VllmConfig") -> bool:
@@ -34,6 +37,26 @@ def _captures_more_than_decode(config: "VllmConfig") -> bool:
     from vllm.config import CUDAGraphMode
 
     return captures(config) and config.compilation_config.cudagraph_mode != CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def _unserved_weights(model: "ModelConfig") -> Iterator[str]:
+    """Names what is not served of a model's quantised weights: all but int8 by int8 (W8A8)."""
+    yield from unserved(model)
+    if model.quantization not in (None, METHOD):
+        yield f"the method {model.quantization}"
+    groups = (getattr(model.hf_config, "quantization_config", None) or {}).get("config_groups", {})
+    for name, group in groups.items():
+        weights = group.get("weights") or {}
+        if (weights.get("type"), weights.get("num_bits")) != ("int", 8):
+            yield f"{weights.get('num_bits')}-bit {weights.get('type')} weights ({name} of compressed-tensors)"
+
+
+QUANTISED_WEIGHTS = rule(
+    "quantised weights other than int8",
+    "choose a checkpoint in float32, bfloat16 or float16, or one of compressed-tensors with symmetric int8 weights and "
+    "activations (W8A8), per tensor or per channel, or with experts per channel and per token",
+    _unserved_weights,
+)
 
 
 # These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
@@ -61,6 +84,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
         "leave out --device-ids, and set ASCEND_RT_VISIBLE_DEVICES",
         lambda config: config.parallel_config.assigned_physical_gpu_ids is not None,
     ),
+    *SIMULATED_ROUTING,
     PROFILERS,
     NVTX,
 )
@@ -69,7 +93,6 @@ RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     *COMMON,
     EXPERT_PARALLELISM,
-    MOE,
     Rule(
         "vLLM's second model runner",
         "unset VLLM_USE_V2_MODEL_RUNNER",

@@ -9,7 +9,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from vllm_opset import selection
-from vllm_opset.platform import compat, refusals
+from vllm_opset.platform import compat, quantised_weights, refusals
 from vllm_opset.platform.npu.memory import Budget
 from vllm_opset.platform.worker import OpsetWorker
 
@@ -40,6 +40,10 @@ class OpsetNpuWorker(OpsetWorker):
         self.model_runner = OpsetNpuRunner(self.vllm_config, self.device)
         if self.rank == 0:
             report_usage_stats(self.vllm_config)
+
+    def load_model(self, **kwargs) -> None:
+        quantised_weights.register(self.model_config)
+        super().load_model(**kwargs)
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
