@@ -48,10 +48,10 @@ def packed_linear(
     (outputs, columns), rows = values_shape(weight), x.reshape(-1, x.shape[-1])
     values = _launch.parameters("linear_packed", x.device, len(rows))
     tokens = min(max(_launch.next_power_of_2(len(rows)), LEAST_TOKENS), values["tokens"])
-    group = _group(weight, weight_scale)
+    group = scale_columns(weight, weight_scale)
     width = min(values["width"], group if group < columns else columns & -columns)
     tiles = _launch.cdiv(len(rows), tokens) * _launch.cdiv(outputs, values["outputs"])
-    split_tiles, splits = _splits(_launch.cdiv(columns, width), values["programs"] // max(tiles, 1))
+    split_tiles, splits = splits_of(_launch.cdiv(columns, width), values["programs"] // max(tiles, 1))
     out = x.new_empty((*x.shape[:-1], outputs))
     sums = out if splits == 1 else x.new_empty((splits, len(rows), outputs), dtype=torch.float32)
     options = _launch.launch_options(x.device)
@@ -90,7 +90,7 @@ def dequantise(
     grid = (outputs, _launch.cdiv(columns // 2, block))
     _dequantise[grid](
         weight, scale, zero_point, out, scale.stride(0), scale.stride(1),
-        COLUMNS=columns, GROUP=_group(weight, scale), BLOCK=block, **_launch.launch_options(weight.device),
+        COLUMNS=columns, GROUP=scale_columns(weight, scale), BLOCK=block, **_launch.launch_options(weight.device),
     )  # fmt: skip
     return out
 
@@ -101,14 +101,14 @@ def paired(x: torch.Tensor) -> bool:
     return on_nvidia and x.dtype is not torch.float32
 
 
-def _group(weight: torch.Tensor, scale: torch.Tensor) -> int:
+def scale_columns(weight: torch.Tensor, scale: torch.Tensor) -> int:
     """The columns that share a scale."""
     columns = values_shape(weight)[1]
     group = group_of((len(weight), columns), scale).columns
     return columns if group == WHOLE else group
 
 
-def _splits(tiles: int, most: int) -> tuple[int, int]:
+def splits_of(tiles: int, most: int) -> tuple[int, int]:
     """The tiles of a row of the weight for one program, and into how many such parts a row is split."""
     of_split = _launch.cdiv(tiles, max(most, 1))
     return of_split, _launch.cdiv(tiles, of_split)
