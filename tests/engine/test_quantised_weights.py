@@ -233,7 +233,9 @@ def test_experts_quantise_activations_where_the_device_multiplies_them(
 
 
 @DAMAGES
-@pytest.mark.parametrize(("name", "scale_name"), [("channelwise", "weight_scale"), ("blockwise", "weight_scale_inv")])
+@pytest.mark.parametrize(
+    ("name", "scale_name"), [("channelwise", "weight_scale"), ("blockwise", "weight_scale_inv"), ("awq", "scales")]
+)
 def test_a_damaged_scale_of_an_expert_is_named(damage, name, scale_name, mixtures, engine, tmp_path):
     shutil.copytree(mixtures[name], tmp_path, dirs_exist_ok=True)
     weights = quantised.load_file(tmp_path / "model.safetensors")
