@@ -18,6 +18,7 @@ from vllm_opset.model.int4_linear import nibbles, nibbles_of_awq
 from vllm_opset.ops.schemes import PER_ROW, UINT4, UINT4_BLOCK, GroupShape, Scheme, check_scale, packed, quantised
 from vllm_opset.unsupported import Refusal
 
+Parameter = tuple[str, tuple[int, ...], torch.dtype | None]  # its name, its shape and its dtype
 IN_INT32 = 8  # values of 4 bits
 ARGUMENTS = {"w13": "w1", "w2": "w2"}  # vLLM's names of the weights, and those of fused_experts
 
@@ -36,8 +37,8 @@ class Int4ExpertsMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.group_size, self.has_zero_points = group_size, has_zero_points
 
-    def shapes(self, outputs: int, inputs: int, groups: int) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-        """The name, the shape and the dtype of each parameter of one expert's weight. None stands for the scales'."""
+    def shapes(self, outputs: int, inputs: int, groups: int) -> Iterator[Parameter]:
+        """The name, the shape and the dtype of each parameter of one expert's weight; None for the model's dtype."""
         raise NotImplementedError
 
     def values(self, weight: torch.Tensor) -> torch.Tensor:
@@ -96,9 +97,7 @@ class Int4ExpertsMethod(FusedMoEMethodBase):
         self.opset_experts = Experts(layer, self.moe, scheme, **how)
         self.opset_experts.prepare()
 
-    def _converted(
-        self, layer: RoutedExperts, weight: str
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def _converted(self, layer: RoutedExperts, weight: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The packed values of a weight [num_experts, …], its scales and its zero points in the contract's layout."""
         stored, name = getattr(layer, f"{weight}_{self.weight_name}").data, f"{weight}_{self.scale_name}"
         scale = getattr(layer, name).data
@@ -141,7 +140,7 @@ class OpsetCompressedExpertsMethod(Int4ExpertsMethod):
     def __init__(self, weight_quant, input_quant, moe: FusedMoEConfig, layer_name: str | None = None) -> None:
         super().__init__(moe, weight_quant.group_size or -1, not weight_quant.symmetric)
 
-    def shapes(self, outputs: int, inputs: int, groups: int) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    def shapes(self, outputs: int, inputs: int, groups: int) -> Iterator[Parameter]:
         yield self.weight_name, (outputs, inputs // IN_INT32), torch.int32
         yield self.scale_name, (outputs, groups), None
         yield "weight_shape", (2,), torch.int64
@@ -161,7 +160,7 @@ class OpsetAwqExpertsMethod(Int4ExpertsMethod):
     def __init__(self, quant_config, moe: FusedMoEConfig) -> None:
         super().__init__(moe, quant_config.group_size, has_zero_points=True)
 
-    def shapes(self, outputs: int, inputs: int, groups: int) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    def shapes(self, outputs: int, inputs: int, groups: int) -> Iterator[Parameter]:
         yield self.weight_name, (inputs, outputs // IN_INT32), torch.int32
         yield self.scale_name, (groups, outputs), None
         yield self.zero_point_name, (groups, outputs // IN_INT32), torch.int32
@@ -179,10 +178,11 @@ class OpsetGptqExpertsMethod(Int4ExpertsMethod):
     def __init__(self, quant_config, moe: FusedMoEConfig) -> None:
         super().__init__(moe, quant_config.group_size, has_zero_points=False)
 
-    def shapes(self, outputs: int, inputs: int, groups: int) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    def shapes(self, outputs: int, inputs: int, groups: int) -> Iterator[Parameter]:
         yield self.weight_name, (inputs // IN_INT32, outputs), torch.int32
         yield self.scale_name, (groups, outputs), None
         yield self.zero_point_name, (groups, outputs // IN_INT32), torch.int32
+        yield "g_idx", (inputs,), torch.int32  # that vLLM 0.26 to 0.29 look for; all are in order
 
     def values(self, weight: torch.Tensor) -> torch.Tensor:
         return nibbles(weight.t())

@@ -1,7 +1,7 @@
 """grouped_gemm with int4 weights: `grouped_gemm`'s tiles, whose weights are dequantised in registers.
 
-A tile of the weight is multiplied as in `_packed_linear`: its rows are those of the product, so that few choices fill
-tensor cores, and the sum over the columns of one scale is multiplied by it.
+A tile of the weight is multiplied as in `_packed_linear`. Its rows are those of the product, so that few choices fill
+tensor cores. The sum over the columns of one scale is multiplied by it.
 """
 
 import torch

@@ -26,10 +26,11 @@ from vllm_opset.kernels.triton._packed_linear import (
 )
 from vllm_opset.ops.schemes import values_shape
 
-BYTES = gl.constexpr(64)  # of a row of the weight in a tile: sixteen neighbouring ones for each of four threads
-TILE = gl.constexpr(128)  # the columns of a tile
-COPY_BYTES = 16  # of an asynchronous copy, and of the alignment of what it copies
-SPECIALISED = 16  # Triton compiles anew for numbers that this divides, and then knows that rows are aligned
+# The columns of a tile, and the bytes of a row of the weight in it. Each of four threads has sixteen of these.
+TILE, BYTES = gl.constexpr(128), gl.constexpr(64)
+COPY_BYTES = 16  # of an asynchronous copy: they divide its address
+# Triton compiles anew for strides that this divides, and then knows that rows are aligned.
+SPECIALISED = 16
 FEWEST_TOKENS = 8  # that tensor cores take as the columns of a product
 COUNTERS = 1 << 14  # more than a launch with several splits has tiles
 # Gluon's barrier of all threads of a program. Triton 3.6 has it under another name.

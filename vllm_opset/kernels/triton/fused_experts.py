@@ -59,8 +59,8 @@ VARIANTS = Variants(choices_per_expert, Variant("decode", suits=fit_one_block), 
 
 def supports(problem: FusedExpertsProblem) -> str | None:
     """fp32, bf16 and fp16, accumulated in fp32; fp8 e4m3 and int8 weights, with scales for 32 columns or more, and
-    activations as they are or, where the target converts to their dtype, quantised; int4 weights, with scales for 32
-    columns or more, and MXFP4 weights for bf16.
+    activations as they are or, where the target converts to their dtype, quantised. Activations as they are by int4
+    weights, with scales for 32 columns or more, and in bf16 by MXFP4 weights.
     """
     if is_packed(problem.scheme):
         return packed_supports(problem)

@@ -1,8 +1,8 @@
 """linear for one row, the decode step of a single request, and for quantised weights. PyTorch does the rest.
 
 - `ring`: multiplies int4 weights by few tokens, on NVIDIA GPUs (`_packed_linear_sm80`).
-- `packed`: does so on every GPU, for all groups (`_packed_linear`).
-- `dequantised`: multiplies them by many.
+- `packed`: does so on every GPU and for all groups (`_packed_linear`).
+- `dequantised`: multiplies int4 weights by many tokens.
 - `scaled`: multiplies fp8 and int8 weights (`_scaled_linear`).
 - `one_row`: sums products in registers, as fast as the weight can be read.
 - `torch`: calls PyTorch (cuBLAS), which uses the tensor cores.
@@ -27,8 +27,8 @@ from vllm_opset.variants import Variant, Variants
 class Call(NamedTuple):
     """scaled: whether the weight is quantised in 8 bits. packed: whether it is in 4.
 
-    few: whether x has so few rows that a packed weight is multiplied as it is. ring: whether `ring` can do so. one_row: whether x has one row, and the
-    weight's rows are contiguous.
+    few: whether x has so few rows that a packed weight is multiplied as it is. ring: whether `ring` can do so.
+    one_row: whether x has one row, and the weight's rows are contiguous.
     """
 
     scaled: bool

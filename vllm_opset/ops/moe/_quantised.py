@@ -67,12 +67,10 @@ def check_weight(
         raise ValueError(f"{name} has zero points, but no scales")
 
 
-def check_scale(
-    name: str, weight: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None
-) -> None:
+def check_scale(name: str, weight: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None) -> None:
     """Raises ValueError, with the name of the tensor, unless it holds a matrix of scales for each expert's weight.
 
-    A zero point that is no matrix of the scales' shape for each expert raises it too, as does one of a weight of 8 bits.
+    It also raises it for a zero point of another shape than the scales', and for one of a weight of 8 bits.
     """
     if scale.ndim != weight.ndim or len(scale) != len(weight):
         raise ValueError(f"{name} must hold a matrix for each of {len(weight)} experts, not {list(scale.shape)}")

@@ -308,6 +308,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield scaled("mxfp4 weights", 7, 4, 2, 64, 32, **mxfp4)
     yield scaled("mxfp4, gpt-oss", 9, 8, 4, 96, 64, **mxfp4, activation="swigluoai", bias=True)
     yield scaled("mxfp4, gpt-oss, one token", 1, 8, 4, 288, 96, **mxfp4, activation="swigluoai", bias=True)
+
     def int4(name: str, *shape: int, group: int, zero_point: bool = False, **how) -> Sample:
         made = sample(name, *shape, **how).make
         return Sample(name, lambda: _quantised.in_int4(*made(), group, zero_point), ROUNDED_FACTORS)

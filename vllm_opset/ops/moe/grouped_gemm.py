@@ -132,7 +132,8 @@ def _(
     """Reads the weights of those experts that have choices, at most one for each choice and each block."""
     rows, inputs, (num_experts, outputs) = x.shape[0] * top_k, x.shape[1], weight.shape[:2]
     read = min(num_experts, rows, len(expert_ids))
-    parameters = sum(read * part[0].nbytes for part in (weight, weight_scale, bias, weight_zero_point) if part is not None)
+    of_experts = (weight, weight_scale, bias, weight_zero_point)
+    parameters = sum(read * part[0].nbytes for part in of_experts if part is not None)
     others = sum(part.nbytes for part in (x, x_scale, sorted_token_ids, expert_ids) if part is not None)
     results = rows * outputs
     return Cost(bytes=parameters + others + results * (out_dtype or x.dtype).itemsize, flops=2 * results * inputs)
@@ -246,8 +247,9 @@ def _quantised_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 @grouped_gemm.illegal_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(
-        name: str, *, inputs=64, bias=None, places=48, top_k=2, weight_scale=None, x_scale=None, to=FP8, zeros=None, **how
-    ) -> Sample:
+        name: str, *, inputs=64, bias=None, places=48, top_k=2, weight_scale=None, x_scale=None, to=FP8, zeros=None,
+        **how,
+    ) -> Sample:  # fmt: skip
         """to: what weights with scales are stored in. The scales of bytes are bytes too, unless there are zero points.
 
         zeros: the shape of zero points.
