@@ -1,8 +1,8 @@
 """linear for one row, the decode step of a single request, and for quantised weights. PyTorch does the rest.
 
-- `ring`: multiplies int4 weights by few tokens, on NVIDIA GPUs (`_packed_linear_sm80`).
-- `packed`: does so on every GPU and for all groups (`_packed_linear`).
-- `dequantised`: multiplies int4 weights by many tokens.
+int4 weights have three variants. `ring` multiplies by few tokens on NVIDIA GPUs (`_packed_linear_sm80`). `packed` does so
+on every GPU and for all groups, and `dequantised` multiplies by many tokens (`_packed_linear`). The others are these:
+
 - `scaled`: multiplies fp8 and int8 weights (`_scaled_linear`).
 - `one_row`: sums products in registers, as fast as the weight can be read.
 - `torch`: calls PyTorch (cuBLAS), which uses the tensor cores.
