@@ -1,7 +1,7 @@
 """linear for one row, the decode step of a single request, and for quantised weights. PyTorch does the rest.
 
 int4 weights have three variants. `ring` multiplies by few tokens on NVIDIA GPUs (`_packed_linear_sm80`). `packed` does
-so on every GPU and for all groups, and `dequantised` multiplies by many tokens (`_packed_linear`). The others are these:
+so on every GPU and for all groups, and `dequantised` multiplies by many tokens (`_packed_linear`). The others:
 
 - `scaled`: multiplies fp8 and int8 weights (`_scaled_linear`).
 - `one_row`: sums products in registers, as fast as the weight can be read.
