@@ -185,11 +185,17 @@ def _save_int4(plain: Path, folder: Path, method: str, group: int, zero_points: 
         tensors = LAYOUTS[method](values, scale.bfloat16(), zeros, zero_points)
         weights |= {f"{name.removesuffix('.weight')}.{of}": tensor for of, tensor in tensors.items()}
     config = {
-        "awq": {"bits": 4, "group_size": group, "zero_point": True, "version": "gemm"},
-        "gptq": {"bits": 4, "group_size": group, "desc_act": False, "sym": True, "checkpoint_format": "gptq"},
-        "compressed-tensors": {"format": "pack-quantized", "ignore": ["lm_head"], "config_groups": {}},
+        "awq": {"zero_point": True, "version": "gemm", "modules_to_not_convert": [ROUTER]},
+        "gptq": {"desc_act": False, "sym": True, "checkpoint_format": "gptq", "dynamic": {rf"-:.*{ROUTER}$": {}}},
+        "compressed-tensors": {
+            "format": "pack-quantized",
+            "ignore": ["lm_head", f"re:.*{ROUTER}$"],
+            "config_groups": {},
+        },
     }[method]
-    if method == "compressed-tensors":
+    if method != "compressed-tensors":
+        config |= {"bits": 4, "group_size": group}
+    else:
         strategy = {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
         of_weight = {"num_bits": 4, "type": "int", "symmetric": not zero_points, "dynamic": False} | strategy
         config["config_groups"]["group_0"] = {"targets": ["Linear"], "weights": of_weight}

@@ -25,7 +25,7 @@ INT4 = {
 FORMATS = (
     "plain", "channelwise", "static", "blockwise", "plain, int8", "int8", "static, int8", "plain, int4", *INT4
 )  # fmt: skip
-EXPERTS = ("plain", "channelwise", "static", "blockwise", "plain, int8", "int8")
+EXPERTS = ("plain", "channelwise", "static", "blockwise", "plain, int8", "int8", "plain, int4", *INT4)
 PROMPTS = models.prompts((1, 7, 40))
 
 
@@ -192,6 +192,9 @@ def mixtures(tmp_path_factory) -> dict:
     quantised.save_blockwise(folders["plain"], folders["blockwise"])
     quantised.save_plain(folders["plain, int8"], quantised.INT8, "qwen3_moe")
     quantised.save_compressed(folders["plain, int8"], folders["int8"], quantised.INT8)
+    quantised.save_plain(folders["plain, int4"], quantised.INT4, "qwen3_moe")
+    for name, form in INT4.items():
+        quantised.save_int4(folders["plain, int4"], folders[name], *form)
     return folders
 
 
@@ -203,7 +206,7 @@ def expected_of_mixtures(mixtures, engine) -> dict[str, list[list[int]]]:
         with engine(mixtures[name], dtype="bfloat16") as llm:
             return tokens(generate(llm, PROMPTS))
 
-    return {"float8_e4m3fn": of("plain"), "int8": of("plain, int8")}
+    return {"float8_e4m3fn": of("plain"), "int8": of("plain, int8"), "uint4": of("plain, int4")}
 
 
 @pytest.mark.skipif(
@@ -217,6 +220,10 @@ def expected_of_mixtures(mixtures, engine) -> dict[str, list[list[int]]]:
         ("static", {}, "float8_e4m3fn", "per tensor"),
         ("blockwise", {}, "float8_e4m3fn", "128x128"),
         ("int8", {}, "int8", "per row"),
+        ("awq", {}, "uint4", "1x32 with zero points"),
+        ("gptq", {}, "uint4", "1x64"),
+        ("int4", {}, "uint4", "per row"),
+        ("int4, zero points", {}, "uint4", "1x32 with zero points"),
     ],
 )
 def test_quantised_experts_serve_as_what_they_stand_for(
@@ -227,9 +234,10 @@ def test_quantised_experts_serve_as_what_they_stand_for(
         (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
         assert row["kernel"] == "cpu" and row["calls"]
         assert row["problem"].endswith(f"scheme={dtype} {group} by activations as they are")
-        with pytest.raises(Exception, match=r"packed this model's weights.*fused_experts.*reference"):
+        cure = "without int4 weights" if dtype == "uint4" else "fused_experts.*reference"
+        with pytest.raises(Exception, match=f"packed this model's weights.*{cure}"):
             llm.collective_rpc("save_sharded_state", kwargs={"path": "unused"})
-        if name == "blockwise":
+        if name in ("blockwise", "awq"):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(mixtures[name])})
             llm.reset_prefix_cache()
             assert tokens(generate(llm, PROMPTS)) == expected_of_mixtures[dtype]
@@ -258,7 +266,9 @@ def test_experts_quantise_activations_where_the_device_multiplies_them(
 
 
 @DAMAGES
-@pytest.mark.parametrize(("name", "scale_name"), [("channelwise", "weight_scale"), ("blockwise", "weight_scale_inv")])
+@pytest.mark.parametrize(
+    ("name", "scale_name"), [("channelwise", "weight_scale"), ("blockwise", "weight_scale_inv"), ("awq", "scales")]
+)
 def test_a_damaged_scale_of_an_expert_is_named(damage, name, scale_name, mixtures, engine, tmp_path):
     shutil.copytree(mixtures[name], tmp_path, dirs_exist_ok=True)
     weights = quantised.load_file(tmp_path / "model.safetensors")

@@ -6,6 +6,7 @@ of its own. On a machine without a GPU, the platforms for GPUs are told that one
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import re
@@ -222,7 +223,10 @@ def main(platform: str) -> None:
 
         methods = (name.rsplit(".", 1)[0] for name in quantised_layers.EXPERTS_METHODS)
         oracles = (name.rsplit(".", 1)[0] for name in quantised_layers.register_quantised_experts.bridge.changes)
-        for module in ("vllm_opset.model.quantised_experts", *oracles, *methods):
+        patches = quantised_layers.serve_int4_experts, quantised_layers.serve_int4_experts_without_marlin
+        needed = (patch.bridge.changes for patch in patches if patch.bridge.needed())
+        int4 = (name.rsplit(".", 1)[0] for name in itertools.chain(*needed))
+        for module in ("vllm_opset.model.quantised_experts", *oracles, *methods, *int4):
             importlib.import_module(module)
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # as when the configuration captures graphs in pieces
     another_model = snapshot()

@@ -61,7 +61,7 @@ class OpsetAwqLinearMethod(AutoAWQLinearMethod):
         self._call, self._dtype = call_of_layers(), get_current_vllm_config().model_config.dtype
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        values, zeros = (_in_order(packed.data).t() for packed in (layer.qweight, layer.qzeros))
+        values, zeros = (nibbles_of_awq(packed.data).t() for packed in (layer.qweight, layer.qzeros))
         group = self.quant_config.group_size
         self._linear = _product(layer, self._call, values, "scales", layer.scales.data.t(), zeros, group, self._dtype)
         layer.qweight.data = layer.qweight.data.new_empty(0)
@@ -76,7 +76,7 @@ def nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
 
-def _in_order(packed: torch.Tensor) -> torch.Tensor:
+def nibbles_of_awq(packed: torch.Tensor) -> torch.Tensor:
     """The values of a matrix that AWQ packed along its outputs: [rows, n] to uint8 [rows, 8 n]."""
     return nibbles(packed).unflatten(1, (-1, len(AWQ_ORDER)))[:, :, AWQ_ORDER].flatten(1)
 

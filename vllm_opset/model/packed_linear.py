@@ -22,7 +22,7 @@ from vllm_opset.unsupported import Refusal
 # The weight of a layer that is gone once the kernel of this op has stored it in a form of its own.
 PACKED = {"weight": "linear", "w13_weight": "fused_experts"}
 # The weights of formats that are converted for every kernel.
-CONVERTED = ("qweight", "weight_packed")
+CONVERTED = ("qweight", "weight_packed", "w13_qweight", "w13_weight_packed")
 
 
 def choice(weight: torch.Tensor, dtype: torch.dtype | None = None, scheme: Scheme = NONE) -> selection.Choice:

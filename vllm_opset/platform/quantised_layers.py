@@ -12,6 +12,7 @@ LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
 EXPERTS = "vllm.model_executor.layers.fused_moe"
 QUANTISATION = "vllm.model_executor.layers.quantization"
 OF_COMPRESSED_TENSORS = f"{QUANTISATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8"
+OF_INT4_EXPERTS = f"{QUANTISATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16"
 EXPERTS_METHODS = (
     f"{QUANTISATION}.fp8.Fp8MoEMethod",
     f"{OF_COMPRESSED_TENSORS}_fp8.CompressedTensorsW8A8Fp8MoEMethod",
@@ -139,3 +140,48 @@ def serve_awq(method: type) -> None:
     from vllm.model_executor.layers.quantization import auto_awq
 
     auto_awq.AutoAWQLinearMethod = method
+
+
+@patch(
+    has(f"{OF_INT4_EXPERTS}.CompressedTensorsWNA16MoEMethod"),
+    ends="vLLM registers quantised experts out of its tree, as it does unquantised ones",
+    changes=(
+        f"{OF_INT4_EXPERTS}.CompressedTensorsWNA16MoEMethod",
+        *(
+            f"{QUANTISATION}.auto_{method.lower()}.{name}"
+            for method in ("AWQ", "GPTQ")
+            for name in (f"Auto{method}MoEMethod", "check_moe_marlin_supports_layer")
+        ),
+    ),
+    worker=("cpu", "cuda"),
+)
+def serve_int4_experts(compressed_tensors: type, awq: type, gptq: type) -> None:
+    """Replace the methods that vLLM gives experts with int4 weights. They choose among backends of vLLM's own.
+
+    For AWQ and GPTQ, vLLM first asks whether Marlin serves the layer, and gives it another method if not.
+
+    Parameters: each is called as vLLM's class of the format is.
+    """
+    from vllm.model_executor.layers.quantization import auto_awq, auto_gptq
+
+    find(OF_INT4_EXPERTS).CompressedTensorsWNA16MoEMethod = compressed_tensors
+    auto_awq.AutoAWQMoEMethod, auto_gptq.AutoGPTQMoEMethod = awq, gptq
+    auto_awq.check_moe_marlin_supports_layer = auto_gptq.check_moe_marlin_supports_layer = _any_layer
+
+
+def _any_layer(*layer: object, **how: object) -> bool:
+    return True
+
+
+@patch(
+    has(f"{OF_INT4_EXPERTS}_marlin.CompressedTensorsWNA16MarlinMoEMethod"),
+    last=(0, 27),
+    changes=(f"{OF_INT4_EXPERTS}_marlin.CompressedTensorsWNA16MarlinMoEMethod",),
+    worker=("cpu", "cuda"),
+)
+def serve_int4_experts_without_marlin(compressed_tensors: type) -> None:
+    """Replace the method that vLLM gives experts with int4 weights of compressed-tensors whose sizes fit Marlin.
+
+    Parameters: it is called as vLLM's class is.
+    """
+    find(f"{OF_INT4_EXPERTS}_marlin").CompressedTensorsWNA16MarlinMoEMethod = compressed_tensors

@@ -20,12 +20,11 @@ OF_EXPERTS = {
     "float": (("tensor", "tensor"), ("channel", "token"), ("block", "group")),
     "int": (("channel", "token"),),
 }
-INT4_EXPERTS = "experts in int4"
 CURE = (
     "choose a checkpoint in float32, bfloat16 or float16, alone or with --quantization fp8, or one whose linear layers "
-    "and experts are in fp8 e4m3 with scales per tensor, per channel or by blocks, or in symmetric int8 with scales "
-    "per tensor or per channel, or a model without experts in int4 by groups (AWQ, symmetric GPTQ, or "
-    "compressed-tensors, without act-order by groups), or gpt-oss with experts in MXFP4"
+    "and experts are in fp8 e4m3 with scales per tensor, per channel or by blocks, in symmetric int8 with scales per "
+    "tensor or per channel, or in int4 by groups (AWQ, symmetric GPTQ, or compressed-tensors, without act-order by "
+    "groups), or gpt-oss with experts in MXFP4"
 )
 
 
@@ -62,8 +61,6 @@ def unserved(model: "ModelConfig") -> Iterator[str]:
         yield from int4_weights.unserved_by_awq(checkpoint)
     elif model.quantization in int4_weights.GPTQ:
         yield from int4_weights.unserved_by_gptq(checkpoint)
-    if model.quantization in (*int4_weights.AWQ, *int4_weights.GPTQ) and model.is_moe:
-        yield INT4_EXPERTS
 
 
 def _unserved_by_compressed_tensors(checkpoint: Mapping, has_experts: bool) -> Iterator[str]:
@@ -75,8 +72,6 @@ def _unserved_by_compressed_tensors(checkpoint: Mapping, has_experts: bool) -> I
         weights, activations = group.get("weights") or {}, group.get("input_activations")
         kind = weights.get("type")
         if int4_weights.is_int4(weights):
-            if has_experts:
-                yield INT4_EXPERTS
             yield from int4_weights.unserved_by_compressed_tensors(group, checkpoint.get("format", ""))
         elif not _is_stored(weights, kind) or weights.get("strategy") not in STRATEGIES.get(kind, ()):
             yield f"{_described(weights)} weights ({name} of compressed-tensors)"
@@ -149,10 +144,17 @@ def _register_linear() -> None:
 @functools.cache
 def _register_experts() -> None:
     # Imported late: vLLM's module of experts imports thousands of others.
+    from vllm_opset.model import int4_experts
     from vllm_opset.model.quantised_experts import OpsetQuantisedExperts
 
     quantised_layers.register_quantised_experts(OpsetQuantisedExperts)
     quantised_layers.mark_missing_scales()
+    quantised_layers.serve_int4_experts(
+        int4_experts.OpsetCompressedExpertsMethod,
+        int4_experts.OpsetAwqExpertsMethod,
+        int4_experts.OpsetGptqExpertsMethod,
+    )
+    quantised_layers.serve_int4_experts_without_marlin(int4_experts.OpsetCompressedExpertsMethod)
 
 
 @functools.cache

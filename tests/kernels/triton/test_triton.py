@@ -93,6 +93,8 @@ def test_kernels_compile_for_hopper_without_spilling(ops, tmp_path):
     assert compiled.keys() == set(ops)
     kernels = {variant["kernel"] for variant in compiled.get("paged_attention", ())}
     assert "attend_prefill_sm90" in kernels or "paged_attention" not in ops, "no sample is for the kernel in Gluon"
+    kernels = {variant["kernel"] for variant in compiled.get("linear", ())}
+    assert "_multiply_ring" in kernels or "linear" not in ops, "no sample is for int4's kernel in Gluon"
     spilling = [variant for op in ops for variant in compiled[op] if variant["local"] or variant["spills"]]
     assert not spilling, "registers are spilled to memory"
     unfused = {variant["kernel"] for op in ops for variant in compiled[op] if not variant["fused"]}

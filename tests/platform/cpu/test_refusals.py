@@ -151,8 +151,12 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
             LLAMA | compressed(FP8_CHANNEL, None),
             {},
         ),
-        ("experts in int4", "--quantization fp8", MIXTRAL | {"quantization_config": GPTQ}, {}),
-        ("experts in int4", "a model without experts in int4", MIXTRAL | compressed(INT4, None), {}),
+        (
+            "act-order",
+            "without act-order by groups",
+            MIXTRAL | {"quantization_config": GPTQ | {"desc_act": True}},
+            {},
+        ),
         (
             "experts of 8-bit float tensor weights for 8-bit float token activations",
             "fp8 e4m3",

@@ -82,11 +82,14 @@ def fused_experts(
     group_shape: list[int] | None = None,
     a1_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
+    w1_zero_point: torch.Tensor | None = None,
+    w2_zero_point: torch.Tensor | None = None,
 ) -> torch.Tensor:
     act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
     check_arguments(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale,
+        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale, w1_zero_point,
+        w2_zero_point,
     )  # fmt: skip
     if not topk_ids.numel():
         return hidden_states.new_empty(hidden_states.shape)

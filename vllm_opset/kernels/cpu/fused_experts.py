@@ -13,34 +13,38 @@ from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe._quantised import as_stored, check_scale, weight_of
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
 from vllm_opset.ops.moe.permute import places
-from vllm_opset.ops.schemes import FP4, FP8, INT8, values_shape
+from vllm_opset.ops.schemes import FP4, FP8, INT8, UINT4, values_shape
 
 
 def supports(problem: FusedExpertsProblem) -> str | None:
-    """fp32, bf16 and fp16; fp8 e4m3, int8 and MXFP4 weights, dequantised once."""
+    """fp32, bf16 and fp16; fp8 e4m3, int8, int4 and MXFP4 weights, dequantised once."""
     weight = problem.scheme.weight
-    known = weight is None or weight.dtype in (FP8, INT8, FP4)
-    return None if known else f"it dequantises fp8 e4m3, int8 and MXFP4, not {weight}"
+    known = weight is None or weight.dtype in (FP8, INT8, UINT4, FP4)
+    return None if known else f"it dequantises fp8 e4m3, int8, int4 and MXFP4, not {weight}"
 
 
-def dequantised_w1(w1: torch.Tensor, w1_scale=None, out_dtype=None, **others) -> torch.Tensor:
-    return _dequantised("w1_scale", w1, w1_scale, out_dtype)
+def dequantised_w1(w1: torch.Tensor, w1_scale=None, out_dtype=None, w1_zero_point=None, **others) -> torch.Tensor:
+    return _dequantised("w1_scale", w1, w1_scale, out_dtype, w1_zero_point)
 
 
-def dequantised_w2(w2: torch.Tensor, w2_scale=None, out_dtype=None, **others) -> torch.Tensor:
-    return _dequantised("w2_scale", w2, w2_scale, out_dtype)
+def dequantised_w2(w2: torch.Tensor, w2_scale=None, out_dtype=None, w2_zero_point=None, **others) -> torch.Tensor:
+    return _dequantised("w2_scale", w2, w2_scale, out_dtype, w2_zero_point)
 
 
 def _dequantised(
-    name: str, weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype | None
+    name: str,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype | None,
+    zero_point: torch.Tensor | None,
 ) -> torch.Tensor:
     """Weights times their scales, in `dtype`. Weights without a scale stay as they are."""
     if scale is None or dtype is None:
         return weight
-    check_scale(name, weight, scale)
+    check_scale(name, weight, scale, zero_point)
     out = weight.new_empty(values_shape(weight), dtype=dtype)
     for expert in range(len(weight)):
-        out[expert] = weight_of(weight, scale, expert, dtype)
+        out[expert] = weight_of(weight, scale, expert, dtype, zero_point)
     return out
 
 
@@ -67,11 +71,14 @@ def fused_experts(
     group_shape: list[int] | None = None,
     a1_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
+    w1_zero_point: torch.Tensor | None = None,
+    w2_zero_point: torch.Tensor | None = None,
 ) -> torch.Tensor:
     act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
     check_arguments(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale,
+        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale, w1_zero_point,
+        w2_zero_point,
     )  # fmt: skip
     # The absent expert −1 comes first; its choices keep a result of zero.
     order, sizes = _by_expert(places(topk_ids, expert_map).flatten() + 1, len(w1) + 1)

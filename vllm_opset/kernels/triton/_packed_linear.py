@@ -14,7 +14,7 @@ import triton.language as tl
 
 from vllm_opset.kernels.triton import INTERPRETED, _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.ops.gemm.linear import LinearProblem
+from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.schemes import MIDDLE, UINT4_BLOCK, WHOLE, group_of, values_shape
 
 LEAST_TOKENS = 16  # that tensor cores take
@@ -24,7 +24,7 @@ HALF = tl.constexpr(UINT4_BLOCK // 2)  # the columns whose values share the halv
 NO_ZERO_POINT = tl.constexpr(MIDDLE)
 
 
-def supports(problem: LinearProblem) -> str | None:
+def supports(problem: Problem) -> str | None:
     """int4 weights with scales for 32 columns or more."""
     group = problem.scheme.weight.group
     if group.columns != WHOLE and group.columns < UINT4_BLOCK:
@@ -48,10 +48,10 @@ def packed_linear(
     (outputs, columns), rows = values_shape(weight), x.reshape(-1, x.shape[-1])
     values = _launch.parameters("linear_packed", x.device, len(rows))
     tokens = min(max(_launch.next_power_of_2(len(rows)), LEAST_TOKENS), values["tokens"])
-    group = _group(weight, weight_scale)
+    group = scale_columns(weight, weight_scale)
     width = min(values["width"], group if group < columns else columns & -columns)
     tiles = _launch.cdiv(len(rows), tokens) * _launch.cdiv(outputs, values["outputs"])
-    split_tiles, splits = _splits(_launch.cdiv(columns, width), values["programs"] // max(tiles, 1))
+    split_tiles, splits = splits_of(_launch.cdiv(columns, width), values["programs"] // max(tiles, 1))
     out = x.new_empty((*x.shape[:-1], outputs))
     sums = out if splits == 1 else x.new_empty((splits, len(rows), outputs), dtype=torch.float32)
     options = _launch.launch_options(x.device)
@@ -60,7 +60,7 @@ def packed_linear(
         rows, weight, weight_scale, weight_zero_point, bias if splits == 1 else None, sums, len(rows), outputs,
         split_tiles, rows.stride(0), rows.stride(1), weight_scale.stride(0), weight_scale.stride(1),
         COLUMNS=columns, GROUP=group, BLOCK_T=tokens, BLOCK_N=values["outputs"],
-        BYTES=width // 2, PAIRED=_paired(x), num_warps=values["warps"], num_stages=values["stages"], **options,
+        BYTES=width // 2, PAIRED=paired(x), num_warps=values["warps"], num_stages=values["stages"], **options,
     )  # fmt: skip
     if splits > 1:
         _sum_splits[(_launch.cdiv(out.numel(), SUMS),)](
@@ -90,25 +90,25 @@ def dequantise(
     grid = (outputs, _launch.cdiv(columns // 2, block))
     _dequantise[grid](
         weight, scale, zero_point, out, scale.stride(0), scale.stride(1),
-        COLUMNS=columns, GROUP=_group(weight, scale), BLOCK=block, **_launch.launch_options(weight.device),
+        COLUMNS=columns, GROUP=scale_columns(weight, scale), BLOCK=block, **_launch.launch_options(weight.device),
     )  # fmt: skip
     return out
 
 
-def _paired(x: torch.Tensor) -> bool:
+def paired(x: torch.Tensor) -> bool:
     """Whether an instruction makes two values."""
     on_nvidia = not INTERPRETED and _launch.target(x.device).vendor == "nvidia"
     return on_nvidia and x.dtype is not torch.float32
 
 
-def _group(weight: torch.Tensor, scale: torch.Tensor) -> int:
+def scale_columns(weight: torch.Tensor, scale: torch.Tensor) -> int:
     """The columns that share a scale."""
     columns = values_shape(weight)[1]
     group = group_of((len(weight), columns), scale).columns
     return columns if group == WHOLE else group
 
 
-def _splits(tiles: int, most: int) -> tuple[int, int]:
+def splits_of(tiles: int, most: int) -> tuple[int, int]:
     """The tiles of a row of the weight for one program, and into how many such parts a row is split."""
     of_split = _launch.cdiv(tiles, max(most, 1))
     return of_split, _launch.cdiv(tiles, of_split)
@@ -165,6 +165,16 @@ def _values(w, zero, dtype: tl.constexpr):
     return low.to(dtype), high.to(dtype)
 
 
+@triton.jit
+def dequantised_tile(w, zero, dtype: tl.constexpr, PAIRED: tl.constexpr):
+    """The low and the high values of bytes, less their zero points. PAIRED: as `paired` says."""
+    if PAIRED:
+        low, high = _pairs(w, zero, dtype)
+    else:
+        low, high = _values(w, zero, dtype)
+    return low, high
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_outputs", "split_tiles"])
 def _multiply_packed(
     x, weight, scale, zero_point, bias, out, num_tokens, num_outputs, split_tiles,
@@ -199,10 +209,7 @@ def _multiply_packed(
         zero = tl.full([BLOCK_N, 1], NO_ZERO_POINT, tl.float32)
         if zero_point is not None:
             zero = tl.load(zero_point + of_group, is_output, 0).to(tl.float32)[:, None]
-        if PAIRED:
-            w_low, w_high = _pairs(w, zero, x.dtype.element_ty)
-        else:
-            w_low, w_high = _values(w, zero, x.dtype.element_ty)
+        w_low, w_high = dequantised_tile(w, zero, x.dtype.element_ty, PAIRED)
         product = tl.dot(w_low, low, input_precision="ieee")
         product = tl.dot(w_high, high, product, input_precision="ieee")
         sums += product * tl.load(scale + of_group, is_output, 0.0).to(tl.float32)[:, None]

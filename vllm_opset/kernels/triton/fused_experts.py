@@ -17,7 +17,7 @@ from vllm_opset.kernels.triton.combine import combine
 from vllm_opset.kernels.triton.gelu import gelu
 from vllm_opset.kernels.triton.gelu_and_mul import gelu_and_mul
 from vllm_opset.kernels.triton.gelu_tanh import gelu_tanh
-from vllm_opset.kernels.triton.grouped_gemm import LEAST_ROWS, grouped_gemm
+from vllm_opset.kernels.triton.grouped_gemm import LEAST_ROWS, grouped_gemm, is_packed, packed_supports
 from vllm_opset.kernels.triton.permute import permute
 from vllm_opset.kernels.triton.quantise import quantise
 from vllm_opset.kernels.triton.quantise import supports as can_quantise
@@ -29,7 +29,7 @@ from vllm_opset.kernels.triton.swiglustep_and_mul import swiglustep_and_mul
 from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
 from vllm_opset.ops.quantisation.quantise import QuantiseProblem
-from vllm_opset.ops.schemes import MXFP4, PER_TENSOR, is_mxfp4
+from vllm_opset.ops.schemes import PER_TENSOR, is_mxfp4
 from vllm_opset.variants import Variant, Variants
 
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -59,10 +59,11 @@ VARIANTS = Variants(choices_per_expert, Variant("decode", suits=fit_one_block), 
 
 def supports(problem: FusedExpertsProblem) -> str | None:
     """fp32, bf16 and fp16, accumulated in fp32; fp8 e4m3 and int8 weights, with scales for 32 columns or more, and
-    activations as they are or, where the target converts to their dtype, quantised; MXFP4 weights for bf16.
+    activations as they are or, where the target converts to their dtype, quantised. Activations as they are by int4
+    weights, with scales for 32 columns or more, and in bf16 by MXFP4 weights.
     """
-    if problem.scheme.weight == MXFP4:
-        return _mxfp4_grouped_gemm.supports(problem, problem.scheme)
+    if is_packed(problem.scheme):
+        return packed_supports(problem)
     reason, stored = _supports.floats(problem) or _scaled_grouped_gemm.supports(problem), problem.scheme.activation
     if reason is not None or stored is None:
         return reason
@@ -114,12 +115,15 @@ def fused_experts(
     group_shape: list[int] | None = None,
     a1_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
+    w1_zero_point: torch.Tensor | None = None,
+    w2_zero_point: torch.Tensor | None = None,
     variant: str | None = None,
 ) -> torch.Tensor:
     act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
     check_arguments(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale,
+        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale, w1_zero_point,
+        w2_zero_point,
     )  # fmt: skip
     mean = choices_per_expert(hidden_states, w1, w2, topk_weights, topk_ids)
     picked = VARIANTS.pick(mean, variant)
@@ -134,7 +138,7 @@ def fused_experts(
         return (x, None) if quant_dtype is None else quantise(x, quant_dtype, group_shape, scale)
 
     x, x_scale = factor(x, a1_scale)
-    middle = grouped_gemm(x, w1, *order, topk_ids.shape[1], w1_bias, w1_scale, x_scale, dtype, variant=picked)
+    middle = grouped_gemm(x, w1, *order, topk_ids.shape[1], w1_bias, w1_scale, x_scale, dtype, w1_zero_point, picked)
     middle, middle_scale = factor(ACTIVATIONS[act.name](middle, **parameters), a2_scale)
-    results = grouped_gemm(middle, w2, *order, 1, w2_bias, w2_scale, middle_scale, dtype, variant=picked)
+    results = grouped_gemm(middle, w2, *order, 1, w2_bias, w2_scale, middle_scale, dtype, w2_zero_point, picked)
     return combine(results.view(*topk_ids.shape, hidden_states.shape[1]), weights, shared_output)

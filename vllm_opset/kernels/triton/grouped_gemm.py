@@ -15,10 +15,11 @@ import triton.language as tl
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _mxfp4_grouped_gemm, _scaled_grouped_gemm, _supports
+from vllm_opset.kernels.triton import _int4_grouped_gemm, _launch, _mxfp4_grouped_gemm, _scaled_grouped_gemm, _supports
 from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
 from vllm_opset.ops.moe.grouped_gemm import GroupedGemmProblem, check_arguments
-from vllm_opset.ops.schemes import MXFP4, is_mxfp4
+from vllm_opset.ops.schemes import MXFP4, PACKED, UINT4, Scheme, is_mxfp4
 from vllm_opset.variants import Variant, Variants
 
 LEAST_ROWS, MOST_ROWS = 16, 128  # of a tile: what tensor cores take, and what registers hold
@@ -32,12 +33,24 @@ class Call(NamedTuple):
 
 
 def supports(problem: GroupedGemmProblem) -> str | None:
-    """fp32, bf16 and fp16, accumulated in fp32; fp8 e4m3 and int8 weights, with scales for 32 columns or more; MXFP4
-    weights for bf16.
+    """fp32, bf16 and fp16, accumulated in fp32; fp8 e4m3, int8 and int4 weights, with scales for 32 columns or more;
+    MXFP4 weights for bf16.
     """
+    if is_packed(problem.scheme):
+        return packed_supports(problem)
+    return _supports.floats(problem) or _scaled_grouped_gemm.supports(problem)
+
+
+def is_packed(scheme: Scheme) -> bool:
+    """Whether a byte of the weights holds two values."""
+    return scheme.weight is not None and (scheme.weight == MXFP4 or scheme.weight.dtype is UINT4)
+
+
+def packed_supports(problem: GroupedGemmProblem | FusedExpertsProblem) -> str | None:
+    """What the products by packed weights support."""
     if problem.scheme.weight == MXFP4:
         return _mxfp4_grouped_gemm.supports(problem, problem.scheme)
-    return _supports.floats(problem) or _scaled_grouped_gemm.supports(problem)
+    return _supports.floats(problem) or _int4_grouped_gemm.supports(problem, problem.scheme)
 
 
 def describe(x, weight, sorted_token_ids, expert_ids, *_, **__) -> Call:
@@ -58,21 +71,29 @@ def grouped_gemm(
     weight_scale: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    weight_zero_point: torch.Tensor | None = None,
     variant: str | None = None,
 ) -> torch.Tensor:
-    block_size = check_arguments(x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype)
+    block_size = check_arguments(
+        x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype, weight_zero_point
+    )
     num_outputs, columns = weight.shape[1], x.shape[1]
     num_choices = x.shape[0] * top_k
     out = x.new_empty((num_choices, num_outputs), dtype=out_dtype or x.dtype)
     if not len(expert_ids):
         return out
     picked = VARIANTS.of(variant, x, weight, sorted_token_ids, expert_ids, top_k)
-    packed = is_mxfp4(weight, weight_scale)
-    launch = _tile(picked, block_size, len(expert_ids), weight, packed)
-    if packed:
+    launch = _tile(picked, block_size, len(expert_ids), weight, weight_scale)
+    if is_mxfp4(weight, weight_scale):
         _mxfp4_grouped_gemm.launch(
             x, weight, bias, sorted_token_ids, expert_ids, out, top_k, block_size, weight_scale, launch,
             read_once=picked == "decode",
+        )  # fmt: skip
+        return out
+    if weight.dtype is PACKED:
+        _int4_grouped_gemm.launch(
+            x, weight, bias, sorted_token_ids, expert_ids, out, top_k, block_size, weight_scale, weight_zero_point,
+            launch, read_once=picked == "decode",
         )  # fmt: skip
         return out
     if weight_scale is not None:
@@ -91,15 +112,14 @@ def grouped_gemm(
     return out
 
 
-def _tile(variant: str, block_size: int, num_blocks: int, weight: torch.Tensor, packed: bool) -> dict[str, int]:
-    """Launch arguments: the sizes of a tile, which are not larger than what there is to multiply.
-
-    packed: whether a byte of the weight holds two values.
-    """
+def _tile(
+    variant: str, block_size: int, num_blocks: int, weight: torch.Tensor, weight_scale: torch.Tensor | None
+) -> dict[str, int]:
+    """Launch arguments: the sizes of a tile, which are not larger than what there is to multiply."""
     size, (num_outputs, elements) = num_blocks if variant == "decode" else block_size, weight.shape[1:]
-    launch = "mxfp4_grouped_gemm" if packed else "grouped_gemm" if weight.element_size() > 1 else "scaled_grouped_gemm"
-    values = _launch.parameters(f"{launch}_{variant}", weight.device, size)
-    width = min(values["bytes"] // weight.element_size(), _launch.next_power_of_2(elements)) * (2 if packed else 1)
+    values = _launch.parameters(f"{_launch_of(weight, weight_scale)}_{variant}", weight.device, size)
+    in_byte = 2 if weight.dtype is PACKED else 1
+    width = min(values["bytes"] // weight.element_size(), _launch.next_power_of_2(elements)) * in_byte
     return {
         "BLOCK_M": min(max(LEAST_ROWS, _launch.next_power_of_2(block_size)), MOST_ROWS),
         "BLOCK_N": max(LEAST_COLUMNS, min(values["outputs"], _launch.next_power_of_2(num_outputs))),
@@ -108,6 +128,15 @@ def _tile(variant: str, block_size: int, num_blocks: int, weight: torch.Tensor, 
         "num_warps": values["warps"],
         "num_stages": values["stages"],
     }
+
+
+def _launch_of(weight: torch.Tensor, weight_scale: torch.Tensor | None) -> str:
+    """The name of the launches for weights that are stored so."""
+    if is_mxfp4(weight, weight_scale):
+        return "mxfp4_grouped_gemm"
+    if weight.dtype is PACKED:
+        return "int4_grouped_gemm"
+    return "grouped_gemm" if weight.element_size() > 1 else "scaled_grouped_gemm"
 
 
 @triton.jit(do_not_specialize=["num_choices", "num_tiles"])

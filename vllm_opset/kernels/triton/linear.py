@@ -1,7 +1,8 @@
 """linear for one row, the decode step of a single request, and for quantised weights. PyTorch does the rest.
 
-- `packed`: multiplies int4 weights by few tokens (`_packed_linear`).
-- `dequantised`: does so by many.
+int4 weights have three variants. `ring` multiplies by few tokens on NVIDIA GPUs (`_packed_linear_sm80`). `packed` does
+so on every GPU and for all groups, and `dequantised` multiplies by many tokens (`_packed_linear`). The others:
+
 - `scaled`: multiplies fp8 and int8 weights (`_scaled_linear`).
 - `one_row`: sums products in registers, as fast as the weight can be read.
 - `torch`: calls PyTorch (cuBLAS), which uses the tensor cores.
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _packed_linear, _scaled_linear, _supports
+from vllm_opset.kernels.triton import _launch, _packed_linear, _packed_linear_sm80, _scaled_linear, _supports
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import num_rows
 from vllm_opset.ops.gemm.linear import LinearProblem, check_arguments
@@ -26,20 +27,22 @@ from vllm_opset.variants import Variant, Variants
 class Call(NamedTuple):
     """scaled: whether the weight is quantised in 8 bits. packed: whether it is in 4.
 
-    few: whether x has so few rows that a packed weight is multiplied as it is. one_row: whether x has one row, and the
-    weight's rows are contiguous.
+    few: whether x has so few rows that a packed weight is multiplied as it is. ring: whether `ring` can do so.
+    one_row: whether x has one row, and the weight's rows are contiguous.
     """
 
     scaled: bool
     packed: bool
     few: bool
+    ring: bool
     one_row: bool
 
 
 def describe(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, weight_zero_point=None) -> Call:
     packed, rows = weight.dtype is PACKED, num_rows(x)
     few = packed and rows <= _packed_linear.most_packed_tokens(x.device)
-    return Call(weight_scale is not None and not packed, packed, few, rows == 1 and weight.stride(1) == 1)
+    ring = packed and _packed_linear_sm80.fits(x, weight, weight_scale)
+    return Call(weight_scale is not None and not packed, packed, few, ring, rows == 1 and weight.stride(1) == 1)
 
 
 def supports(problem: LinearProblem) -> str | None:
@@ -51,6 +54,7 @@ def supports(problem: LinearProblem) -> str | None:
 
 VARIANTS = Variants(
     describe,
+    Variant("ring", can=lambda call: call.ring, suits=lambda call: call.few),
     Variant("packed", can=lambda call: call.packed, suits=lambda call: call.few),
     Variant("dequantised", can=lambda call: call.packed),
     Variant("scaled", can=lambda call: call.scaled),
@@ -72,6 +76,8 @@ def linear(
 ) -> torch.Tensor:
     check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype, weight_zero_point)
     picked = VARIANTS.of(variant, x, weight, bias, weight_scale)
+    if picked == "ring":
+        return _packed_linear_sm80.ring_linear(x, weight, bias, weight_scale, weight_zero_point)
     if picked == "packed":
         return _packed_linear.packed_linear(x, weight, bias, weight_scale, weight_zero_point)
     if picked == "dequantised":

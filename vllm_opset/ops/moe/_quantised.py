@@ -2,6 +2,8 @@
 
 import torch
 
+from vllm_opset.ops import _samples
+from vllm_opset.ops.gemm._packed import random_weight
 from vllm_opset.ops.quantisation.quantise import quantise
 from vllm_opset.ops.schemes import (
     FP4,
@@ -27,20 +29,32 @@ GIVEN_SCALES = {FP8: 2.0**-6, INT8: 2.0**-5}
 ANOTHER_STEP = 2.0**-4
 
 
-def stored_experts(weight: torch.Tensor, scale: torch.Tensor | None) -> Quantised | None:
+def stored_experts(
+    weight: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None = None
+) -> Quantised | None:
     """How the weights [num_experts, …] of experts with these scales [num_experts, …] are stored."""
-    return None if scale is None else quantised(weight[0], scale[0])
+    return None if scale is None else quantised(weight[0], scale[0], None if zero_point is None else zero_point[0])
 
 
-def scheme_of(weight: torch.Tensor, scale: torch.Tensor | None, activation: Quantised | None = None) -> Scheme:
+def scheme_of(
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    activation: Quantised | None = None,
+    zero_point: torch.Tensor | None = None,
+) -> Scheme:
     """The scheme of a product by experts. activation: how activations are stored that are multiplied by weights."""
-    return NONE if scale is None else Scheme(stored_experts(weight, scale), activation)
+    return NONE if scale is None else Scheme(stored_experts(weight, scale, zero_point), activation)
 
 
 def check_weight(
-    name: str, weight: torch.Tensor, scale: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+    name: str,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    zero_point: torch.Tensor | None = None,
 ) -> None:
-    """Raises ValueError, with the name of the tensor, for a weight or a scale that does not fit.
+    """Raises ValueError, with the name of the tensor, for a weight, a scale or a zero point that does not fit.
 
     A weight with a scale may be of any dtype, since a kernel may have prepared it.
     """
@@ -48,19 +62,35 @@ def check_weight(
     if found != tuple(shape) or (scale is None and weight.dtype != dtype):
         raise ValueError(f"{name} must be {dtype} {list(shape)}, not {weight.dtype} {list(found)}")
     if scale is not None:
-        check_scale(f"{name}_scale", weight, scale)
+        check_scale(f"{name}_scale", weight, scale, zero_point)
+    elif zero_point is not None:
+        raise ValueError(f"{name} has zero points, but no scales")
 
 
-def check_scale(name: str, weight: torch.Tensor, scale: torch.Tensor) -> None:
-    """Raises ValueError, with the name of the tensor, unless it holds a matrix of scales for each expert's weight."""
+def check_scale(name: str, weight: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None = None) -> None:
+    """Raises ValueError, with the name of the tensor, unless it holds a matrix of scales for each expert's weight.
+
+    It also raises it for a zero point of another shape than the scales', and for one of a weight of 8 bits.
+    """
     if scale.ndim != weight.ndim or len(scale) != len(weight):
         raise ValueError(f"{name} must hold a matrix for each of {len(weight)} experts, not {list(scale.shape)}")
-    stored_experts(weight, scale)
+    if zero_point is not None and weight.dtype in (FP8, INT8):
+        raise ValueError(f"only packed weights have zero points, and those of {name} are in {weight.dtype}")
+    if zero_point is not None and zero_point.shape != scale.shape:
+        raise ValueError(f"the zero points of {name} must be {list(scale.shape)}, not {list(zero_point.shape)}")
+    stored_experts(weight, scale, zero_point)
 
 
-def weight_of(weight: torch.Tensor, scale: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor:
+def weight_of(
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    expert: int,
+    dtype: torch.dtype,
+    zero_point: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The weight that one expert's stored one stands for."""
-    return dequantise(weight[expert], None if scale is None else scale[expert], dtype)
+    scale, zero_point = (None if part is None else part[expert] for part in (scale, zero_point))
+    return dequantise(weight[expert], scale, dtype, zero_point)
 
 
 def as_stored(
@@ -84,6 +114,26 @@ def rounded_experts(weight: torch.Tensor, group: GroupShape, dtype: torch.dtype)
     scales = [scales_of(own, dtype, group) for own in weight * rows]
     values = [stored(own, scale, dtype) for own, scale in zip(weight * rows, scales, strict=True)]
     return torch.stack(values), torch.stack(scales)
+
+
+def int4_experts(weight: torch.Tensor, group: int, zero_point: bool, rng: torch.Generator) -> tuple:
+    """Packed weights of as many experts and of the shape of `weight`, their scales in its dtype, and zero points."""
+    shape, device = weight.shape[1:], weight.device.type
+    made = [random_weight(*shape, group, weight.dtype, device, rng, zero_point) for _ in weight]
+    return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*made, strict=True))
+
+
+def in_int4(arguments: tuple, how: dict, group: int, zero_point: bool):
+    """Arguments of fused_experts with random weights in int4 in place of those given."""
+    x, w1, w2, *others = arguments
+    rng = _samples.generator(f"int4 {group}")
+    names = ("", "_scale", "_zero_point")
+    parts = {
+        f"{name}{part}": tensor
+        for name, weight in (("w1", w1), ("w2", w2))
+        for part, tensor in zip(names, int4_experts(weight, group, zero_point, rng), strict=True)
+    }
+    return (x, parts.pop("w1"), parts.pop("w2"), *others), how | parts | {"out_dtype": x.dtype}
 
 
 def rounded(arguments: tuple, how: dict, group: GroupShape, x_group: GroupShape | None, dtype: torch.dtype):

@@ -40,6 +40,8 @@ TOLERANCES = {
     torch.float16: Tolerance(2**-9, 2**-9, INTERMEDIATES),
 }
 
+PREPARED = ("w1", "w2", "w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "out_dtype")
+
 
 @dataclass(frozen=True)
 class FusedExpertsProblem(Problem):
@@ -54,7 +56,7 @@ class FusedExpertsProblem(Problem):
     intermediate_size: int = field(kw_only=True)
 
 
-@op(problem=FusedExpertsProblem, prepared=("w1", "w2", "w1_scale", "w2_scale", "out_dtype"), tolerances=TOLERANCES)
+@op(problem=FusedExpertsProblem, prepared=PREPARED, tolerances=TOLERANCES)
 def fused_experts(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -77,6 +79,8 @@ def fused_experts(
     group_shape: list[int] | None = None,
     a1_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
+    w1_zero_point: torch.Tensor | None = None,
+    w2_zero_point: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y[t] = Σ_k topk_weights[t, k] · expert(e = topk_ids[t, k])(hidden_states[t]) + shared_output[t].
 
@@ -95,6 +99,7 @@ def fused_experts(
 
     Quantised weights come with `w1_scale` and `w2_scale`, [num_experts, …] of one granularity (see
     `grouped_gemm`). They also come with `out_dtype`, hidden_states' dtype, in which a kernel may prepare the weights.
+    Those in int4 may have `w1_zero_point` and `w2_zero_point`, both or none.
 
     `quant_dtype`: if given, `quantise` quantises x of both products to it. `group_shape`: the rows and columns of x
     with one scale. It has one row. Or `a1_scale` and `a2_scale`, fp32 [1, 1], are given for the two products, and
@@ -107,7 +112,8 @@ def fused_experts(
     act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
     check_arguments(
         hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale,
+        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale, w1_zero_point,
+        w2_zero_point,
     )  # fmt: skip
     wide = accumulator(hidden_states)
     x, weights, experts = hidden_states.to(wide), topk_weights.to(wide), places(topk_ids, expert_map)
@@ -117,10 +123,10 @@ def fused_experts(
         weight = torch.where(chosen, weights, 0).sum(dim=1, keepdim=True)
         given = x * weight if apply_router_weight_on_input else x
         given = _quantised.as_stored(given, quant_dtype, group_shape, a1_scale)
-        own = _quantised.weight_of(w1, w1_scale, expert, wide)
+        own = _quantised.weight_of(w1, w1_scale, expert, wide, w1_zero_point)
         middle = act(F.linear(given, own, _of(w1_bias, expert, wide)), **parameters)
         middle = _quantised.as_stored(middle, quant_dtype, group_shape, a2_scale)
-        own = _quantised.weight_of(w2, w2_scale, expert, wide)
+        own = _quantised.weight_of(w2, w2_scale, expert, wide, w2_zero_point)
         result = F.linear(middle, own, _of(w2_bias, expert, wide))
         result = result if apply_router_weight_on_input else result * weight
         total = total + torch.where(chosen.any(dim=1, keepdim=True), result, 0)
@@ -134,15 +140,17 @@ def _of(bias: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Ten
 def check_arguments(
     hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
     shared_output, w1_scale=None, w2_scale=None, out_dtype=None, quant_dtype=None, group_shape=None, a1_scale=None,
-    a2_scale=None,
+    a2_scale=None, w1_zero_point=None, w2_zero_point=None,
 ) -> None:  # fmt: skip
     dtype, (num_tokens, hidden_size), (num_experts, rows, _) = hidden_states.dtype, hidden_states.shape, w1.shape
     halves = 2 if activation in _activations.GATED else 1
     width = rows // halves
     if (w1_scale is None) != (w2_scale is None):
         raise ValueError("both weights must have scales, or none")
-    _quantised.check_weight("w1", w1, w1_scale, (num_experts, halves * width, hidden_size), dtype)
-    _quantised.check_weight("w2", w2, w2_scale, (num_experts, hidden_size, width), dtype)
+    if (w1_zero_point is None) != (w2_zero_point is None):
+        raise ValueError("both weights must have zero points, or none")
+    _quantised.check_weight("w1", w1, w1_scale, (num_experts, halves * width, hidden_size), dtype, w1_zero_point)
+    _quantised.check_weight("w2", w2, w2_scale, (num_experts, hidden_size, width), dtype, w2_zero_point)
     if w1_scale is not None and out_dtype != dtype:
         raise ValueError(f"quantised weights need out_dtype {dtype}, that of hidden_states, not {out_dtype}")
     _check_activations(w1_scale, quant_dtype, group_shape, a1_scale, a2_scale)
@@ -190,9 +198,11 @@ def check_expert_map(expert_map: torch.Tensor, num_experts: int, name: str = "ex
 
 
 @fused_experts.problem_of
-def _(hidden_states, w1, w2, *_, w1_scale=None, quant_dtype=None, group_shape=None, **__) -> FusedExpertsProblem:
+def _(
+    hidden_states, w1, w2, *_, w1_scale=None, quant_dtype=None, group_shape=None, w1_zero_point=None, **__
+) -> FusedExpertsProblem:
     activation = None if quant_dtype is None else Quantised(quant_dtype, GroupShape(*group_shape))
-    scheme = _quantised.scheme_of(w1, w1_scale, activation)
+    scheme = _quantised.scheme_of(w1, w1_scale, activation, w1_zero_point)
     return FusedExpertsProblem(hidden_states.device.type, hidden_states.dtype, scheme, **sizes_of(w2))
 
 
@@ -309,6 +319,15 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield scaled("mxfp4 weights", 7, 4, 2, 64, 32, **mxfp4)
     yield scaled("mxfp4, gpt-oss", 9, 8, 4, 96, 64, **mxfp4, activation="swigluoai", bias=True)
     yield scaled("mxfp4, gpt-oss, one token", 1, 8, 4, 288, 96, **mxfp4, activation="swigluoai", bias=True)
+
+    def int4(name: str, *shape: int, group: int, zero_point: bool = False, **how) -> Sample:
+        made = sample(name, *shape, **how).make
+        return Sample(name, lambda: _quantised.in_int4(*made(), group, zero_point), ROUNDED_FACTORS)
+
+    yield int4("int4 weights", 7, 4, 2, 64, 32, group=32)
+    yield int4("int4, zero points, one token, bias", 1, 8, 4, 256, 128, group=128, zero_point=True, bias=True)
+    yield int4("int4, zero points, half of the experts", 40, 4, 2, 160, 64, group=32, zero_point=True, mapped=True)
+    yield int4("int4 per row, shared experts", 80, 4, 2, 64, 96, group=128, shared=True)
     yield scaled("mxfp4, half of the experts", 40, 4, 2, 160, 64, **mxfp4, mapped=True, shared=True)
 
 
@@ -346,6 +365,8 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield scaled("fp8, the scales of one expert", w1_scale=(1, 96, 1))
     yield scaled("fp8, scales for five parts", w2_scale=(4, 5, 1))
     yield scaled("fp8 without the dtype of the result", out_dtype=None)
+    yield scaled("fp8 with the zero points of one weight", w1_zero_point=(4, 1, 1))
+    yield scaled("fp8 with zero points", w1_zero_point=(4, 1, 1), w2_zero_point=(4, 1, 1))
     yield scaled("fp8 in groups that are missing", quant_dtype=FP8)
     yield scaled("fp8 in groups of two tokens", quant_dtype=FP8, group_shape=[2, 32])
     yield scaled("fp8, one scale for all tokens that is missing", quant_dtype=FP8, group_shape=list(PER_TENSOR))

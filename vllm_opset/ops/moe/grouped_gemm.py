@@ -51,6 +51,7 @@ def grouped_gemm(
     weight_scale: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    weight_zero_point: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[c] = x[c // top_k] weight[e]ᵀ + bias[e] for each choice c of an expert e, summed in fp32 and rounded once.
 
@@ -63,14 +64,20 @@ def grouped_gemm(
     Quantised weights come with their weight_scale, fp32 [num_experts, …], whose shape says the granularity within an
     expert (see `ops/schemes`), and stand for weight * weight_scale. Those in MXFP4 are bytes, [num_experts,
     out_features, in_features / 2], and so are their scales, [num_experts, out_features, in_features / 32], with any
-    strides. Then out_dtype is the dtype of the bias and the
-    result, and x is of that dtype. Or x is quantised too, with its x_scale as for `linear`, and stands for x * x_scale.
+    strides. Those in int4 are bytes of the same shape, and their scales [num_experts, out_features, groups] are in fp32
+    or out_dtype. They may have a weight_zero_point, uint8 of the scales' shape.
+
+    Then out_dtype is the dtype of the bias and the result, and x is of that dtype. Or, by weights that are not packed,
+    x is quantised too, with its x_scale as for `linear`, and stands for x * x_scale.
 
     Returns a new contiguous tensor [rows * top_k, out_features] of the result's dtype. The rows of choices whose block
     has the expert −1 are zero, whatever x holds there. Zero rows are allowed. Raises ValueError if widths or dtypes
-    differ, if bias would broadcast, if sorted_token_ids are no whole blocks, or for a scale of no granularity.
+    differ, if bias would broadcast, if sorted_token_ids are no whole blocks, for a scale of no granularity, or for zero
+    points that are not the weights'.
     """
-    block_size = check_arguments(x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype)
+    block_size = check_arguments(
+        x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype, weight_zero_point
+    )
     num_choices = x.shape[0] * top_k
     dtype = out_dtype or x.dtype
     wide = accumulator(x.new_empty(0, dtype=dtype))
@@ -79,15 +86,16 @@ def grouped_gemm(
     experts = expert_ids.repeat_interleave(block_size, output_size=len(sorted_token_ids)).unsqueeze(1)
     source = dequantise(x, x_scale, wide)[(sorted_token_ids.long() // top_k).clamp(max=max(x.shape[0] - 1, 0))]
     for expert in range(len(weight)):
-        own = _quantised.weight_of(weight, weight_scale, expert, wide)
+        own = _quantised.weight_of(weight, weight_scale, expert, wide, weight_zero_point)
         product = F.linear(source, own, None if bias is None else bias[expert].to(wide))
         out[sorted_token_ids.long()] = torch.where(experts == expert, product, out[sorted_token_ids.long()])
     return out[:num_choices].to(dtype).contiguous()
 
 
 def check_arguments(
-    x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale=None, x_scale=None, out_dtype=None
-) -> int:
+    x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale=None, x_scale=None, out_dtype=None,
+    weight_zero_point=None,
+) -> int:  # fmt: skip
     """The number of choices of a block. Raises ValueError as the contract says."""
     dtype = out_dtype or x.dtype
     if x.ndim != 2 or weight.ndim != 3 or (x_scale is None and x.dtype != dtype):
@@ -96,7 +104,7 @@ def check_arguments(
         raise ValueError("quantised weights need out_dtype")
     if x_scale is not None:
         group_of(x.shape, x_scale)
-    _quantised.check_weight("weight", weight, weight_scale, (*weight.shape[:2], x.shape[1]), dtype)
+    _quantised.check_weight("weight", weight, weight_scale, (*weight.shape[:2], x.shape[1]), dtype, weight_zero_point)
     if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != dtype):
         raise ValueError(f"bias must be {dtype} {list(weight.shape[:2])}, not {bias.dtype} {list(bias.shape)}")
     if top_k < 1:
@@ -109,20 +117,23 @@ def check_arguments(
 
 @grouped_gemm.problem_of
 def _(
-    x, weight, sorted_token_ids, expert_ids, top_k, bias=None, weight_scale=None, x_scale=None, out_dtype=None
-) -> GroupedGemmProblem:
-    scheme = _quantised.scheme_of(weight, weight_scale, quantised(x, x_scale))
+    x, weight, sorted_token_ids, expert_ids, top_k, bias=None, weight_scale=None, x_scale=None, out_dtype=None,
+    weight_zero_point=None,
+) -> GroupedGemmProblem:  # fmt: skip
+    scheme = _quantised.scheme_of(weight, weight_scale, quantised(x, x_scale), weight_zero_point)
     return GroupedGemmProblem(x.device.type, out_dtype or x.dtype, scheme)
 
 
 @grouped_gemm.cost
 def _(
-    x, weight, sorted_token_ids, expert_ids, top_k, bias=None, weight_scale=None, x_scale=None, out_dtype=None
-) -> Cost:
+    x, weight, sorted_token_ids, expert_ids, top_k, bias=None, weight_scale=None, x_scale=None, out_dtype=None,
+    weight_zero_point=None,
+) -> Cost:  # fmt: skip
     """Reads the weights of those experts that have choices, at most one for each choice and each block."""
     rows, inputs, (num_experts, outputs) = x.shape[0] * top_k, x.shape[1], weight.shape[:2]
     read = min(num_experts, rows, len(expert_ids))
-    parameters = sum(read * part[0].nbytes for part in (weight, weight_scale, bias) if part is not None)
+    of_experts = (weight, weight_scale, bias, weight_zero_point)
+    parameters = sum(read * part[0].nbytes for part in of_experts if part is not None)
     others = sum(part.nbytes for part in (x, x_scale, sorted_token_ids, expert_ids) if part is not None)
     results = rows * outputs
     return Cost(bytes=parameters + others + results * (out_dtype or x.dtype).itemsize, flops=2 * results * inputs)
@@ -198,6 +209,16 @@ def _quantised_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
         return Sample(name, make, ROUNDED_FACTORS)
 
+    def int4(name, num_tokens, num_experts, top_k, inputs, outputs, group, zero_point=False, **how) -> Sample:
+        def make():
+            ids = choices(name, num_tokens, num_experts, top_k, device)
+            ids[1:2] = -1
+            (x, weight, *others), _ = _arguments(name, ids, dtype, device, num_experts, inputs, outputs, **how)
+            weight, scale, zeros = _quantised.int4_experts(weight, group, zero_point, _samples.generator(name))
+            return (x, weight, *others), {"weight_scale": scale, "out_dtype": dtype, "weight_zero_point": zeros}
+
+        return Sample(name, make, ROUNDED_FACTORS)
+
     yield sample("fp8, zero tokens", 0, 4, 2, 64, 48, PER_ROW, PER_ROW)
     yield sample("fp8 weight per tensor", 5, 4, 2, 96, 48, PER_TENSOR)
     yield sample("fp8 weight per channel, bias", 5, 4, 2, 96, 48, PER_ROW, bias=True)
@@ -216,25 +237,36 @@ def _quantised_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("mxfp4 weight, one token, bias", 1, 8, 4, 288, 96, MXFP4.group, None, FP4, bias=True)
     yield sample("mxfp4 weight, one block", 3, 4, 2, 32, 33, MXFP4.group, None, FP4)
     yield sample("mxfp4 weight, bias", 90, 2, 1, 320, 80, MXFP4.group, None, FP4, bias=True, block_size=64)
+    yield int4("int4 weight, zero tokens", 0, 4, 2, 64, 48, 32)
+    yield int4("int4 weight, one token, bias", 1, 8, 4, 288, 80, 32, bias=True)
+    yield int4("int4 weight, zero points", 17, 4, 2, 256, 48, 128, zero_point=True)
+    yield int4("int4 weight per row, zero points, bias", 5, 4, 2, 96, 33, 96, zero_point=True, bias=True)
+    yield int4("int4 weight, the last group is incomplete", 90, 2, 1, 160, 80, 64, zero_point=True, block_size=64)
 
 
 @grouped_gemm.illegal_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(
-        name: str, *, inputs=64, bias=None, places=48, top_k=2, weight_scale=None, x_scale=None, to=FP8, **how
-    ) -> Sample:
-        """to: what weights with scales are stored in. The scales of bytes are bytes too."""
+        name: str, *, inputs=64, bias=None, places=48, top_k=2, weight_scale=None, x_scale=None, to=FP8, zeros=None,
+        **how,
+    ) -> Sample:  # fmt: skip
+        """to: what weights with scales are stored in. The scales of bytes are bytes too, unless there are zero points.
+
+        zeros: the shape of zero points.
+        """
 
         def make():
             ones = lambda *shape: torch.ones(shape, dtype=dtype, device=device)  # noqa: E731
             x, weight, offset = ones(6, inputs), ones(4, 32, 64), None if bias is None else ones(*bias)
             scales = {}
             if weight_scale is not None:
-                scale_dtype = to if to is torch.uint8 else torch.float32
+                scale_dtype = to if to is torch.uint8 and zeros is None else torch.float32
                 weight, scales = weight.to(to), {"weight_scale": ones(*weight_scale).to(scale_dtype)}
                 scales["out_dtype"] = dtype
             if x_scale is not None:
                 x, scales["x_scale"] = x.to(FP8), ones(*x_scale).float()
+            if zeros is not None:
+                scales["weight_zero_point"] = ones(*zeros).byte()
             sorted_token_ids = torch.zeros(places, dtype=torch.int32, device=device)
             expert_ids = torch.zeros(3, dtype=torch.int32, device=device)
             return (x, weight, sorted_token_ids, expert_ids, top_k, offset), scales | how
@@ -253,6 +285,11 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("fp8, a scale for another number of rows", weight_scale=(4, 1, 1), x_scale=(5, 1))
     yield sample("fp8 without the dtype of the result", weight_scale=(4, 1, 1), out_dtype=None)
     yield sample("mxfp4, a scale for 64 values", inputs=128, weight_scale=(4, 32, 2), to=torch.uint8)
+    packed = {"inputs": 128, "to": torch.uint8, "weight_scale": (4, 32, 2)}
+    yield sample("int4, zero points of another granularity", **packed, zeros=(4, 32, 1))
+    yield sample("int4, the zero points of one expert", **packed, zeros=(1, 32, 2))
+    yield sample("fp8 with zero points", weight_scale=(4, 32, 1), zeros=(4, 32, 1))
+    yield sample("zero points without scales", zeros=(4, 32, 1))
     yield sample("mxfp4, as many bytes as values", weight_scale=(4, 32, 4), to=torch.uint8)
 
 

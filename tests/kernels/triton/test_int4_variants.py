@@ -1,0 +1,33 @@
+"""Which variant of linear multiplies an int4 weight on an NVIDIA GPU, by the call."""
+
+import pytest
+import torch
+
+from vllm_opset import targets
+from vllm_opset.kernels.triton import _packed_linear, _packed_linear_sm80, linear
+from vllm_opset.targets import Target
+
+
+@pytest.mark.parametrize(
+    ("variant", "num_tokens", "columns", "groups", "how"),
+    [
+        ("ring", 1, 256, 2, {}),
+        ("ring", 128, 256, 1, {}),
+        ("dequantised", 129, 256, 2, {}),
+        ("packed", 1, 256, 4, {}),  # two scales in a tile
+        ("packed", 1, 160, 1, {}),  # no whole tiles
+        ("packed", 1, 256, 2, {"dtype": torch.float32}),
+        ("packed", 2, 256, 2, {"stride": 264}),  # rows that are not aligned
+        ("packed", 2, 256, 2, {"first": 1}),  # nor is the first one
+        ("packed", 1, 256, 2, {"target": Target("amd", "gfx942")}),
+    ],
+)
+def test_the_variant_of_int4(variant, num_tokens, columns, groups, how, monkeypatch):
+    for module in (_packed_linear, _packed_linear_sm80):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    dtype, stride, first = how.get("dtype", torch.bfloat16), how.get("stride", columns), how.get("first", 0)
+    x = torch.zeros(num_tokens * stride + 16, dtype=dtype)[first:].as_strided((num_tokens, columns), (stride, 1), first)
+    weight, scale = torch.zeros(48, columns // 2, dtype=torch.uint8), torch.ones(48, groups)
+    with targets.instead(how.get("target", Target("nvidia", "sm90"))):
+        call = linear.describe(x, weight, None, scale)
+    assert linear.VARIANTS.pick(call) == variant

@@ -1,0 +1,100 @@
+"""grouped_gemm with int4 weights: `grouped_gemm`'s tiles, whose weights are dequantised in registers.
+
+A tile of the weight is multiplied as in `_packed_linear`. Its rows are those of the product, so that few choices fill
+tensor cores. The sum over the columns of one scale is multiplied by it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_opset.kernels.triton import _launch, _packed_linear
+from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton._packed_linear import HALF, NO_ZERO_POINT, dequantised_tile
+from vllm_opset.ops.contract import Problem
+from vllm_opset.ops.schemes import WHOLE, Scheme, group_of
+
+
+def supports(problem: Problem, scheme: Scheme) -> str | None:
+    """Activations as they are by int4 weights, with scales for 32 columns or more."""
+    if scheme.activation is not None:
+        return f"it multiplies activations as they are by int4 weights, not {scheme}"
+    return _packed_linear.supports(problem)
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    out: torch.Tensor,
+    top_k: int,
+    block_size: int,
+    weight_scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    tile: dict[str, int],
+    read_once: bool,
+) -> None:
+    """Writes the product of the contract to out. tile: launch arguments, as for `_grouped_gemm`."""
+    num_outputs, columns = weight.shape[1], x.shape[1]
+    group = group_of((num_outputs, columns), weight_scale[0]).columns
+    group = columns if group == WHOLE else group
+    width = min(tile.pop("BLOCK_K"), group if group < columns else columns & -columns)
+    tiles = _launch.cdiv(block_size, tile["BLOCK_M"])
+    num_tiles = len(expert_ids) * tiles
+    _int4_grouped_gemm[(num_tiles * _launch.cdiv(num_outputs, tile["BLOCK_N"]),)](
+        x, x.stride(0), weight, bias, weight_scale, zero_point, *weight_scale.stride(), sorted_token_ids, expert_ids,
+        out, len(out), num_tiles, top_k, OUTPUTS=num_outputs, COLUMNS=columns, SCALED_COLUMNS=group,
+        BLOCK_SIZE=block_size, TILES=tiles, READ_ONCE=read_once, BYTES=width // 2, PAIRED=_packed_linear.paired(x),
+        **tile, **_launch.launch_options(x.device),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_choices", "num_tiles"])
+def _int4_grouped_gemm(
+    x, x_stride, weight, bias, weight_scale, zero_point, ws_expert, ws_row, ws_column, sorted_token_ids, expert_ids,
+    out, num_choices, num_tiles, top_k,
+    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, SCALED_COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILES: tl.constexpr, READ_ONCE: tl.constexpr, BYTES: tl.constexpr, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    # GROUP tiles of rows take the same tile of the weight one after the other.
+    in_group = GROUP * tl.cdiv(OUTPUTS, BLOCK_N)
+    first_tile = tl.program_id(0) // in_group * GROUP
+    grouped = tl.minimum(num_tiles - first_tile, GROUP)
+    tile = first_tile + tl.program_id(0) % in_group % grouped
+    output = tl.program_id(0) % in_group // grouped * BLOCK_N + tl.arange(0, BLOCK_N)
+    block, row = tile // TILES, tile % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
+    expert = tl.load(expert_ids + block).to(tl.int64)
+    choice = tl.load(sorted_token_ids + block * BLOCK_SIZE + row, row < BLOCK_SIZE, num_choices)
+    is_choice, is_output = choice < num_choices, output < OUTPUTS
+    place = tl.arange(0, BYTES)
+    column = place // HALF * (2 * HALF) + place % HALF  # of the low four bits; the high ones are HALF further
+    x += (choice // top_k).to(tl.int64)[None, :] * x_stride
+    weight += (expert * OUTPUTS + output)[:, None] * (COLUMNS // 2) + place[None, :]
+    scales = expert * ws_expert + output * ws_row
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    # Absent experts have no weights, and their choices keep a sum of zero.
+    for first in tl.range(0, tl.where(expert < 0, 0, COLUMNS), 2 * BYTES):
+        inside = first + column < COLUMNS
+        x_mask = inside[:, None] & is_choice[None, :]
+        low = tl.load(x + (first + column)[:, None], x_mask, 0.0)
+        high = tl.load(x + (first + column + HALF)[:, None], x_mask, 0.0)
+        if READ_ONCE:
+            w = tl.load(weight + first // 2, is_output[:, None] & inside[None, :], 0, eviction_policy="evict_first")
+        else:
+            w = tl.load(weight + first // 2, is_output[:, None] & inside[None, :], 0)
+        of_group = scales + first // SCALED_COLUMNS * ws_column
+        zero = tl.full([BLOCK_N, 1], NO_ZERO_POINT, tl.float32)
+        if zero_point is not None:
+            zero = tl.load(zero_point + of_group, is_output, 0).to(tl.float32)[:, None]
+        w_low, w_high = dequantised_tile(w, zero, x.dtype.element_ty, PAIRED)
+        product = tl.dot(w_low, low, input_precision="ieee")
+        product = tl.dot(w_high, high, product, input_precision="ieee")
+        sums += product * tl.load(weight_scale + of_group, is_output, 0.0).to(tl.float32)[:, None]
+    if bias is not None:
+        sums += tl.load(bias + expert * OUTPUTS + output, is_output & (expert >= 0), 0.0).to(tl.float32)[:, None]
+    out += choice.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
+    tl.store(out, sums, is_output[:, None] & is_choice[None, :])
