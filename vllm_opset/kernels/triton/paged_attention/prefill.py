@@ -157,7 +157,7 @@ def queries_of(tile, first_token, query_len, num_reqs, QUERIES: tl.constexpr):
     """The first query of a tile within its request, and the number of its queries; none if it is empty."""
     number = tl.where(tile < num_reqs, 0, (first_token + query_len) // QUERIES - (tile - num_reqs))
     exists = (tile < num_reqs) | (number > 0)
-    return number * QUERIES, tl.where(exists, min(QUERIES, query_len - number * QUERIES), 0)
+    return number * QUERIES, tl.where(exists, tl.minimum(QUERIES, query_len - number * QUERIES), 0)
 
 
 def launch_prefill(call: Call) -> None:

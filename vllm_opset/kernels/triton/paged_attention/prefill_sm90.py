@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import INTERPRETED, _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton.paged_attention import _call, prefill
+from vllm_opset.kernels.triton.paged_attention import _call
 from vllm_opset.kernels.triton.paged_attention._call import MIN_ROWS, WARPGROUP, Call, thresholds
 from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     COLUMNS,
@@ -35,6 +35,7 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     start_of,
     steps_of,
 )  # fmt: skip
+from vllm_opset.kernels.triton.paged_attention._plan_sm90 import launch_combine, make_plan, most_partials
 from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST, is_visible
 from vllm_opset.targets import WGMMA
 
@@ -47,11 +48,11 @@ ATTENDING_REGISTERS = gl.constexpr(232)
 LOADING_REGISTERS = gl.constexpr(40)
 
 
-@gluon.jit(do_not_specialize=["num_pages", "num_reqs", "num_tiles", "num_splits", "min_split_keys"])
+@gluon.jit(do_not_specialize=["num_pages", "most_partials"])
 def attend_prefill_sm90(
     query, query_strides, cache, num_pages, out, out_strides,
-    query_start_loc, seq_lens, block_table, table_strides, num_reqs, scale, soft_cap, sinks,
-    partials, stats, num_splits, min_split_keys, num_tiles, ticket,
+    query_start_loc, seq_lens, block_table, table_strides, scale, soft_cap, sinks,
+    partials, stats, sizes, items, most_partials, ticket,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
@@ -83,19 +84,19 @@ def attend_prefill_sm90(
     scheduler = (tiles, full_tiles, empty_tiles)
 
     tensors = (query, query_strides, out, out_strides, sinks, partials, stats)
-    scales, splits = (scale, soft_cap), (num_splits, min_split_keys)
+    scales, split_blocks, num_items = (scale, soft_cap), gl.load(sizes), gl.load(sizes + 1)
     ring = (keys, values, full_keys, empty_keys, full_values, empty_values, cleared)
-    batch = (query_start_loc, seq_lens, block_table, table_strides, num_reqs)
+    batch = (query_start_loc, seq_lens, block_table, table_strides)
     gl.warp_specialize(
         [
-            (_attend, (0, tensors, queries, ring, scheduler, scales, splits,
+            (_attend, (0, tensors, queries, ring, scheduler, scales, split_blocks,
                        BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-            (_attend, (1, tensors, queries, ring, scheduler, scales, splits,
+            (_attend, (1, tensors, queries, ring, scheduler, scales, split_blocks,
                        BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-            (load_keys, (cache, num_pages, key_boxes, full_keys, empty_keys, scheduler, batch, num_tiles, splits,
-                         ticket, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+            (load_keys, (cache, num_pages, key_boxes, full_keys, empty_keys, scheduler, batch, items, num_items,
+                         split_blocks, most_partials, ticket, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
             (load_values, (cache, num_pages, value_boxes, full_values, empty_values, scheduler, block_table,
-                           table_strides, splits, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                           table_strides, split_blocks, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
         ],
         [4, 1, 1],
         [ATTENDING_REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS],
@@ -115,7 +116,7 @@ def _barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    HALF_INDEX: gl.constexpr, tensors, queries, ring, scheduler, scales, splits,
+    HALF_INDEX: gl.constexpr, tensors, queries, ring, scheduler, scales, split_blocks,
     BOX_ROWS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -132,12 +133,12 @@ def _attend(
         if HALF_INDEX == 0 or num_queries * GROUP > HALF:
             done, num_cleared = _attend_tile(
                 HALF_INDEX, tensors, queries.index(HALF_INDEX), ring, done, num_cleared,
-                num_queries, first_token, first_position, seq_len, head, split, partial, scales, splits,
+                num_queries, first_token, first_position, seq_len, head, split, partial, scales, split_blocks,
                 BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES, ROW_LAYOUT,
             )  # fmt: skip
         else:
             done, num_cleared = _skip_tile(
-                HALF_INDEX, ring, done, num_cleared, num_queries, first_position, seq_len, split, splits,
+                HALF_INDEX, ring, done, num_cleared, num_queries, first_position, seq_len, split, split_blocks,
                 BOX_ROWS, LEFT, RIGHT, BLOCK_N, STAGES, ROW_LAYOUT,
             )  # fmt: skip
         taken += 1
@@ -147,7 +148,7 @@ def _attend(
 @gluon.jit
 def _attend_tile(
     HALF_INDEX: gl.constexpr, tensors, q, ring, done, num_cleared,
-    num_queries, first_token, first_position, seq_len, head, split, partial, scales, splits,
+    num_queries, first_token, first_position, seq_len, head, split, partial, scales, split_blocks,
     BOX_ROWS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -162,9 +163,7 @@ def _attend_tile(
     low, _, num_blocks, num_right, num_masked = blocks(
         first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N
     )
-    first, last, num_used_splits = steps_of(
-        split, splits, first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N
-    )
+    first, last = steps_of(split, split_blocks, num_blocks)
     before = done - first  # the count of blocks, less the steps of this tile
     row = HALF_INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(1, ROW_LAYOUT))
     column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROW_LAYOUT))
@@ -209,7 +208,7 @@ def _attend_tile(
 
     stored = False
     if partials is not None:
-        stored = num_used_splits > 1
+        stored = num_blocks > split_blocks
         if stored:
             _store_partial(acc, m_i, l_i, partials, stats, partial, row, num_queries * GROUP, HALF_INDEX, BLOCK_D)
     if not stored:
@@ -243,14 +242,14 @@ def _store_partial(
 
 @gluon.jit
 def _skip_tile(
-    HALF_INDEX: gl.constexpr, ring, done, num_cleared, num_queries, first_position, seq_len, split, splits,
+    HALF_INDEX: gl.constexpr, ring, done, num_cleared, num_queries, first_position, seq_len, split, split_blocks,
     BOX_ROWS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Releases the blocks of a tile whose rows are all in the other half. Returns the counts so far."""
     _, values, full_keys, empty_keys, full_values, empty_values, cleared = ring
     low, _, num_blocks, num_right, _ = blocks(first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
-    first, last, _ = steps_of(split, splits, first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
+    first, last = steps_of(split, split_blocks, num_blocks)
     before = done - first
     for step in range(first, last):
         place, phase = (before + step) % STAGES, (before + step) // STAGES & 1
@@ -377,31 +376,31 @@ def suits_prefill_sm90(call: Call) -> bool:
 
 
 def launch_prefill_sm90(call: Call) -> None:
-    """One launch of persistent programs, and another to combine partial results where keys are split."""
+    """One launch of persistent programs, and others for the plan of a step and to combine partial results."""
     device, batch, cache = call.query.device, call.batch, call.kv_cache
-    values = _launch.parameters("paged_attention_prefill_sm90", device, call.span(ROWS.value // call.group))
-    block_n, split_keys, num_tiles = call.block_n(values), values["split_keys"], _num_tiles(call)
-    num_splits = prefill.most_splits(call, values, num_tiles, ROWS.value)
-    partials = (None, None)
-    if num_splits > 1:
-        partials = batch.once(_call.workspace, num_tiles * num_splits, ROWS.value, call.block_d)
+    queries = ROWS.value // call.group
+    values = _launch.parameters("paged_attention_prefill_sm90", device, call.span(queries))
+    block_n, num_tiles = call.block_n(values), len(call.query) // queries + call.num_reqs
     box = [1, 1, math.gcd(call.block_size, block_n), COLUMNS.value]
+    num_partials, partials = most_partials(call, values), (None, None)
+    if num_partials > 0:
+        partials = batch.once(_call.workspace, num_partials * call.num_kv_heads, ROWS.value, call.block_d)
+    made = batch.once(
+        make_plan, num_tiles, queries, call.num_kv_heads, call.left, call.right, box[2], block_n, num_partials,
+        tuple(values.items()),
+    )  # fmt: skip
     descriptor = TensorDescriptor.from_tensor(cache, box, NVMMASharedLayout(128, 16, rank=len(box)))
-    attend_prefill_sm90[(min(num_tiles * num_splits, _call.multiprocessors(device)),)](
+    attend_prefill_sm90[(min(len(made.items) * call.num_kv_heads, _call.multiprocessors(device)),)](
         call.query, call.query.stride(), descriptor, len(cache), call.out, call.out.stride(),
-        batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(), call.num_reqs,
-        call.scale, call.soft_cap or None, call.sinks, *partials, num_splits, split_keys,
-        num_tiles, batch.once(_call.tickets, 1),
+        batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(),
+        call.scale, call.soft_cap or None, call.sinks, *partials, made.sizes, made.items, num_partials,
+        batch.once(_call.tickets, 1),
         NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, BLOCK_SIZE=call.block_size,
         LEFT=call.left, RIGHT=call.right, BLOCK_N=block_n, BLOCK_D=call.block_d, STAGES=values["stages"],
         num_warps=WARPGROUP, **_launch.launch_options(device),
     )  # fmt: skip
-    if num_splits > 1:
-        prefill.launch_combine(call, partials, num_tiles, num_splits, split_keys, ROWS.value, box[2], block_n)
-
-
-def _num_tiles(call: Call) -> int:
-    return (len(call.query) // (ROWS.value // call.group) + call.num_reqs) * call.num_kv_heads
+    if num_partials > 0:
+        launch_combine(call, made, partials, num_partials, ROWS.value)
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,209 @@
+"""The plan of prefill_sm90: which parts of the keys of which query tiles its programs attend, and the launches around it.
+
+A tile that takes longer than its share of a multiprocessor's time is attended in several splits of its keys. `plan`
+compares the time of several sizes of splits, and lists all splits, those of split tiles first. `combine_prefill_sm90`
+combines their partial results.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_opset.kernels.triton import _launch
+from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton.paged_attention import _call
+from vllm_opset.kernels.triton.paged_attention._call import WARPGROUP, Call
+from vllm_opset.kernels.triton.paged_attention.combine import combine_rows
+from vllm_opset.kernels.triton.paged_attention.prefill import queries_of
+from vllm_opset.ops.attention.paged_batch import PagedBatch
+
+TILES = tl.constexpr(256)  # planned at a time; any number is right
+ITEM_FIELDS, SPLIT_TILE_FIELDS = tl.constexpr(3), tl.constexpr(4)
+COMBINED_ROWS = 4  # of a tile, that one turn of combine_prefill_sm90 combines
+COMBINING_PROGRAMS = 8  # on a multiprocessor: those of 4 warps that run at a time
+
+
+class Plan(NamedTuple):
+    """int32 tensors on the device of the batch. An item is one split of one tile, for every KV head.
+
+    sizes: [3], the blocks of a split, the number of items, and that of split tiles.
+    items: [most_items, 3], the request, the tile's first query and the split. Those of split tiles come first, and
+    store the partial result of their index.
+    split_tiles: [most_partials, 4], the request, the tile's first query, its first item and the number of its items.
+    """
+
+    sizes: torch.Tensor
+    items: torch.Tensor
+    split_tiles: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_tiles", "num_programs", "most_partials", "least_blocks"])
+def plan(
+    query_start_loc, seq_lens, num_reqs, num_tiles, tiles, sizes, items, split_tiles,
+    num_programs, most_partials, least_blocks,
+    NUM_KV_HEADS: tl.constexpr, QUERIES: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    BOX_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SIZES: tl.constexpr,
+    SPLIT_COST: tl.constexpr, COMBINE_COST: tl.constexpr,
+):  # fmt: skip
+    """Runs as one program. tiles: [3, num_tiles], which it uses itself: blocks, request and first query of each tile.
+
+    Splits have at least least_blocks blocks, and tiles have at most most_partials splits in all. To store and combine a
+    partial result takes as long as attending SPLIT_COST blocks, and the second launch COMBINE_COST blocks. SIZES: of a
+    split, that are compared.
+    """
+    total, longest = 0, 1
+    for first in range(0, num_tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        request = _requests_of(tile, query_start_loc, num_reqs, QUERIES)
+        first_token = tl.load(query_start_loc + request)
+        query_len, seq_len = tl.load(query_start_loc + request + 1) - first_token, tl.load(seq_lens + request)
+        first_query, num_queries = queries_of(tile, first_token, query_len, num_reqs, QUERIES)
+        low, high = keys_of(seq_len - query_len + first_query, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT)
+        exists = (tile < num_tiles) & (num_queries > 0)
+        blocks = tl.where(exists, tl.maximum(tl.cdiv(high - low, BLOCK_N), 1), 0)
+        tl.store(tiles + tile, blocks, tile < num_tiles)
+        tl.store(tiles + num_tiles + tile, request, tile < num_tiles)
+        tl.store(tiles + 2 * num_tiles + tile, first_query, tile < num_tiles)
+        total += tl.sum(blocks)
+        longest = max(longest, tl.max(blocks))
+    tl.debug_barrier()  # the loops below read what other threads have stored
+
+    split_blocks, least_time = longest, float("inf")
+    for size in range(SIZES):  # the longest tile, then 2, 1, 2/3, ... of the average of a program
+        candidate = longest
+        if size > 0:
+            candidate = max(least_blocks, tl.cdiv(2 * total * NUM_KV_HEADS, num_programs * size))
+        num_long, num_partials = 0, 0
+        for first in range(0, num_tiles, TILES):
+            tile = first + tl.arange(0, TILES)
+            blocks = tl.load(tiles + tile, tile < num_tiles, 0)
+            num_long += tl.sum((blocks + candidate // 2) // candidate)
+            num_partials += tl.sum(tl.where(blocks > candidate, tl.cdiv(blocks, candidate), 0))
+        shared = (total + num_partials * SPLIT_COST) * NUM_KV_HEADS / num_programs
+        time = tl.maximum(shared, tl.cdiv(num_long * NUM_KV_HEADS, num_programs) * min(candidate, longest) * 1.0)
+        time += tl.where(num_partials > 0, COMBINE_COST, 0.0)
+        better = (num_partials <= most_partials) & (time < least_time)
+        split_blocks, least_time = tl.where(better, candidate, split_blocks), tl.where(better, time, least_time)
+
+    num_items, num_split_tiles = 0, 0
+    for kind in range(2):
+        for first in range(0, num_tiles, TILES):
+            tile = first + tl.arange(0, TILES)
+            blocks = tl.load(tiles + tile, tile < num_tiles, 0)
+            request = tl.load(tiles + num_tiles + tile, tile < num_tiles, 0)
+            first_query = tl.load(tiles + 2 * num_tiles + tile, tile < num_tiles, 0)
+            num_splits = tl.cdiv(blocks, split_blocks)
+            split_tile = (num_splits > 1).to(tl.int32)
+            num_splits = tl.where(split_tile == 1 - kind, num_splits, 0)
+            item = num_items + tl.cumsum(num_splits) - num_splits
+            for split in range(tl.max(num_splits)):
+                place = items + (item + split) * ITEM_FIELDS
+                tl.store(place, request, split < num_splits)
+                tl.store(place + 1, first_query, split < num_splits)
+                tl.store(place + 2, split, split < num_splits)
+            num_items += tl.sum(num_splits)
+            if kind == 0:
+                place = split_tiles + (num_split_tiles + tl.cumsum(split_tile) - split_tile) * SPLIT_TILE_FIELDS
+                tl.store(place, request, split_tile == 1)
+                tl.store(place + 1, first_query, split_tile == 1)
+                tl.store(place + 2, item, split_tile == 1)
+                tl.store(place + 3, num_splits, split_tile == 1)
+                num_split_tiles += tl.sum(split_tile)
+    tl.store(sizes, split_blocks)
+    tl.store(sizes + 1, num_items)
+    tl.store(sizes + 2, num_split_tiles)
+
+
+@triton.jit
+def _requests_of(tile, query_start_loc, num_reqs, QUERIES: tl.constexpr):
+    """The requests of tiles, numbered as in prefill._request_of, by bisection."""
+    step = 1
+    while step < num_reqs:
+        step *= 2
+    found = tile * 0
+    while step > 0:
+        further = found + step
+        start = tl.load(query_start_loc + further, further < num_reqs, 0)
+        found = tl.where((further < num_reqs) & (start // QUERIES <= tile - num_reqs), further, found)
+        step //= 2
+    return tl.where(tile < num_reqs, tile, found)
+
+
+@triton.jit
+def keys_of(
+    first_position, num_queries, seq_len, BOX_ROWS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):  # fmt: skip
+    """Some query of a tile sees the keys low … high - 1, and low is the first row of a box."""
+    low, high = first_position * 0, seq_len
+    if LEFT is not None:
+        low = tl.maximum(first_position - LEFT, 0) // BOX_ROWS * BOX_ROWS
+    if RIGHT is not None:
+        high = tl.minimum(high, first_position + num_queries + RIGHT)
+    return low, high
+
+
+@triton.jit(do_not_specialize=["most_partials"])
+def combine_prefill_sm90(
+    out, out_strides, query_start_loc, sinks, partials, stats, sizes, split_tiles, most_partials,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Any number of programs combines the partial results of attend_prefill_sm90, ROWS rows at a time.
+
+    The loads before `pdl_wait` read the plan, which is older than the results.
+    """
+    TURNS: tl.constexpr = BLOCK_M // ROWS
+    num_turns = tl.load(sizes + 2) * TURNS * NUM_KV_HEADS
+    pdl_wait(PDL)
+    for turn in range(tl.program_id(0), num_turns, tl.num_programs(0)):
+        head, first_row = turn % NUM_KV_HEADS, turn // NUM_KV_HEADS % TURNS * ROWS
+        place = split_tiles + turn // (NUM_KV_HEADS * TURNS) * SPLIT_TILE_FIELDS
+        request, first_query = tl.load(place), tl.load(place + 1)
+        first_token = tl.load(query_start_loc + request) + first_query
+        num_queries = min(BLOCK_M // GROUP, tl.load(query_start_loc + request + 1) - first_token)
+        if first_row < num_queries * GROUP:
+            combine_rows(
+                first_row, partials, stats, head * most_partials + tl.load(place + 2), tl.load(place + 3),
+                num_queries * GROUP, out, out_strides, first_token, head, sinks, None,
+                GROUP, HEAD_SIZE, ROWS, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+
+
+def most_partials(call: Call, values: _launch.Parameters) -> int:
+    """The most splits, for each KV head, of tiles whose keys are split; none if contexts are short."""
+    if call.span(call.batch.max_query_len) <= values["split_keys"]:
+        return 0
+    return values["programs"] * _call.multiprocessors(call.query.device) // call.num_kv_heads
+
+
+def make_plan(
+    batch: PagedBatch, num_tiles: int, queries: int, num_kv_heads: int, left: int | None, right: int | None,
+    box_rows: int, block_n: int, num_partials: int, values: tuple[tuple[str, int], ...],
+) -> Plan:  # fmt: skip
+    """Launches `plan`. queries: of a tile. num_partials: see `most_partials`."""
+    device, table = batch.seq_lens.device, dict(values)
+    empty = lambda *shape: torch.empty(shape, dtype=torch.int32, device=device)  # noqa: E731
+    made = Plan(
+        empty(3), empty(num_tiles + num_partials, ITEM_FIELDS.value), empty(max(1, num_partials), SPLIT_TILE_FIELDS.value)
+    )
+    plan[(1,)](
+        batch.query_start_loc, batch.seq_lens, len(batch.seq_lens), num_tiles, empty(3, num_tiles), *made,
+        _call.multiprocessors(device), num_partials, max(1, table["split_keys"] // block_n),
+        NUM_KV_HEADS=num_kv_heads, QUERIES=queries, LEFT=left, RIGHT=right, BOX_ROWS=box_rows, BLOCK_N=block_n,
+        SIZES=1 + 2 * table["programs"], SPLIT_COST=table["split_cost"], COMBINE_COST=table["combine_cost"],
+        num_warps=WARPGROUP,
+    )  # fmt: skip
+    return made
+
+
+def launch_combine(call: Call, made: Plan, partials: tuple, num_partials: int, rows: int) -> None:
+    """Combines the partial results of tiles of so many rows."""
+    device = call.query.device
+    programs = COMBINING_PROGRAMS * _call.multiprocessors(device)
+    combine_prefill_sm90[(programs,)](
+        call.out, call.out.stride(), call.batch.query_start_loc, call.sinks, *partials, made.sizes, made.split_tiles,
+        num_partials, NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, ROWS=COMBINED_ROWS,
+        BLOCK_M=rows, BLOCK_D=call.block_d, num_warps=WARPGROUP, **_launch.launch_options(device),
+    )  # fmt: skip
