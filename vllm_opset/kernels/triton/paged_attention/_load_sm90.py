@@ -25,15 +25,15 @@ def load_keys(
     drawn = gl.program_id(0)
     while drawn < num_items * NUM_KV_HEADS:
         head, item = drawn % NUM_KV_HEADS, drawn // NUM_KV_HEADS
-        request, first_query = gl.load(items + item * ITEM_FIELDS), gl.load(items + item * ITEM_FIELDS + 1)
-        split = gl.load(items + item * ITEM_FIELDS + 2)
+        place = items + item * ITEM_FIELDS
+        request, first_query, split = gl.load(place), gl.load(place + 1), gl.load(place + 2)
+        partial = head * most_partials + gl.load(place + 3)
         first_token, seq_len = gl.load(query_start_loc + request), gl.load(seq_lens + request)
         query_len = gl.load(query_start_loc + request + 1) - first_token
         num_queries, first_position = min(ROWS // GROUP, query_len - first_query), seq_len - query_len + first_query
         _publish(
             scheduler, published,
-            (num_queries, first_token + first_query, first_position, seq_len, head, request, split,
-             head * most_partials + item),
+            (num_queries, first_token + first_query, first_position, seq_len, head, request, split, partial),
         )  # fmt: skip
         published += 1
         loaded = _load_tile(

@@ -1,8 +1,7 @@
 """The plan of prefill_sm90: which parts of the keys of which query tiles its programs attend, and the launches around it.
 
 A tile that takes longer than its share of a multiprocessor's time is attended in several splits of its keys. `plan`
-compares the time of several sizes of splits, and lists all splits, those of split tiles first. `combine_prefill_sm90`
-combines their partial results.
+compares the time of several sizes of splits, and lists all splits. `combine_prefill_sm90` combines the partial results.
 """
 
 from typing import NamedTuple
@@ -20,7 +19,8 @@ from vllm_opset.kernels.triton.paged_attention.prefill import queries_of
 from vllm_opset.ops.attention.paged_batch import PagedBatch
 
 TILES = tl.constexpr(256)  # planned at a time; any number is right
-ITEM_FIELDS, SPLIT_TILE_FIELDS = tl.constexpr(3), tl.constexpr(4)
+KINDS = tl.constexpr(4)  # of items, by their length
+ITEM_FIELDS, SPLIT_TILE_FIELDS = tl.constexpr(4), tl.constexpr(4)
 COMBINED_ROWS = 4  # of a tile, that one turn of combine_prefill_sm90 combines
 COMBINING_PROGRAMS = 8  # on a multiprocessor: those of 4 warps that run at a time
 
@@ -29,9 +29,8 @@ class Plan(NamedTuple):
     """int32 tensors on the device of the batch. An item is one split of one tile, for every KV head.
 
     sizes: [3], the blocks of a split, the number of items, and that of split tiles.
-    items: [most_items, 3], the request, the tile's first query and the split. Those of split tiles come first, and
-    store the partial result of their index.
-    split_tiles: [most_partials, 4], the request, the tile's first query, its first item and the number of its items.
+    items: [most_items, 4], the request, the tile's first query, the split and its partial result, if the tile is split.
+    split_tiles: [most_partials, 4], the request, the tile's first query, its first partial result and their number.
     """
 
     sizes: torch.Tensor
@@ -74,43 +73,50 @@ def plan(
     for size in range(SIZES):  # the longest tile, then 2, 1, 2/3, ... of the average of a program
         candidate = longest
         if size > 0:
-            candidate = max(least_blocks, tl.cdiv(2 * total * NUM_KV_HEADS, num_programs * size))
+            candidate = min(longest, max(least_blocks, tl.cdiv(2 * total * NUM_KV_HEADS, num_programs * size)))
         num_long, num_partials = 0, 0
         for first in range(0, num_tiles, TILES):
             tile = first + tl.arange(0, TILES)
             blocks = tl.load(tiles + tile, tile < num_tiles, 0)
-            num_long += tl.sum((blocks + candidate // 2) // candidate)
+            num_long += tl.sum((blocks + candidate // 8) // candidate)
             num_partials += tl.sum(tl.where(blocks > candidate, tl.cdiv(blocks, candidate), 0))
         shared = (total + num_partials * SPLIT_COST) * NUM_KV_HEADS / num_programs
-        time = tl.maximum(shared, tl.cdiv(num_long * NUM_KV_HEADS, num_programs) * min(candidate, longest) * 1.0)
+        time = tl.maximum(shared, tl.cdiv(num_long * NUM_KV_HEADS, num_programs) * candidate * 1.0)
         time += tl.where(num_partials > 0, COMBINE_COST, 0.0)
         better = (num_partials <= most_partials) & (time < least_time)
         split_blocks, least_time = tl.where(better, candidate, split_blocks), tl.where(better, time, least_time)
 
     num_items, num_split_tiles = 0, 0
-    for kind in range(2):
+    for kind in range(KINDS):  # long items come first, and short ones fill gaps
+        num_partials, num_split_tiles = 0, 0
         for first in range(0, num_tiles, TILES):
             tile = first + tl.arange(0, TILES)
             blocks = tl.load(tiles + tile, tile < num_tiles, 0)
             request = tl.load(tiles + num_tiles + tile, tile < num_tiles, 0)
             first_query = tl.load(tiles + 2 * num_tiles + tile, tile < num_tiles, 0)
-            num_splits = tl.cdiv(blocks, split_blocks)
-            split_tile = (num_splits > 1).to(tl.int32)
-            num_splits = tl.where(split_tile == 1 - kind, num_splits, 0)
-            item = num_items + tl.cumsum(num_splits) - num_splits
-            for split in range(tl.max(num_splits)):
-                place = items + (item + split) * ITEM_FIELDS
-                tl.store(place, request, split < num_splits)
-                tl.store(place + 1, first_query, split < num_splits)
-                tl.store(place + 2, split, split < num_splits)
-            num_items += tl.sum(num_splits)
-            if kind == 0:
-                place = split_tiles + (num_split_tiles + tl.cumsum(split_tile) - split_tile) * SPLIT_TILE_FIELDS
-                tl.store(place, request, split_tile == 1)
-                tl.store(place + 1, first_query, split_tile == 1)
-                tl.store(place + 2, item, split_tile == 1)
-                tl.store(place + 3, num_splits, split_tile == 1)
-                num_split_tiles += tl.sum(split_tile)
+            is_split = (blocks > split_blocks).to(tl.int32)
+            num_splits = is_split * tl.cdiv(blocks, split_blocks)
+            partial = num_partials + tl.cumsum(num_splits) - num_splits
+            rest = blocks % split_blocks  # of kind 1 above half of a split, of kind 2 above a quarter, ...
+            rest_kind = tl.where(rest * 2 > split_blocks, 1, tl.where(rest * 4 > split_blocks, 2, 3))
+            first_split = tl.where(kind == 0, 0, blocks // split_blocks)
+            number = tl.where(kind == 0, blocks // split_blocks, ((rest > 0) & (rest_kind == kind)).to(tl.int32))
+            item = num_items + tl.cumsum(number) - number
+            for index in range(tl.max(number)):
+                place = items + (item + index) * ITEM_FIELDS
+                split = first_split + index
+                tl.store(place, request, index < number)
+                tl.store(place + 1, first_query, index < number)
+                tl.store(place + 2, split, index < number)
+                tl.store(place + 3, partial + split, index < number)
+            place = split_tiles + (num_split_tiles + tl.cumsum(is_split) - is_split) * SPLIT_TILE_FIELDS
+            tl.store(place, request, is_split == 1)
+            tl.store(place + 1, first_query, is_split == 1)
+            tl.store(place + 2, partial, is_split == 1)
+            tl.store(place + 3, num_splits, is_split == 1)
+            num_items += tl.sum(number)
+            num_partials += tl.sum(num_splits)
+            num_split_tiles += tl.sum(is_split)
     tl.store(sizes, split_blocks)
     tl.store(sizes + 1, num_items)
     tl.store(sizes + 2, num_split_tiles)
