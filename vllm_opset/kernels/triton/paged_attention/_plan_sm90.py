@@ -1,9 +1,11 @@
-"""The plan of prefill_sm90: which parts of the keys of which query tiles its programs attend, and the launches around it.
+"""The plan of prefill_sm90, and the launches around it.
 
-A tile that takes longer than its share of a multiprocessor's time is attended in several splits of its keys. `plan`
-compares the time of several sizes of splits, and lists all splits. `combine_prefill_sm90` combines the partial results.
+A tile that takes longer than a multiprocessor's share of the work is attended in several splits of its keys, each at
+most so many blocks. `plan_prefill` compares several such numbers, and lists the splits, which are items of the plan.
+`combine_prefill_sm90` combines the partial results of split tiles.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -19,7 +21,8 @@ from vllm_opset.kernels.triton.paged_attention.prefill import queries_of
 from vllm_opset.ops.attention.paged_batch import PagedBatch
 
 TILES = tl.constexpr(256)  # planned at a time; any number is right
-KINDS = tl.constexpr(4)  # of items, by their length
+KINDS = tl.constexpr(4)  # of items: see _store_items
+MARGIN = tl.constexpr(1.125)  # splits that save less time by the count were slower on an H200
 ITEM_FIELDS, SPLIT_TILE_FIELDS = tl.constexpr(4), tl.constexpr(4)
 COMBINED_ROWS = 4  # of a tile, that one turn of combine_prefill_sm90 combines
 COMBINING_PROGRAMS = 8  # on a multiprocessor: those of 4 warps that run at a time
@@ -39,25 +42,44 @@ class Plan(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tiles", "num_programs", "most_partials", "least_blocks"])
-def plan(
+def plan_prefill(
     query_start_loc, seq_lens, num_reqs, num_tiles, tiles, sizes, items, split_tiles,
     num_programs, most_partials, least_blocks,
     NUM_KV_HEADS: tl.constexpr, QUERIES: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     BOX_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SIZES: tl.constexpr,
     SPLIT_COST: tl.constexpr, COMBINE_COST: tl.constexpr,
 ):  # fmt: skip
-    """Runs as one program. tiles: [3, num_tiles], which it uses itself: blocks, request and first query of each tile.
+    """Runs as one program. tiles: [3, num_tiles], blocks, request and first query of each tile, for its own use."""
+    total, longest = _store_tiles(
+        query_start_loc, seq_lens, num_reqs, num_tiles, tiles, QUERIES, LEFT, RIGHT, BOX_ROWS, BLOCK_N
+    )
+    tl.debug_barrier()  # the loops below read what other threads have stored
+    split_blocks = _split_blocks(
+        tiles, num_tiles, total, longest, num_programs, most_partials, least_blocks,
+        NUM_KV_HEADS, SIZES, SPLIT_COST, COMBINE_COST,
+    )  # fmt: skip
+    num_items, num_split_tiles = 0, 0
+    for kind in range(KINDS):  # long items come first, and short ones fill gaps
+        num_items, num_split_tiles = _store_items(
+            tiles, num_tiles, split_blocks, longest, items, num_items, split_tiles, kind
+        )
+    tl.store(sizes, split_blocks)
+    tl.store(sizes + 1, num_items)
+    tl.store(sizes + 2, num_split_tiles)
 
-    Splits have at least least_blocks blocks, and tiles have at most most_partials splits in all. To store and combine a
-    partial result takes as long as attending SPLIT_COST blocks, and the second launch COMBINE_COST blocks. SIZES: of a
-    split, that are compared.
-    """
+
+@triton.jit
+def _store_tiles(
+    query_start_loc, seq_lens, num_reqs, num_tiles, tiles,
+    QUERIES: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BOX_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Returns the blocks of all tiles and of the longest one. A tile without queries has none."""
     total, longest = 0, 1
     for first in range(0, num_tiles, TILES):
         tile = first + tl.arange(0, TILES)
         request = _requests_of(tile, query_start_loc, num_reqs, QUERIES)
-        first_token = tl.load(query_start_loc + request)
-        query_len, seq_len = tl.load(query_start_loc + request + 1) - first_token, tl.load(seq_lens + request)
+        first_token, seq_len = tl.load(query_start_loc + request), tl.load(seq_lens + request)
+        query_len = tl.load(query_start_loc + request + 1) - first_token
         first_query, num_queries = queries_of(tile, first_token, query_len, num_reqs, QUERIES)
         low, high = keys_of(seq_len - query_len + first_query, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT)
         exists = (tile < num_tiles) & (num_queries > 0)
@@ -67,10 +89,22 @@ def plan(
         tl.store(tiles + 2 * num_tiles + tile, first_query, tile < num_tiles)
         total += tl.sum(blocks)
         longest = max(longest, tl.max(blocks))
-    tl.debug_barrier()  # the loops below read what other threads have stored
+    return total, longest
 
+
+@triton.jit
+def _split_blocks(
+    tiles, num_tiles, total, longest, num_programs, most_partials, least_blocks,
+    NUM_KV_HEADS: tl.constexpr, SIZES: tl.constexpr, SPLIT_COST: tl.constexpr, COMBINE_COST: tl.constexpr,
+):  # fmt: skip
+    """The blocks of a split: at least least_blocks, and so many that at most most_partials splits have partial results.
+
+    To store and combine a partial result takes as long as attending SPLIT_COST blocks, and the second launch as long as
+    COMBINE_COST blocks. SIZES: how many numbers are compared: the longest tile's, then 2, 1, 2/3, 1/2 … of the average
+    of a program.
+    """
     split_blocks, least_time = longest, float("inf")
-    for size in range(SIZES):  # the longest tile, then 2, 1, 2/3, ... of the average of a program
+    for size in range(SIZES):
         candidate = longest
         if size > 0:
             candidate = min(longest, max(least_blocks, tl.cdiv(2 * total * NUM_KV_HEADS, num_programs * size)))
@@ -78,48 +112,56 @@ def plan(
         for first in range(0, num_tiles, TILES):
             tile = first + tl.arange(0, TILES)
             blocks = tl.load(tiles + tile, tile < num_tiles, 0)
-            num_long += tl.sum((blocks + candidate // 8) // candidate)
+            num_long += tl.sum((blocks + candidate // 4) // candidate)  # whole splits, or nearly
             num_partials += tl.sum(tl.where(blocks > candidate, tl.cdiv(blocks, candidate), 0))
-        shared = (total + num_partials * SPLIT_COST) * NUM_KV_HEADS / num_programs
-        time = tl.maximum(shared, tl.cdiv(num_long * NUM_KV_HEADS, num_programs) * candidate * 1.0)
-        time += tl.where(num_partials > 0, COMBINE_COST, 0.0)
+        average = (total + num_partials * SPLIT_COST) * NUM_KV_HEADS / num_programs
+        time = tl.maximum(average, tl.cdiv(num_long * NUM_KV_HEADS, num_programs) * candidate * 1.0)
+        if num_partials > 0:
+            time = (time + COMBINE_COST) * MARGIN
         better = (num_partials <= most_partials) & (time < least_time)
         split_blocks, least_time = tl.where(better, candidate, split_blocks), tl.where(better, time, least_time)
+    return split_blocks
 
-    num_items, num_split_tiles = 0, 0
-    for kind in range(KINDS):  # long items come first, and short ones fill gaps
-        num_partials, num_split_tiles = 0, 0
-        for first in range(0, num_tiles, TILES):
-            tile = first + tl.arange(0, TILES)
-            blocks = tl.load(tiles + tile, tile < num_tiles, 0)
-            request = tl.load(tiles + num_tiles + tile, tile < num_tiles, 0)
-            first_query = tl.load(tiles + 2 * num_tiles + tile, tile < num_tiles, 0)
-            is_split = (blocks > split_blocks).to(tl.int32)
-            num_splits = is_split * tl.cdiv(blocks, split_blocks)
-            partial = num_partials + tl.cumsum(num_splits) - num_splits
-            rest = blocks % split_blocks  # of kind 1 above half of a split, of kind 2 above a quarter, ...
-            rest_kind = tl.where(rest * 2 > split_blocks, 1, tl.where(rest * 4 > split_blocks, 2, 3))
-            first_split = tl.where(kind == 0, 0, blocks // split_blocks)
-            number = tl.where(kind == 0, blocks // split_blocks, ((rest > 0) & (rest_kind == kind)).to(tl.int32))
-            item = num_items + tl.cumsum(number) - number
-            for index in range(tl.max(number)):
-                place = items + (item + index) * ITEM_FIELDS
-                split = first_split + index
-                tl.store(place, request, index < number)
-                tl.store(place + 1, first_query, index < number)
-                tl.store(place + 2, split, index < number)
-                tl.store(place + 3, partial + split, index < number)
-            place = split_tiles + (num_split_tiles + tl.cumsum(is_split) - is_split) * SPLIT_TILE_FIELDS
-            tl.store(place, request, is_split == 1)
-            tl.store(place + 1, first_query, is_split == 1)
-            tl.store(place + 2, partial, is_split == 1)
-            tl.store(place + 3, num_splits, is_split == 1)
-            num_items += tl.sum(number)
-            num_partials += tl.sum(num_splits)
-            num_split_tiles += tl.sum(is_split)
-    tl.store(sizes, split_blocks)
-    tl.store(sizes + 1, num_items)
-    tl.store(sizes + 2, num_split_tiles)
+
+@triton.jit
+def _store_items(tiles, num_tiles, split_blocks, longest, items, num_items, split_tiles, kind):
+    """Stores the items of one kind, and the split tiles. Returns the number of items so far, and of split tiles.
+
+    Items of kind 0 are whole splits. What is left of a tile is of kind 1 if it is more than half a split, of kind 2 if
+    it is more than a quarter, and else of kind 3. If no tile is split, those of kind 1 stay among those of kind 0, so
+    that items of a request follow each other and find its keys in the L2 cache.
+    """
+    num_partials, num_split_tiles = 0, 0
+    for first in range(0, num_tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        blocks = tl.load(tiles + tile, tile < num_tiles, 0)
+        request = tl.load(tiles + num_tiles + tile, tile < num_tiles, 0)
+        first_query = tl.load(tiles + 2 * num_tiles + tile, tile < num_tiles, 0)
+        is_split = (blocks > split_blocks).to(tl.int32)
+        num_splits = is_split * tl.cdiv(blocks, split_blocks)
+        partial = num_partials + tl.cumsum(num_splits) - num_splits
+
+        whole, rest = blocks // split_blocks, blocks % split_blocks
+        rest_kind = tl.where(rest * 4 > split_blocks, 2, 3)
+        rest_kind = tl.where(rest * 2 > split_blocks, (split_blocks < longest).to(tl.int32), rest_kind)
+        first_split = tl.where(kind == 0, 0, whole)
+        number = ((rest > 0) & (rest_kind == kind)).to(tl.int32) + tl.where(kind == 0, whole, 0)
+        item = num_items + tl.cumsum(number) - number
+        for index in range(tl.max(number)):
+            place, split = items + (item + index) * ITEM_FIELDS, first_split + index
+            tl.store(place, request, index < number)
+            tl.store(place + 1, first_query, index < number)
+            tl.store(place + 2, split, index < number)
+            tl.store(place + 3, partial + split, index < number)
+        place = split_tiles + (num_split_tiles + tl.cumsum(is_split) - is_split) * SPLIT_TILE_FIELDS
+        tl.store(place, request, is_split == 1)
+        tl.store(place + 1, first_query, is_split == 1)
+        tl.store(place + 2, partial, is_split == 1)
+        tl.store(place + 3, num_splits, is_split == 1)
+        num_items += tl.sum(number)
+        num_partials += tl.sum(num_splits)
+        num_split_tiles += tl.sum(is_split)
+    return num_items, num_split_tiles
 
 
 @triton.jit
@@ -177,9 +219,9 @@ def combine_prefill_sm90(
             )  # fmt: skip
 
 
-def most_partials(call: Call, values: _launch.Parameters) -> int:
-    """The most splits, for each KV head, of tiles whose keys are split; none if contexts are short."""
-    if call.span(call.batch.max_query_len) <= values["split_keys"]:
+def most_partials(call: Call, values: _launch.Parameters, queries: int) -> int:
+    """The most splits, for each KV head, of tiles whose keys are split; none if they see few. queries: of a tile."""
+    if call.span(queries) <= values["unsplit_keys"]:
         return 0
     return values["programs"] * _call.multiprocessors(call.query.device) // call.num_kv_heads
 
@@ -188,13 +230,12 @@ def make_plan(
     batch: PagedBatch, num_tiles: int, queries: int, num_kv_heads: int, left: int | None, right: int | None,
     box_rows: int, block_n: int, num_partials: int, values: tuple[tuple[str, int], ...],
 ) -> Plan:  # fmt: skip
-    """Launches `plan`. queries: of a tile. num_partials: see `most_partials`."""
+    """Launches `plan_prefill`. queries: of a tile. num_partials: see `most_partials`."""
     device, table = batch.seq_lens.device, dict(values)
-    empty = lambda *shape: torch.empty(shape, dtype=torch.int32, device=device)  # noqa: E731
-    made = Plan(
-        empty(3), empty(num_tiles + num_partials, ITEM_FIELDS.value), empty(max(1, num_partials), SPLIT_TILE_FIELDS.value)
-    )
-    plan[(1,)](
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
+    most_items = num_tiles + num_partials
+    made = Plan(empty(3), empty(most_items, ITEM_FIELDS.value), empty(num_partials, SPLIT_TILE_FIELDS.value))
+    plan_prefill[(1,)](
         batch.query_start_loc, batch.seq_lens, len(batch.seq_lens), num_tiles, empty(3, num_tiles), *made,
         _call.multiprocessors(device), num_partials, max(1, table["split_keys"] // block_n),
         NUM_KV_HEADS=num_kv_heads, QUERIES=queries, LEFT=left, RIGHT=right, BOX_ROWS=box_rows, BLOCK_N=block_n,
