@@ -32,7 +32,10 @@ class Plan(NamedTuple):
     """int32 tensors on the device of the batch. An item is one split of one tile, for every KV head.
 
     sizes: [3], the blocks of a split, the number of items, and that of split tiles.
-    items: [most_items, 4], the request, the tile's first query, the split and its partial result, if the tile is split.
+
+    items: [most_items, 4], the request, the tile's first query, the split, and the index of its partial result. The
+    last one means nothing if the tile is not split.
+
     split_tiles: [most_partials, 4], the request, the tile's first query, its first partial result and their number.
     """
 
@@ -127,9 +130,9 @@ def _split_blocks(
 def _store_items(tiles, num_tiles, split_blocks, longest, items, num_items, split_tiles, kind):
     """Stores the items of one kind, and the split tiles. Returns the number of items so far, and of split tiles.
 
-    Items of kind 0 are whole splits. What is left of a tile is of kind 1 if it is more than half a split, of kind 2 if
-    it is more than a quarter, and else of kind 3. If no tile is split, those of kind 1 stay among those of kind 0, so
-    that items of a request follow each other and find its keys in the L2 cache.
+    Items of kind 0 are whole splits. The rest of a tile has fewer blocks. More than half a split is of kind 1, more
+    than a quarter of kind 2, and less of kind 3. If no tile is split, kind 0 takes in kind 1: items of a request follow
+    each other then, and find its keys in the L2 cache.
     """
     num_partials, num_split_tiles = 0, 0
     for first in range(0, num_tiles, TILES):
