@@ -243,7 +243,7 @@ def make_plan(
         _call.multiprocessors(device), num_partials, max(1, table["split_keys"] // block_n),
         NUM_KV_HEADS=num_kv_heads, QUERIES=queries, LEFT=left, RIGHT=right, BOX_ROWS=box_rows, BLOCK_N=block_n,
         SIZES=1 + 2 * table["programs"], SPLIT_COST=table["split_cost"], COMBINE_COST=table["combine_cost"],
-        num_warps=WARPGROUP,
+        num_warps=WARPGROUP, **_launch.FUSION,
     )  # fmt: skip
     return made
 
