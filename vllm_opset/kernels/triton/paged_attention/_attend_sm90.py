@@ -80,7 +80,11 @@ def _attend_tile(
 
     row = HALF_INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORE_LAYOUT))
     position = first_position + row // GROUP
-    scales = _scales_log2(scales)
+    scale, soft_cap = scales
+    scale_log2, scale_of_tanh = scale * LOG2E, None
+    if soft_cap is not None:
+        scale_log2, scale_of_tanh = soft_cap * LOG2E, scale / soft_cap
+    scales = (scale_log2, scale_of_tanh)
     acc = gl.zeros([HALF, BLOCK_D], gl.float32, ACC_LAYOUT)
     m_i = gl.full([HALF], LOWEST, gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
     l_i = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
@@ -213,7 +217,10 @@ def _softmax(
     MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
     SCORE_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a block, the new m_i and l_i, and alpha."""
+    """The weights of a block, the new m_i and l_i, and alpha.
+
+    scales: the factor of scores in units of log2, and the factor before tanh; None if scores are not capped.
+    """
     scale_log2, scale_of_tanh = scales
     if scale_of_tanh is not None:
         score = _tanh(score * scale_of_tanh)
@@ -226,16 +233,6 @@ def _softmax(
     alpha = gl.exp2(m_i - m_new)
     l_i = l_i * alpha + gl.sum(p, 1)
     return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, ACC_LAYOUT, 2)), m_new, l_i, alpha
-
-
-@gluon.jit
-def _scales_log2(scales):
-    """The factor of scores in units of log2, and the factor before tanh; None if scores are not capped."""
-    scale, soft_cap = scales
-    scale_log2, scale_of_tanh = scale * LOG2E, None
-    if soft_cap is not None:
-        scale_log2, scale_of_tanh = soft_cap * LOG2E, scale / soft_cap
-    return scale_log2, scale_of_tanh
 
 
 @gluon.jit
