@@ -8,6 +8,7 @@ KERNELS = {
     "decode": ("plan", "attend_decode", "combine_verify"),
     "prefill": ("attend_prefill", "combine_prefill"),
     "prefill_sm90": ("attend_prefill_sm90",),
+    "_plan_sm90": ("plan_prefill", "combine_prefill_sm90"),
 }
 
 

@@ -1,6 +1,7 @@
 """The arithmetic of paged_attention's Hopper kernel, on a CPU.
 
-It decides which blocks of keys a tile attends, in which order and with which masks, and which queries form a tile.
+It decides which blocks of keys a tile attends, in which order and with which masks, and which queries form a tile. How
+tiles are split is tested with the other kernels' splits, in test_paged_attention_splits.py.
 
 Triton's interpreter does not run Gluon. So the bodies of these functions run as plain Python, on numbers, and on
 PyTorch's tensors in place of the device's blocks. test_triton.py compiles the kernel for sm_90a. The rest needs a GPU
@@ -17,6 +18,7 @@ import torch
 
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton.paged_attention import _load_sm90 as hopper
+from vllm_opset.kernels.triton.paged_attention import _plan_sm90 as planned
 from vllm_opset.kernels.triton.paged_attention import _tile as shared
 from vllm_opset.kernels.triton.paged_attention import prefill as many
 from vllm_opset.kernels.triton.paged_attention import prefill_sm90
@@ -40,6 +42,8 @@ def load(place: tuple[Memory, torch.Tensor], mask: torch.Tensor, other: int) -> 
 # Names of Triton's language, and of Gluon's.
 LANGUAGE = SimpleNamespace(
     cdiv=_launch.cdiv,
+    maximum=max,
+    minimum=min,
     where=lambda condition, one, other: one if condition else other,
     arange=lambda first, last, layout=None: torch.arange(first, last),
     load=load,
@@ -57,10 +61,10 @@ def as_python(function, **names):
 
 
 seen_by_all = as_python(shared.seen_by_all)
-blocks = as_python(hopper.blocks, seen_by_all=seen_by_all)
+keys_of = as_python(planned.keys_of)
+blocks = as_python(hopper.blocks, seen_by_all=seen_by_all, keys_of=keys_of)
 start_of = as_python(hopper.start_of)
-split_keys_of = as_python(many.split_keys_of)
-steps_of = as_python(hopper.steps_of, split_keys_of=split_keys_of)
+steps_of = as_python(hopper.steps_of)
 queries_of = as_python(many.queries_of)
 
 BLOCK_N, BOX_ROWS = 16, 4
@@ -93,17 +97,12 @@ def _seen(position: int, seq_len: int, left: int | None, right: int | None) -> r
     return range(first, seq_len if right is None else min(seq_len, position + right + 1))
 
 
-@pytest.mark.parametrize(("left", "right"), SIDES)
-@pytest.mark.parametrize("splits", [(1, 256), (3, 16), (4, 40), (9, 1)])
-def test_splits_of_a_tile_take_each_step_once(splits, left, right):
-    for first_position, keys_after in itertools.product(range(0, 150, 7), (0, 1, 30)):
-        tile = first_position, 5, first_position + 5 + keys_after
-        _, _, num_blocks, _, _ = blocks(*tile, BOX_ROWS, left, right, BLOCK_N)
-        steps = [steps_of(split, splits, *tile, BOX_ROWS, left, right, BLOCK_N) for split in range(splits[0])]
-        assert [step for first, last, _ in steps for step in range(first, last)] == [*range(num_blocks)]
-        assert {used for _, _, used in steps} == {sum(first < last for first, last, _ in steps)}
-        *_, for_combining = split_keys_of(*tile, *splits, left, right, BOX_ROWS, BLOCK_N)
-        assert for_combining == steps[0][2]
+@pytest.mark.parametrize("split_blocks", [1, 3, 4, 100])
+def test_splits_of_a_tile_take_each_step_once(split_blocks):
+    for num_blocks in range(1, 30):
+        splits = range(_launch.cdiv(num_blocks, split_blocks))
+        steps = [steps_of(split, split_blocks, num_blocks) for split in splits]
+        assert [step for first, last in steps for step in range(first, last)] == [*range(num_blocks)]
 
 
 def test_a_long_causal_tile_masks_two_blocks_at_most():
@@ -120,12 +119,11 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("module", [hopper, many], ids=["Hopper", "others"])
 @pytest.mark.parametrize("name", REQUESTS)
-def test_each_query_is_in_one_tile(name, module):
+def test_each_query_is_in_one_tile(name):
     queries, query_lens = 8, REQUESTS[name]
     starts = [sum(query_lens[:request]) for request in range(len(query_lens) + 1)]
-    request_of = as_python(module._request_of, REQUESTS=4)
+    request_of = as_python(many._request_of, REQUESTS=4)
     found = Counter()
     for tile in range(starts[-1] // queries + len(query_lens)):
         request = request_of(tile, Memory(starts), len(query_lens), queries)

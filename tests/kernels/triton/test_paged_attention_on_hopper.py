@@ -19,7 +19,7 @@ from vllm_opset.ops.attention.paged_attention import TOLERANCES
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper generation: runs on one")
 
-# Prompts, chunks of prompts, decoded tokens and an empty request; enough tiles that keys need not be split.
+# Prompts, chunks of prompts, decoded tokens and an empty request.
 MIXED = ((1, 77), (150, 150), (70, 300), (0, 0), (1, 34), (200, 512), (40, 41), (3, 1000), *((1, 20),) * 12)
 CROSS = ((300, 40), (6, 2), (100, 190), (2, 0), *((70, 7),) * 16)
 mixed = functools.partial(PagedCase, MIXED, num_heads=16, num_kv_heads=4)
@@ -53,7 +53,8 @@ CASES = {
     **{f"block size {size}": mixed(block_size=size, window=90) for size in (32, 48, 64, 80, 128)},
     **{layout: mixed(head_size=128, layout=layout) for layout in LAYOUTS},
 }
-NO_SPLITS = {"programs": 1, "split_keys": 256}
+COSTS = {"programs": 4, "split_keys": 128, "split_cost": 0, "combine_cost": 0}
+NO_SPLITS = {**COSTS, "unsplit_keys": 2**30}
 RINGS = ({"keys": 128, "stages": 2, **NO_SPLITS}, {"keys": 64, "stages": 4, **NO_SPLITS})
 # Tiles of one split and of several. The second half of a tile has rows in some, and keys end within blocks.
 FEW = ((100, 3000), (1, 300), (7, 900), (0, 0), (40, 41))
@@ -95,7 +96,7 @@ def test_hopper_agrees_in_fp16(name):
 @pytest.mark.parametrize("ring", RINGS, ids=str)
 @pytest.mark.parametrize("name", SPLIT)
 def test_hopper_agrees_when_keys_are_split(name, ring):
-    hopper_agrees(SPLIT[name], torch.bfloat16, ring | {"programs": 4, "split_keys": 128})
+    hopper_agrees(SPLIT[name], torch.bfloat16, ring | {"unsplit_keys": 0})
 
 
 @pytest.mark.parametrize("num_programs", [1, 3])

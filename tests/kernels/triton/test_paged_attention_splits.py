@@ -6,6 +6,7 @@ small to fill a GPU. So the step sizes of these loops and the number of multipro
 """
 
 import importlib
+import itertools
 import math
 
 import pytest
@@ -15,7 +16,7 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import INTERPRETED
-from vllm_opset.kernels.triton.paged_attention import combine, decode, prefill
+from vllm_opset.kernels.triton.paged_attention import _plan_sm90, combine, decode, prefill
 from vllm_opset.ops.attention._paged_inputs import UNTOUCHED, PagedCase
 from vllm_opset.ops.attention.paged_attention import TOLERANCES
 
@@ -108,3 +109,94 @@ def _blocks(query_len: int, seq_len: int, left: int | None) -> int:
         return 0
     first_seen = 0 if left is None else max(0, seq_len - query_len - left)
     return max(1, math.ceil(seq_len / BLOCK_N) - first_seen // BLOCK_N)
+
+
+QUERIES, BOX_ROWS = 8, 4
+TILES = {
+    "few": REQUESTS["few"],
+    "more than are planned together": REQUESTS["more than are planned together"][:90],
+    "one long, others short": ((1, 5), (20, 3000), (0, 0), (9, 30), (1, 16), (2, 0)),
+    "chunks": ((40, 700), (64, 64), (33, 900)),
+}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "num_heads", "most_partials"),
+    [(None, 0, 1, 40), (70, 0, 3, 9), (None, None, 2, 12), (20, 30, 2, 0), (None, 0, 3, 3)],
+)
+@pytest.mark.parametrize("name", TILES)
+def test_the_plan_of_prefill_lists_each_split_of_each_tile_once(
+    name, left, right, num_heads, most_partials, monkeypatch
+):
+    monkeypatch.setattr(_plan_sm90, "TILES", tl.constexpr(32))
+    monkeypatch.setattr(_plan_sm90._call, "multiprocessors", lambda device: 12)
+    requests = tuple((int(query_len), seq_len if query_len else 0) for query_len, seq_len in TILES[name])
+    batch = PagedCase(requests).batch(torch.zeros(len(requests), 1, dtype=torch.int32, device="cpu"))
+    num_tiles = sum(query_len for query_len, _ in requests) // QUERIES + len(requests)
+    values = {"programs": 2, "split_keys": 2 * BLOCK_N, "split_cost": 1, "combine_cost": 1}
+    plan = _plan_sm90.make_plan(
+        batch, num_tiles, QUERIES, num_heads, left, right, BOX_ROWS, BLOCK_N, most_partials, tuple(values.items())
+    )
+    split_blocks, num_items, num_split_tiles = plan.sizes.tolist()
+    items, split_tiles = plan.items[:num_items].tolist(), plan.split_tiles[:num_split_tiles].tolist()
+    tiles = {}
+    for request, (query_len, seq_len) in enumerate(requests):
+        for first in range(0, query_len, QUERIES):
+            position, last = seq_len - query_len + first, seq_len - query_len + min(query_len, first + QUERIES) - 1
+            low = 0 if left is None else max(0, position - left) // BOX_ROWS * BOX_ROWS
+            high = seq_len if right is None else min(seq_len, last + right + 1)
+            tiles[request, first] = max(1, math.ceil((high - low) / BLOCK_N))
+    listed = sorted((request, first, split) for request, first, split, _ in items)
+    splits = {tile: math.ceil(number / split_blocks) for tile, number in tiles.items()}
+    assert listed == sorted((*tile, split) for tile, number in splits.items() for split in range(number))
+    partials = {(request, first): (partial, number) for request, first, partial, number in split_tiles}
+    assert {tile: number for tile, (_, number) in partials.items()} == {
+        tile: number for tile, number in splits.items() if number > 1
+    }
+    stored = [partial + split for partial, number in partials.values() for split in range(number)]
+    assert sorted(stored) == [*range(len(stored))] and len(stored) <= most_partials
+    for request, first, split, partial in items:
+        assert splits[request, first] == 1 or partial == partials[request, first][0] + split
+    lengths = [min(split_blocks, tiles[request, first] - split * split_blocks) for request, first, split, _ in items]
+    kinds = [next(kind for kind in (1, 2, 4) if kind == 4 or length * kind * 2 > split_blocks) for length in lengths]
+    assert kinds == sorted(kinds), "an item comes after some that are less than half as long"
+
+
+def test_the_plan_of_prefill_splits_a_tile_that_all_others_wait_for(monkeypatch):
+    monkeypatch.setattr(_plan_sm90._call, "multiprocessors", lambda device: 12)
+    values = {"programs": 2, "split_keys": BLOCK_N, "split_cost": 1, "combine_cost": 1}
+
+    def split_blocks(*requests: tuple[int, int]) -> int:
+        batch = PagedCase(requests).batch(torch.zeros(len(requests), 1, dtype=torch.int32, device="cpu"))
+        tiles = sum(query_len for query_len, _ in requests) // QUERIES + len(requests)
+        key = tiles, QUERIES, 1, None, 0, BOX_ROWS, BLOCK_N, 24, tuple(values.items())
+        return _plan_sm90.make_plan(batch, *key).sizes[0].item()
+
+    longest = 100
+    assert split_blocks((1, longest * BLOCK_N)) < longest // 4
+    assert split_blocks((1, longest * BLOCK_N), *((8, 64),) * 20) < longest // 4
+    assert split_blocks(*((1, longest * BLOCK_N),) * 12) == longest  # one tile for each program
+
+
+def test_combining_takes_each_row_of_split_tiles():
+    rows, columns, most_partials, group, num_kv_heads = 16, 16, 5, 2, 2
+    rng = torch.Generator().manual_seed(0)
+    partials = torch.randn(num_kv_heads, most_partials, rows, columns, generator=rng)
+    stats = torch.randn(num_kv_heads, most_partials, rows, 2, generator=rng).abs()
+    # Two split tiles: 6 queries of request 0 from the first one on, and 3 queries of request 2 from the ninth one on.
+    split_tiles = torch.tensor([[0, 0, 0, 2], [2, 8, 2, 3]], dtype=torch.int32)
+    starts = torch.tensor([0, 6, 7, 18], dtype=torch.int32)
+    out = torch.full((18, num_kv_heads * group, columns), UNTOUCHED)
+    want = out.clone()
+    for (_, _, partial, number), first_token, num_queries in zip(split_tiles.tolist(), (0, 15), (6, 3), strict=True):
+        parts = slice(partial, partial + number)
+        weight = torch.exp2(stats[:, parts, :, :1] - stats[:, parts, :, :1].amax(1, keepdim=True))
+        result = (partials[:, parts] * weight).sum(1) / (stats[:, parts, :, 1:] * weight).sum(1)
+        for head, row in itertools.product(range(num_kv_heads), range(num_queries * group)):
+            want[first_token + row // group, head * group + row % group] = result[head, row]
+    _plan_sm90.combine_prefill_sm90[(3,)](
+        out, out.stride(), starts, None, partials, stats, torch.tensor([1, 0, 2], dtype=torch.int32), split_tiles,
+        most_partials, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_SIZE=columns, ROWS=4, BLOCK_M=rows,
+        BLOCK_D=columns, PDL=False,
+    )  # fmt: skip
+    torch.testing.assert_close(out, want)

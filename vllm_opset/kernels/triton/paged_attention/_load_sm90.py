@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from vllm_opset.kernels.triton.paged_attention._plan_sm90 import ITEM_FIELDS, keys_of
 from vllm_opset.kernels.triton.paged_attention._tile import seen_by_all
-from vllm_opset.kernels.triton.paged_attention.prefill import REQUESTS, queries_of, split_keys_of
 
 ROWS = gl.constexpr(128)  # in a query tile
 COLUMNS = gl.constexpr(64)  # in a box: 128 bytes, the width of the swizzle of shared memory
@@ -15,39 +15,34 @@ TILE_FIELDS = gl.constexpr(8)  # numbers that describe a tile
 
 @gluon.jit
 def load_keys(
-    cache, num_pages, boxes, full, empty, scheduler, batch, num_tiles, splits, ticket,
+    cache, num_pages, boxes, full, empty, scheduler, batch, items, num_items, split_blocks, most_partials, ticket,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Draws splits of tiles in the order of prefill._request_of, publishes them and loads their keys."""
-    BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
-    num_splits = splits[0]
-    query_start_loc, seq_lens, block_table, table_strides, num_reqs = batch
+    """Draws items of the plan, each for one KV head after the other, publishes them and loads their keys."""
+    query_start_loc, seq_lens, block_table, table_strides = batch
     published, loaded = 0, 0  # counts of tiles and of key blocks
     drawn = gl.program_id(0)
-    while drawn < num_tiles * num_splits:
-        head, split = drawn % NUM_KV_HEADS, drawn // NUM_KV_HEADS % num_splits
-        tile = drawn // (NUM_KV_HEADS * num_splits)
-        request = _request_of(tile, query_start_loc, num_reqs, ROWS // GROUP)
+    while drawn < num_items * NUM_KV_HEADS:
+        head, item = drawn % NUM_KV_HEADS, drawn // NUM_KV_HEADS
+        place = items + item * ITEM_FIELDS
+        request, first_query, split = gl.load(place), gl.load(place + 1), gl.load(place + 2)
+        partial = head * most_partials + gl.load(place + 3)
         first_token, seq_len = gl.load(query_start_loc + request), gl.load(seq_lens + request)
         query_len = gl.load(query_start_loc + request + 1) - first_token
-        first_query, num_queries = queries_of(tile, first_token, query_len, num_reqs, ROWS // GROUP)
-        first_position = seq_len - query_len + first_query
-        first, last, _ = steps_of(split, splits, first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
-        if (num_queries > 0) & (first < last):
-            partial = (tile * NUM_KV_HEADS + head) * num_splits + split
-            _publish(
-                scheduler, published,
-                (num_queries, first_token + first_query, first_position, seq_len, head, request, split, partial),
-            )  # fmt: skip
-            published += 1
-            loaded = _load_tile(
-                cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
-                num_queries, first_position, seq_len, head, request, split, splits,
-                0, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
-            )  # fmt: skip
+        num_queries, first_position = min(ROWS // GROUP, query_len - first_query), seq_len - query_len + first_query
+        _publish(
+            scheduler, published,
+            (num_queries, first_token + first_query, first_position, seq_len, head, request, split, partial),
+        )  # fmt: skip
+        published += 1
+        loaded = _load_tile(
+            cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
+            num_queries, first_position, seq_len, head, request, split, split_blocks,
+            0, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
+        )  # fmt: skip
         number = gl.atomic_add(ticket, 1)
-        if number == num_tiles * num_splits - 1:  # the last draw of all: each program's last one finds no tile
+        if number == num_items * NUM_KV_HEADS - 1:  # the last draw of all: each program's last one finds no item
             gl.store(ticket, 0)
         drawn = gl.num_programs(0) + number
     _publish(scheduler, published, (0,))
@@ -55,7 +50,7 @@ def load_keys(
 
 @gluon.jit
 def load_values(
-    cache, num_pages, boxes, full, empty, scheduler, block_table, table_strides, splits,
+    cache, num_pages, boxes, full, empty, scheduler, block_table, table_strides, split_blocks,
     HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -70,26 +65,11 @@ def load_values(
         mbarrier.arrive(empty_tiles.index(taken % TILE_SLOTS))
         loaded = _load_tile(
             cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
-            num_queries, first_position, seq_len, head, request, split, splits,
+            num_queries, first_position, seq_len, head, request, split, split_blocks,
             HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES,
         )  # fmt: skip
         taken += 1
         num_queries = await_tile(scheduler, taken)
-
-
-@gluon.jit
-def _request_of(tile, query_start_loc, num_reqs, QUERIES: gl.constexpr):
-    """The request of a tile, as in prefill._request_of; Gluon needs an explicit layout."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([REQUESTS // 32], [32], [gl.num_warps()], [0])
-    request = tile
-    if tile >= num_reqs:
-        request = -1
-        for first in range(0, num_reqs, REQUESTS):
-            candidate = first + gl.arange(0, REQUESTS, LAYOUT)
-            start = gl.load(query_start_loc + candidate, candidate < num_reqs, 0)
-            started = (start // QUERIES <= tile - num_reqs) & (candidate < num_reqs)
-            request += gl.sum(started.to(gl.int32), 0)
-    return request
 
 
 @gluon.jit
@@ -122,7 +102,7 @@ def read_tile(scheduler, taken, TILE_FIELD: gl.constexpr):
 @gluon.jit
 def _load_tile(
     cache, num_pages, boxes, full, empty, block_table, table_strides, loaded,
-    num_queries, first_position, seq_len, head, request, split, splits,
+    num_queries, first_position, seq_len, head, request, split, split_blocks,
     FIRST_COLUMN: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -133,7 +113,7 @@ def _load_tile(
     BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
     pages = block_table + request.to(gl.int64) * table_strides[0]
     low, high, num_blocks, num_right, _ = blocks(first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
-    first, last, _ = steps_of(split, splits, first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
+    first, last = steps_of(split, split_blocks, num_blocks)
     before = loaded - first
     for step in range(first, last):
         start = start_of(step, low, num_blocks, num_right, BLOCK_N)
@@ -153,17 +133,9 @@ def _load_tile(
 
 
 @gluon.jit
-def steps_of(
-    split, splits, first_position, num_queries, seq_len,
-    BOX_ROWS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """The steps first … last - 1 of one split of a tile, and how many splits the tile has. See `start_of` for steps."""
-    num_splits, min_split_keys = splits
-    _, high, origin, split_keys, num_used_splits = split_keys_of(
-        first_position, num_queries, seq_len, num_splits, min_split_keys, LEFT, RIGHT, BOX_ROWS, BLOCK_N
-    )
-    num_blocks, num_steps = max(1, gl.cdiv(high - origin, BLOCK_N)), split_keys // BLOCK_N
-    return split * num_steps, min(num_blocks, (split + 1) * num_steps), num_used_splits
+def steps_of(split, split_blocks, num_blocks):
+    """The steps first … last - 1 of one split of a tile. See `start_of` for steps."""
+    return split * split_blocks, min(num_blocks, (split + 1) * split_blocks)
 
 
 @gluon.jit
@@ -177,11 +149,7 @@ def blocks(
     of the last blocks need a mask (at least one), and how many of all blocks need one.
     """
     last_position = first_position + num_queries - 1
-    low, high = 0, seq_len
-    if LEFT is not None:
-        low = max(0, first_position - LEFT) // BOX_ROWS * BOX_ROWS
-    if RIGHT is not None:
-        high = min(high, last_position + RIGHT + 1)
+    low, high = keys_of(first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT)
     num_blocks = max(1, gl.cdiv(high - low, BLOCK_N))
     full_first, full_last = seen_by_all(low, high, first_position, last_position, LEFT, RIGHT, BLOCK_N)
     num_right = max(1, num_blocks - (full_last - low) // BLOCK_N)

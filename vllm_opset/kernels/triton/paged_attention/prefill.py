@@ -36,7 +36,7 @@ def attend_prefill(
         tile, query_start_loc, seq_lens, num_reqs, BLOCK_M // GROUP
     )
     low, high, origin, split_keys, num_used_splits = split_keys_of(
-        first_position, num_queries, seq_len, num_splits, min_split_keys, LEFT, RIGHT, BLOCK_N, BLOCK_N
+        first_position, num_queries, seq_len, num_splits, min_split_keys, LEFT, RIGHT, BLOCK_N
     )
     if (num_queries <= 0) | (split >= num_used_splits):
         return
@@ -73,10 +73,10 @@ def attend_prefill(
 def combine_prefill(
     out, out_strides, query_start_loc, seq_lens, num_reqs, sinks, v_scale, partials, stats, num_splits, min_split_keys,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, ORIGIN: tl.constexpr, ROWS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Combines the partial results of attend_prefill, or of attend_prefill_sm90.
+    """Combines the partial results of attend_prefill.
 
     Launches one program for each KV head and query tile (the KV head varies fastest) and for every ROWS rows. The loads
     before `pdl_wait` read the batch, which is older than these.
@@ -86,7 +86,7 @@ def combine_prefill(
         tile, query_start_loc, seq_lens, num_reqs, BLOCK_M // GROUP
     )
     _, _, _, _, num_used_splits = split_keys_of(
-        first_position, num_queries, seq_len, num_splits, min_split_keys, LEFT, RIGHT, ORIGIN, BLOCK_N
+        first_position, num_queries, seq_len, num_splits, min_split_keys, LEFT, RIGHT, BLOCK_N
     )
     pdl_wait(PDL)
     first_row, num_rows = tl.program_id(1) * ROWS, num_queries * GROUP
@@ -113,11 +113,11 @@ def _queries(tile, query_start_loc, seq_lens, num_reqs, QUERIES: tl.constexpr):
 @triton.jit
 def split_keys_of(
     first_position, num_queries, seq_len, num_splits, min_split_keys,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, ORIGIN: tl.constexpr, BLOCK_N: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """low, high, origin, split_keys and num_used_splits of a tile.
 
-    Some query of the tile sees the keys low … high - 1. Splits start at the origin, a multiple of ORIGIN. A split has
+    Some query of the tile sees the keys low … high - 1. Splits start at the origin, a multiple of BLOCK_N. A split has
     split_keys keys, which are whole blocks.
     """
     low, high = 0, seq_len
@@ -125,7 +125,7 @@ def split_keys_of(
         low = max(0, first_position - LEFT)
     if RIGHT is not None:
         high = min(high, first_position + num_queries + RIGHT)
-    origin = low // ORIGIN * ORIGIN
+    origin = low // BLOCK_N * BLOCK_N
     split_keys = tl.cdiv(max(min_split_keys, tl.cdiv(high - origin, num_splits)), BLOCK_N) * BLOCK_N
     # A tile that sees no key has one split, which writes zeros.
     num_used_splits = max(1, tl.cdiv(high - origin, split_keys))
@@ -157,7 +157,7 @@ def queries_of(tile, first_token, query_len, num_reqs, QUERIES: tl.constexpr):
     """The first query of a tile within its request, and the number of its queries; none if it is empty."""
     number = tl.where(tile < num_reqs, 0, (first_token + query_len) // QUERIES - (tile - num_reqs))
     exists = (tile < num_reqs) | (number > 0)
-    return number * QUERIES, tl.where(exists, min(QUERIES, query_len - number * QUERIES), 0)
+    return number * QUERIES, tl.where(exists, tl.minimum(QUERIES, query_len - number * QUERIES), 0)
 
 
 def launch_prefill(call: Call) -> None:
@@ -168,7 +168,7 @@ def launch_prefill(call: Call) -> None:
     rows = tile_rows(values["rows"] * ROW_BYTES // max(ROW_BYTES, call.row_bytes), group, call.query.dtype)
     block_n, split_keys = call.block_n(values), values["split_keys"]
     num_tiles = (num_tokens // (rows // group) + call.num_reqs) * num_kv_heads
-    num_splits = most_splits(call, values, num_tiles, rows)
+    num_splits = _most_splits(call, values, num_tiles, rows)
     partials = (None, None)
     if num_splits > 1:
         partials = call.batch.once(_call.workspace, num_tiles * num_splits, rows, call.block_d)
@@ -179,23 +179,23 @@ def launch_prefill(call: Call) -> None:
         **_launch.launch_options(device),
     )  # fmt: skip
     if num_splits > 1:
-        launch_combine(call, partials, num_tiles, num_splits, split_keys, rows, origin=block_n, block_n=block_n)
+        _launch_combine(call, partials, num_tiles, num_splits, split_keys, rows, block_n)
 
 
-def most_splits(call: Call, values: _launch.Parameters, num_tiles: int, rows: int) -> int:
+def _most_splits(call: Call, values: _launch.Parameters, num_tiles: int, rows: int) -> int:
     """The most splits of a tile of so many rows: as many as fill the GPU, if each has its minimum of keys."""
     most_keys = call.span(rows // call.group)
     fitting = _launch.cdiv(most_keys, max(call.block_n(values), values["split_keys"]))
     return max(1, min(values["programs"] * _call.multiprocessors(call.query.device) // num_tiles, fitting))
 
 
-def launch_combine(
-    call: Call, partials: tuple, num_tiles: int, num_splits: int, split_keys: int, rows: int, origin: int, block_n: int
+def _launch_combine(
+    call: Call, partials: tuple, num_tiles: int, num_splits: int, split_keys: int, rows: int, block_n: int
 ) -> None:
-    """Combines partial results. rows: of a tile. origin, split_keys: see `split_keys_of`."""
+    """Combines partial results. rows: of a tile. split_keys: see `split_keys_of`."""
     combine_prefill[(num_tiles, _launch.cdiv(min(rows, call.most_rows), COMBINED_ROWS))](
         *call.combine_arguments(), *partials, num_splits, split_keys,
         NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, LEFT=call.left, RIGHT=call.right,
-        ORIGIN=origin, ROWS=COMBINED_ROWS, BLOCK_M=rows, BLOCK_N=block_n, BLOCK_D=call.block_d, num_warps=WARPGROUP,
+        ROWS=COMBINED_ROWS, BLOCK_M=rows, BLOCK_N=block_n, BLOCK_D=call.block_d, num_warps=WARPGROUP,
         **_launch.launch_options(call.query.device),
     )  # fmt: skip
