@@ -43,7 +43,7 @@ def in_small_steps(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_attention_agrees_however_keys_are_split(name, num_multiprocessors, in_small_steps, monkeypatch):
     launcher = importlib.import_module("vllm_opset.kernels.triton.paged_attention")
-    monkeypatch.setattr(launcher._call, "multiprocessors", lambda device: num_multiprocessors)
+    monkeypatch.setattr(launcher._launch, "multiprocessors", lambda device: num_multiprocessors)
     case, dtype = CASES[name], torch.float32
     (query, kv_cache, batch, out), options = case.make(name, "cpu", dtype)
     want = out.clone()

@@ -4,6 +4,7 @@ Rows are gathered by the sorted choices, so none is copied before. The grid cove
 programs of empty blocks multiply and write nothing.
 
 - `decode`: blocks of up to 16 choices. Reading the weights takes the time, and each weight is read once.
+- `prefill_sm90`: larger blocks of fp8 on a Hopper GPU (`_scaled_gemm_sm90`).
 - `prefill`: larger blocks, whose programs are ordered so that those of one expert run at the same time.
 """
 
@@ -15,8 +16,16 @@ import triton.language as tl
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _mxfp4_grouped_gemm, _scaled_grouped_gemm, _supports
+from vllm_opset.kernels.triton import (
+    _launch,
+    _mxfp4_grouped_gemm,
+    _scaled_gemm_sm90,
+    _scaled_grouped_gemm,
+    _supports,
+)
 from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton._scaled_gemm_sm90 import Operands
+from vllm_opset.kernels.triton._tiles import tile_of
 from vllm_opset.ops.moe.grouped_gemm import GroupedGemmProblem, check_arguments
 from vllm_opset.ops.schemes import MXFP4, is_mxfp4
 from vllm_opset.variants import Variant, Variants
@@ -26,9 +35,10 @@ LEAST_COLUMNS = 16  # that tensor cores multiply at a time
 
 
 class Call(NamedTuple):
-    """block_size: the choices of a block."""
+    """block_size: the choices of a block. hopper: whether `prefill_sm90` can multiply them."""
 
     block_size: int
+    hopper: bool
 
 
 def supports(problem: GroupedGemmProblem) -> str | None:
@@ -40,11 +50,20 @@ def supports(problem: GroupedGemmProblem) -> str | None:
     return _supports.floats(problem) or _scaled_grouped_gemm.supports(problem)
 
 
-def describe(x, weight, sorted_token_ids, expert_ids, *_, **__) -> Call:
-    return Call(len(sorted_token_ids) // max(len(expert_ids), 1))
+def describe(
+    x, weight, sorted_token_ids, expert_ids, top_k, bias=None, weight_scale=None, x_scale=None, out_dtype=None
+) -> Call:
+    operands = Operands(x, weight, weight_scale, x_scale, out_dtype)
+    block_size = len(sorted_token_ids) // max(len(expert_ids), 1)
+    return Call(block_size, block_size % _scaled_gemm_sm90.HALF.value == 0 and _scaled_gemm_sm90.can(operands))
 
 
-VARIANTS = Variants(describe, Variant("decode", can=lambda call: call.block_size <= LEAST_ROWS), Variant("prefill"))
+VARIANTS = Variants(
+    describe,
+    Variant("decode", can=lambda call: call.block_size <= LEAST_ROWS),
+    Variant("prefill_sm90", can=lambda call: call.hopper),
+    Variant("prefill"),
+)
 
 
 @kernel(ops.grouped_gemm, name="triton", supports=supports, variants=VARIANTS)
@@ -66,7 +85,11 @@ def grouped_gemm(
     out = x.new_empty((num_choices, num_outputs), dtype=out_dtype or x.dtype)
     if not len(expert_ids):
         return out
-    picked = VARIANTS.of(variant, x, weight, sorted_token_ids, expert_ids, top_k)
+    order, operands = (sorted_token_ids, expert_ids), Operands(x, weight, weight_scale, x_scale, out_dtype)
+    picked = VARIANTS.of(variant, x, weight, *order, top_k, bias, weight_scale, x_scale, out_dtype)
+    if picked == "prefill_sm90":
+        _scaled_gemm_sm90.scaled_grouped_gemm(operands, bias, out, order, top_k, block_size)
+        return out
     packed = is_mxfp4(weight, weight_scale)
     launch = _tile(picked, block_size, len(expert_ids), weight, packed)
     if packed:
@@ -118,12 +141,8 @@ def _grouped_gemm(
     GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    # GROUP tiles of rows take the same tile of the weight one after the other.
-    in_group = GROUP * tl.cdiv(OUTPUTS, BLOCK_N)
-    first_tile = tl.program_id(0) // in_group * GROUP
-    grouped = tl.minimum(num_tiles - first_tile, GROUP)
-    tile = first_tile + tl.program_id(0) % in_group % grouped
-    output = tl.program_id(0) % in_group // grouped * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile, column = tile_of(tl.program_id(0), num_tiles, tl.cdiv(OUTPUTS, BLOCK_N), GROUP)
+    output = column * BLOCK_N + tl.arange(0, BLOCK_N)
     block, row = tile // TILES, tile % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     expert = tl.load(expert_ids + block).to(tl.int64)
     choice = tl.load(sorted_token_ids + block * BLOCK_SIZE + row, row < BLOCK_SIZE, num_choices)

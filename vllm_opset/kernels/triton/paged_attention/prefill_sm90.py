@@ -370,7 +370,7 @@ def can_prefill_sm90(call: Call) -> bool:
 
 def suits_prefill_sm90(call: Call) -> bool:
     """Whether no other variant is faster: for more rows than `verify` takes, and for drafts that fill the GPU."""
-    num_programs, table = _call.multiprocessors(call.query.device), thresholds(call.query.device)
+    num_programs, table = _launch.multiprocessors(call.query.device), thresholds(call.query.device)
     many = call.num_reqs * call.num_kv_heads >= table["verify_tiles_sm90"] * num_programs
     drafts = call.most_rows > MIN_ROWS and many and call.batch.max_seq_len <= table["verify_keys_sm90"]
     return call.most_rows > table["verify_rows"] or drafts
@@ -387,7 +387,7 @@ def launch_prefill_sm90(call: Call) -> None:
         partials = batch.once(_call.workspace, num_tiles * num_splits, ROWS.value, call.block_d)
     box = [1, 1, math.gcd(call.block_size, block_n), COLUMNS.value]
     descriptor = TensorDescriptor.from_tensor(cache, box, NVMMASharedLayout(128, 16, rank=len(box)))
-    attend_prefill_sm90[(min(num_tiles * num_splits, _call.multiprocessors(device)),)](
+    attend_prefill_sm90[(min(num_tiles * num_splits, _launch.multiprocessors(device)),)](
         call.query, call.query.stride(), descriptor, len(cache), call.out, call.out.stride(),
         batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(), call.num_reqs,
         call.scale, call.soft_cap or None, call.sinks, *partials, num_splits, split_keys,
