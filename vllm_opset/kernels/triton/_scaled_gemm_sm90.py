@@ -81,7 +81,7 @@ def scaled_gemm_sm90(
 
 
 @gluon.jit
-def _rows_of(tile, row, tiles, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr):
+def rows_of(tile, row, tiles, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr):
     """The rows of the result that are the rows `row` of a tile: num_rows or more for none."""
     sorted_token_ids, expert_ids, num_rows, _, _ = tiles
     row += (tile % TILES) * ROWS
@@ -92,7 +92,7 @@ def _rows_of(tile, row, tiles, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr, RO
 
 
 @gluon.jit
-def _expert_of(tile, tiles, TILES: gl.constexpr):
+def expert_of(tile, tiles, TILES: gl.constexpr):
     """The expert of a tile, below 0 for absent ones. A dense product is that of expert 0."""
     if tiles[1] is None:
         return 0
@@ -114,12 +114,12 @@ def _load(
     loaded = 0
     for index in range(gl.program_id(0), num_tiles * NUM_COLUMNS, gl.num_programs(0)):
         tile, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)
-        expert = _expert_of(tile, tiles, TILES)
+        expert = expert_of(tile, tiles, TILES)
         first_output = expert * OUTPUTS + column * (TILE_PARTS * WIDTH)
         steps = gl.where(expert < 0, 0, gl.cdiv(COLUMNS, WIDTH))
         if expert_ids is not None:
             row = gl.arange(0, ROWS, gl.SliceLayout(1, GATHER))
-            choice = _rows_of(tile, row, tiles, BLOCK_SIZE, TILES, ROWS)
+            choice = rows_of(tile, row, tiles, BLOCK_SIZE, TILES, ROWS)
             place = gl.arange(0, WIDTH, gl.SliceLayout(0, GATHER))
             pointers = x + (choice // top_k).to(gl.int64)[:, None] * x_stride + place[None, :]
             is_choice = (choice < num_rows)[:, None]
@@ -161,9 +161,9 @@ def _multiply(
     done = 0
     for index in range(gl.program_id(0), num_tiles * NUM_COLUMNS, gl.num_programs(0)):
         tile, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)
-        expert = _expert_of(tile, tiles, TILES)
+        expert = expert_of(tile, tiles, TILES)
         first_output = (column * TILE_PARTS + FIRST_PART) * WIDTH
-        choice = _rows_of(tile, row, tiles, BLOCK_SIZE, TILES, ROWS)
+        choice = rows_of(tile, row, tiles, BLOCK_SIZE, TILES, ROWS)
         of_rows = gl.minimum(choice, num_rows - 1) // top_k * xs_row
         of_expert = weight_scale + expert.to(gl.int64) * ws_expert if expert_ids is not None else weight_scale
         steps = gl.where(expert < 0, 0, gl.cdiv(COLUMNS, WIDTH))
@@ -219,7 +219,7 @@ def _store(
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     staging.store(y.to(staging.dtype))
     row = FIRST_ROW + gl.arange(0, HALF, gl.SliceLayout(1, LINES))
-    choice = _rows_of(tile, row, tiles, BLOCK_SIZE, TILES, ROWS)
+    choice = rows_of(tile, row, tiles, BLOCK_SIZE, TILES, ROWS)
     output = first_output + gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))
     inside = (choice < tiles[2])[:, None] & (output < OUTPUTS)[None, :]
     gl.store(out + choice.to(gl.int64)[:, None] * OUTPUTS + output[None, :], staging.load(LINES), inside)
@@ -257,13 +257,11 @@ def scaled_grouped_gemm(
     out: torch.Tensor,
     order: tuple[torch.Tensor, torch.Tensor],
     top_k: int,
-    block_size: int,
 ) -> None:
     """Writes the product of the contract of `grouped_gemm` to out. order: sorted_token_ids and expert_ids."""
-    values = dict(_launch.parameters("scaled_grouped_gemm_sm90", call.x.device, block_size))
-    if block_size % values["rows"]:
-        values["rows"] = HALF.value
-    launch(call, bias, out, **values, order=order, top_k=top_k)
+    block_size = len(order[0]) // len(order[1])
+    values = _launch.parameters("scaled_grouped_gemm_sm90", call.x.device, block_size)
+    launch(call, bias, out, **values | {"rows": min(values["rows"], block_size)}, order=order, top_k=top_k)
 
 
 def launch(

@@ -4,7 +4,8 @@ Rows are gathered by the sorted choices, so none is copied before. The grid cove
 programs of empty blocks multiply and write nothing.
 
 - `decode`: blocks of up to 16 choices. Reading the weights takes the time, and each weight is read once.
-- `prefill_sm90`: larger blocks of fp8 on a Hopper GPU (`_scaled_gemm_sm90`).
+- `prefill_sm90`: larger blocks of fp8 on a Hopper GPU (`_scaled_gemm_sm90`), or of bf16 by MXFP4 weights
+  (`_mxfp4_gemm_sm90`).
 - `prefill`: larger blocks, whose programs are ordered so that those of one expert run at the same time.
 """
 
@@ -18,6 +19,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import (
     _launch,
+    _mxfp4_gemm_sm90,
     _mxfp4_grouped_gemm,
     _scaled_gemm_sm90,
     _scaled_grouped_gemm,
@@ -31,6 +33,7 @@ from vllm_opset.ops.schemes import MXFP4, is_mxfp4
 from vllm_opset.variants import Variant, Variants
 
 LEAST_ROWS, MOST_ROWS = 16, 128  # of a tile: what tensor cores take, and what registers hold
+LEAST_ROWS_SM90 = 64  # of a block, of which a tile of `prefill_sm90` has all or half
 LEAST_COLUMNS = 16  # that tensor cores multiply at a time
 
 
@@ -53,9 +56,12 @@ def supports(problem: GroupedGemmProblem) -> str | None:
 def describe(
     x, weight, sorted_token_ids, expert_ids, top_k, bias=None, weight_scale=None, x_scale=None, out_dtype=None
 ) -> Call:
-    operands = Operands(x, weight, weight_scale, x_scale, out_dtype)
     block_size = len(sorted_token_ids) // max(len(expert_ids), 1)
-    return Call(block_size, block_size % _scaled_gemm_sm90.HALF.value == 0 and _scaled_gemm_sm90.can(operands))
+    if is_mxfp4(weight, weight_scale):
+        hopper = _mxfp4_gemm_sm90.can(x, weight)
+    else:
+        hopper = _scaled_gemm_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
+    return Call(block_size, hopper and block_size % LEAST_ROWS_SM90 == 0)
 
 
 VARIANTS = Variants(
@@ -85,12 +91,15 @@ def grouped_gemm(
     out = x.new_empty((num_choices, num_outputs), dtype=out_dtype or x.dtype)
     if not len(expert_ids):
         return out
-    order, operands = (sorted_token_ids, expert_ids), Operands(x, weight, weight_scale, x_scale, out_dtype)
+    order, packed = (sorted_token_ids, expert_ids), is_mxfp4(weight, weight_scale)
     picked = VARIANTS.of(variant, x, weight, *order, top_k, bias, weight_scale, x_scale, out_dtype)
-    if picked == "prefill_sm90":
-        _scaled_gemm_sm90.scaled_grouped_gemm(operands, bias, out, order, top_k, block_size)
+    if picked == "prefill_sm90" and packed:
+        _mxfp4_gemm_sm90.launch(x, weight, bias, order, out, top_k, weight_scale)
         return out
-    packed = is_mxfp4(weight, weight_scale)
+    if picked == "prefill_sm90":
+        operands = Operands(x, weight, weight_scale, x_scale, out_dtype)
+        _scaled_gemm_sm90.scaled_grouped_gemm(operands, bias, out, order, top_k)
+        return out
     launch = _tile(picked, block_size, len(expert_ids), weight, packed)
     if packed:
         _mxfp4_grouped_gemm.launch(
