@@ -88,7 +88,7 @@ def rows_of(tile, row, tiles, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr, ROW
     if expert_ids is None:
         return row
     else:
-        return gl.load(sorted_token_ids + tile // TILES * BLOCK_SIZE + row, row < BLOCK_SIZE, num_rows)
+        return gl.load(sorted_token_ids + tile // TILES * BLOCK_SIZE + row, row < BLOCK_SIZE, num_rows).to(gl.int32)
 
 
 @gluon.jit
@@ -97,7 +97,7 @@ def expert_of(tile, tiles, TILES: gl.constexpr):
     if tiles[1] is None:
         return 0
     else:
-        return gl.load(tiles[1] + tile // TILES)
+        return gl.load(tiles[1] + tile // TILES).to(gl.int32)
 
 
 @gluon.jit
@@ -201,7 +201,8 @@ def _multiply(
             y, is_output = sums[part], (output < OUTPUTS) & (expert >= 0)
             if not BY_BLOCKS:
                 y *= gl.load(of_expert + output * ws_row, is_output, 0.0)[None, :]
-                y *= gl.load(x_scale + of_rows)[:, None]
+                # An absent expert's results are zero, whatever the scales of x are.
+                y *= gl.load(x_scale + of_rows, (choice < num_rows) & (expert >= 0), 0.0)[:, None]
             if bias is not None:
                 y += gl.load(bias + expert * OUTPUTS + output, is_output, 0.0).to(gl.float32)[None, :]
             _store(
