@@ -40,7 +40,7 @@ def scaled_gemm_sm90(
     sorted_token_ids, expert_ids, num_rows, num_tiles, top_k,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BY_BLOCKS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    IN_TURN: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Launches at most as many programs as run at a time.
 
@@ -69,9 +69,9 @@ def scaled_gemm_sm90(
     gl.warp_specialize(
         [
             (_multiply, (0, ring, staging, tiles, scales, bias, out,
-                         OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES)),
+                         OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, IN_TURN)),
             (_multiply, (1, ring, staging, tiles, scales, bias, out,
-                         OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES)),
+                         OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, IN_TURN)),
             (_load, (x, x_stride, weight, ring, tiles,
                      OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, TILE_PARTS, GROUP, STAGES)),
         ],
@@ -146,7 +146,7 @@ def _load(
 def _multiply(
     INDEX: gl.constexpr, ring, staging, tiles, scales, bias, out,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BY_BLOCKS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, IN_TURN: gl.constexpr,
 ):  # fmt: skip
     """The products of one of two warpgroups: half of the rows of each tile, or of its outputs if it has 64 rows."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
@@ -165,7 +165,7 @@ def _multiply(
         first_output = (column * TILE_PARTS + FIRST_PART) * WIDTH
         choice = rows_of(tile, row, tiles, BLOCK_SIZE, TILES, ROWS)
         of_rows = gl.minimum(choice, num_rows - 1) // top_k * xs_row
-        of_expert = weight_scale + expert.to(gl.int64) * ws_expert if expert_ids is not None else weight_scale
+        of_expert = expert * ws_expert
         steps = gl.where(expert < 0, 0, gl.cdiv(COLUMNS, WIDTH))
         sums = ()
         for part in gl.static_range(PARTS):
@@ -186,21 +186,23 @@ def _multiply(
                 )  # fmt: skip
                 if BY_BLOCKS:
                     block = gl.minimum(first_output // WIDTH + part, gl.cdiv(OUTPUTS, WIDTH) - 1)
-                    scale = of_step * gl.load(of_expert + block * ws_row + step * ws_column)
+                    scale = of_step * gl.load(weight_scale + (of_expert + block * ws_row + step * ws_column))
                 product = hopper.warpgroup_mma_wait(0, deps=(product,))
                 if part == PARTS - 1:
                     mbarrier.arrive(empty.index(stage))
                 if BY_BLOCKS:
-                    added += (sums[part] + product * scale[:, None],)
-                else:
-                    added += (sums[part] + product,)
+                    product *= scale[:, None]
+                total = sums[part] + product
+                if IN_TURN and part < PARTS - 1:
+                    total = hopper.warpgroup_mma_wait(0, deps=(total,))
+                added += (total,)
             sums = added
             done += 1
         for part in gl.static_range(PARTS):
             output = first_output + part * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
             y, is_output = sums[part], (output < OUTPUTS) & (expert >= 0)
             if not BY_BLOCKS:
-                y *= gl.load(of_expert + output * ws_row, is_output, 0.0)[None, :]
+                y *= gl.load(weight_scale + of_expert + output * ws_row, is_output, 0.0)[None, :]
                 # An absent expert's results are zero, whatever the scales of x are.
                 y *= gl.load(x_scale + of_rows, (choice < num_rows) & (expert >= 0), 0.0)[:, None]
             if bias is not None:
@@ -273,6 +275,7 @@ def launch(
     parts: int,
     group: int,
     stages: int,
+    in_turn: int,
     order: tuple[torch.Tensor, torch.Tensor] | None = None,
     top_k: int = 1,
 ) -> None:
@@ -298,7 +301,7 @@ def launch(
         x, call.x.stride(0), weight, bias, out, call.weight_scale, *w_strides, call.x_scale, *_strides(call.x_scale),
         sorted_token_ids, expert_ids, len(out), num_tiles, top_k,
         OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=_by_blocks(call), BLOCK_SIZE=block_size, TILES=tiles,
-        ROWS=rows, PARTS=parts, GROUP=group, STAGES=stages, num_warps=4, **_launch.launch_options(device),
+        ROWS=rows, PARTS=parts, GROUP=group, STAGES=stages, IN_TURN=bool(in_turn), num_warps=4, **_launch.launch_options(device),
     )  # fmt: skip
 
 
