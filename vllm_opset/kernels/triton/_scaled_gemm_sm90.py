@@ -84,7 +84,7 @@ def scaled_gemm_sm90(
 def rows_of(tile, row, tiles, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr):
     """The rows of the result that are the rows `row` of a tile: num_rows or more for none."""
     sorted_token_ids, expert_ids, num_rows, _, _ = tiles
-    row += (tile % TILES) * ROWS
+    row += (tile % TILES if expert_ids is not None else tile) * ROWS
     if expert_ids is None:
         return row
     else:
