@@ -10,23 +10,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vllm_opset.kernels.triton import INTERPRETED, _launch
+from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._scaled_gemm_sm90 import expert_of, rows_of
+from vllm_opset.kernels.triton._load_sm90 import (
+    LOADING_REGISTERS,
+    MULTIPLYING_REGISTERS,
+    OUTPUTS_OF_BOX,
+    Order,
+    available,
+    barriers,
+    expert_of,
+    is_aligned,
+    load_tiles,
+    rows_of,
+)
 from vllm_opset.kernels.triton._tiles import tile_of
 from vllm_opset.ops.schemes import MXFP4
-from vllm_opset.targets import WGMMA
 
-COPY_BYTES = 16
 WIDTH = gl.constexpr(64)  # the columns of a stage: rows of x in lines of 128 bytes
-OUT_WIDTH = gl.constexpr(128)  # the outputs of a warpgroup
 SCALED = gl.constexpr(MXFP4.group.columns)  # the columns that share a scale
 BIAS_BITS = gl.constexpr(7)  # an exponent in e8m0 is that of bf16, which has 7 bits of mantissa below it
-MULTIPLYING_REGISTERS = gl.constexpr(232)
-LOADING_REGISTERS = gl.constexpr(40)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_tiles"])
@@ -36,20 +42,19 @@ def mxfp4_gemm_sm90(
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Launches at most as many programs as run at a time. weight: a TMA descriptor of boxes [OUT_WIDTH, WIDTH / 2]."""
+    """Launches at most as many programs as run at a time.
+
+    weight: a TMA descriptor of boxes [OUTPUTS_OF_BOX, WIDTH / 2].
+    """
     pdl_wait(PDL)
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, WIDTH], gl.NVMMASharedLayout(128, 16, rank=2))
     w_ring = gl.allocate_shared_memory(
-        gl.uint8, [2 * STAGES, OUT_WIDTH, WIDTH // 2], gl.NVMMASharedLayout(32, 8, rank=2)
+        gl.uint8, [2 * STAGES, OUTPUTS_OF_BOX, WIDTH // 2], gl.NVMMASharedLayout(32, 8, rank=2)
     )
     staging = gl.allocate_shared_memory(
-        gl.bfloat16, [2, OUT_WIDTH, ROWS], gl.NVMMASharedLayout(128, 16, rank=2, transposed=True)
+        gl.bfloat16, [2, OUTPUTS_OF_BOX, ROWS], gl.NVMMASharedLayout(128, 16, rank=2, transposed=True)
     )
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=129)  # the copy engine, and each gathering thread
-        mbarrier.init(empty.index(stage), count=2)
+    full, empty = barriers(STAGES, True)
     ring = (x_ring, w_ring, full, empty)
     tiles = (sorted_token_ids, expert_ids, num_rows, num_tiles, top_k)
     scales = (weight_scale, ws_expert, ws_row, ws_column)
@@ -59,47 +64,11 @@ def mxfp4_gemm_sm90(
                          OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, GROUP, STAGES)),
             (_multiply, (1, ring, staging, tiles, scales, bias, out,
                          OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, GROUP, STAGES)),
-            (_load, (x, x_stride, weight, ring, tiles,
-                     OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, GROUP, STAGES)),
+            (load_tiles, (x, x_stride, weight, ring, tiles, OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, 2, GROUP, STAGES)),
         ],
         [4, 4],
         [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
     )  # fmt: skip
-
-
-@gluon.jit
-def _load(
-    x, x_stride, weight, ring, tiles,
-    OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr,
-    ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    GATHER: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    x_ring, w_ring, full, empty = ring
-    _, expert_ids, num_rows, num_tiles, top_k = tiles
-    NUM_COLUMNS: gl.constexpr = gl.cdiv(OUTPUTS, 2 * OUT_WIDTH)
-    loaded = 0
-    for index in range(gl.program_id(0), num_tiles * NUM_COLUMNS, gl.num_programs(0)):
-        tile, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)
-        expert = expert_of(tile, tiles, TILES)
-        first_output = expert * OUTPUTS + column * (2 * OUT_WIDTH)
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, GATHER))
-        choice = rows_of(tile, row, tiles, BLOCK_SIZE, TILES, ROWS)
-        place = gl.arange(0, WIDTH, gl.SliceLayout(0, GATHER))
-        pointers = x + (choice // top_k).to(gl.int64)[:, None] * x_stride + place[None, :]
-        is_choice = (choice < num_rows)[:, None]
-        for step in range(gl.where(expert < 0, 0, gl.cdiv(COLUMNS, WIDTH))):
-            stage, first = loaded % STAGES, step * WIDTH
-            mbarrier.wait(empty.index(stage), loaded // STAGES & 1 ^ 1)
-            mbarrier.expect(full.index(stage), OUT_WIDTH * WIDTH)
-            for part in gl.static_range(2):
-                tma.async_copy_global_to_shared(
-                    weight, [first_output + part * OUT_WIDTH, first // 2], full.index(stage),
-                    w_ring.index(2 * stage + part),
-                )  # fmt: skip
-            inside = is_choice & (first + place < COLUMNS)[None, :]
-            async_copy.async_copy_global_to_shared(x_ring.index(stage), pointers + first, inside)
-            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-            loaded += 1
 
 
 @gluon.jit
@@ -120,27 +89,29 @@ def _multiply(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     PACKED: gl.constexpr = gl.DotOperandLayout(0, ACC, 1)
     WIDENED: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    NUM_COLUMNS: gl.constexpr = gl.cdiv(OUTPUTS, 2 * OUT_WIDTH)
+    NUM_COLUMNS: gl.constexpr = gl.cdiv(OUTPUTS, 2 * OUTPUTS_OF_BOX)
     x_ring, w_ring, full, empty = ring
     _, expert_ids, num_rows, num_tiles, top_k = tiles
     weight_scale, ws_expert, ws_row, ws_column = scales
-    GROUPS: gl.constexpr = gl.full([OUT_WIDTH, WIDTH], 0, gl.bfloat16, WIDENED).reshape(
-        [OUT_WIDTH, WIDTH // SCALED, SCALED]
-    ).type.layout
+    GROUPS: gl.constexpr = (
+        gl.full([OUTPUTS_OF_BOX, WIDTH], 0, gl.bfloat16, WIDENED)
+        .reshape([OUTPUTS_OF_BOX, WIDTH // SCALED, SCALED])
+        .type.layout
+    )
     OF_GROUP: gl.constexpr = gl.SliceLayout(2, GROUPS)
-    row = gl.arange(0, OUT_WIDTH, gl.SliceLayout(1, OF_GROUP))
+    row = gl.arange(0, OUTPUTS_OF_BOX, gl.SliceLayout(1, OF_GROUP))
     of_step = gl.arange(0, WIDTH // SCALED, gl.SliceLayout(0, OF_GROUP))
     done = 0
     for index in range(gl.program_id(0), num_tiles * NUM_COLUMNS, gl.num_programs(0)):
         tile, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)
         expert = expert_of(tile, tiles, TILES)
-        first_output = (2 * column + INDEX) * OUT_WIDTH
+        first_output = (2 * column + INDEX) * OUTPUTS_OF_BOX
         steps = gl.where(expert < 0, 0, gl.cdiv(COLUMNS, WIDTH))
         is_output = ((first_output + row < OUTPUTS) & (expert >= 0))[:, None]
         pointers = weight_scale + expert.to(gl.int64) * ws_expert
         pointers = pointers + ((first_output + row) * ws_row)[:, None] + (of_step * ws_column)[None, :]
         following = _scales_at(pointers, 0, of_step, is_output, ws_column, COLUMNS)
-        sums = gl.zeros([OUT_WIDTH, ROWS], gl.float32, ACC)
+        sums = gl.zeros([OUTPUTS_OF_BOX, ROWS], gl.float32, ACC)
         for step in range(steps):
             stage = done % STAGES
             scale = (following.to(gl.int16) << BIAS_BITS).to(gl.bfloat16, bitcast=True)
@@ -148,13 +119,13 @@ def _multiply(
             mbarrier.wait(full.index(stage), done // STAGES & 1)
             hopper.fence_async_shared()  # gathered rows were written by threads, and wgmma reads them
             widened = gl.fp4_to_fp(w_ring.index(2 * stage + INDEX).load(PACKED), gl.bfloat16, 1)
-            widened = widened.reshape([OUT_WIDTH, WIDTH // SCALED, SCALED]) * scale[:, :, None]
-            widened = gl.convert_layout(widened.reshape([OUT_WIDTH, WIDTH]), WIDENED)
+            widened = widened.reshape([OUTPUTS_OF_BOX, WIDTH // SCALED, SCALED]) * scale[:, :, None]
+            widened = gl.convert_layout(widened.reshape([OUTPUTS_OF_BOX, WIDTH]), WIDENED)
             sums = hopper.warpgroup_mma(widened, x_ring.index(stage).permute((1, 0)), sums, is_async=True)
             sums, widened = hopper.warpgroup_mma_wait(0, deps=(sums, widened))
             mbarrier.arrive(empty.index(stage))
             done += 1
-        output = first_output + gl.arange(0, OUT_WIDTH, gl.SliceLayout(1, ACC))
+        output = first_output + gl.arange(0, OUTPUTS_OF_BOX, gl.SliceLayout(1, ACC))
         if bias is not None:
             inside = (output < OUTPUTS) & (expert >= 0)
             sums += gl.load(bias + expert * OUTPUTS + output, inside, 0.0).to(gl.float32)[:, None]
@@ -162,41 +133,36 @@ def _multiply(
         lines = staging.index(INDEX)
         lines.store(sums.to(gl.bfloat16))
         choice = rows_of(tile, gl.arange(0, ROWS, gl.SliceLayout(0, LINES)), tiles, BLOCK_SIZE, TILES, ROWS)
-        output = first_output + gl.arange(0, OUT_WIDTH, gl.SliceLayout(1, LINES))
+        output = first_output + gl.arange(0, OUTPUTS_OF_BOX, gl.SliceLayout(1, LINES))
         inside = (choice < num_rows)[None, :] & (output < OUTPUTS)[:, None]
         gl.store(out + choice.to(gl.int64)[None, :] * OUTPUTS + output[:, None], lines.load(LINES), inside)
 
 
 def can(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a Hopper GPU multiplies x by these MXFP4 weights by its own kernel."""
-    if INTERPRETED or WGMMA not in _launch.target(x.device).features:
-        return False
-    rows = not (x.data_ptr() % COPY_BYTES or x.stride(0) * x.element_size() % COPY_BYTES)
-    return rows and not (weight.data_ptr() % COPY_BYTES or weight.shape[2] % COPY_BYTES)
+    return available(x.device) and is_aligned(x) and is_aligned(weight)
 
 
-def launch(
+def mxfp4_grouped_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    order: tuple[torch.Tensor, torch.Tensor],
-    out: torch.Tensor,
-    top_k: int,
     weight_scale: torch.Tensor,
+    out: torch.Tensor,
+    order: Order,
 ) -> None:
-    """Writes the product of the contract of `grouped_gemm` to out. order: sorted_token_ids and expert_ids."""
-    sorted_token_ids, expert_ids = order
+    """Writes the product of the contract of `grouped_gemm` to out."""
     (outputs, columns), device = (weight.shape[1], x.shape[1]), x.device
-    block_size = len(sorted_token_ids) // len(expert_ids)
-    values = _launch.parameters("mxfp4_grouped_gemm_sm90", device, block_size)
-    rows = min(values["rows"], block_size)
-    tiles = _launch.cdiv(block_size, rows)
-    num_tiles = len(expert_ids) * tiles
-    box = [OUT_WIDTH.value, WIDTH.value // 2]
+    values = _launch.parameters("mxfp4_grouped_gemm_sm90", device, order.block_size)
+    rows = min(values["rows"], order.block_size)
+    tiles = _launch.cdiv(order.block_size, rows)
+    num_tiles = len(order.expert_ids) * tiles
+    box = [OUTPUTS_OF_BOX.value, WIDTH.value // 2]
     descriptor = TensorDescriptor.from_tensor(weight.view(-1, columns // 2), box, NVMMASharedLayout(32, 8, rank=2))
-    num_programs = min(num_tiles * _launch.cdiv(outputs, 2 * OUT_WIDTH.value), _launch.multiprocessors(device))
+    num_programs = min(num_tiles * _launch.cdiv(outputs, 2 * OUTPUTS_OF_BOX.value), _launch.multiprocessors(device))
     mxfp4_gemm_sm90[(num_programs,)](
-        x, x.stride(0), descriptor, bias, out, weight_scale, *weight_scale.stride(), sorted_token_ids, expert_ids,
-        len(out), num_tiles, top_k, OUTPUTS=outputs, COLUMNS=columns, BLOCK_SIZE=block_size, TILES=tiles, ROWS=rows,
-        GROUP=values["group"], STAGES=values["stages"], num_warps=4, **_launch.launch_options(device),
+        x, x.stride(0), descriptor, bias, out, weight_scale, *weight_scale.stride(), order.sorted_token_ids,
+        order.expert_ids, len(out), num_tiles, order.top_k, OUTPUTS=outputs, COLUMNS=columns,
+        BLOCK_SIZE=order.block_size, TILES=tiles, ROWS=rows, GROUP=values["group"], STAGES=values["stages"],
+        num_warps=4, **_launch.launch_options(device),
     )  # fmt: skip

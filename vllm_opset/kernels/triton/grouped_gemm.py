@@ -26,6 +26,7 @@ from vllm_opset.kernels.triton import (
     _supports,
 )
 from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton._load_sm90 import Order
 from vllm_opset.kernels.triton._scaled_gemm_sm90 import Operands
 from vllm_opset.kernels.triton._tiles import tile_of
 from vllm_opset.ops.moe.grouped_gemm import GroupedGemmProblem, check_arguments
@@ -91,14 +92,14 @@ def grouped_gemm(
     out = x.new_empty((num_choices, num_outputs), dtype=out_dtype or x.dtype)
     if not len(expert_ids):
         return out
-    order, packed = (sorted_token_ids, expert_ids), is_mxfp4(weight, weight_scale)
-    picked = VARIANTS.of(variant, x, weight, *order, top_k, bias, weight_scale, x_scale, out_dtype)
+    packed, order = is_mxfp4(weight, weight_scale), Order(sorted_token_ids, expert_ids, top_k)
+    picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out_dtype)
     if picked == "prefill_sm90" and packed:
-        _mxfp4_gemm_sm90.launch(x, weight, bias, order, out, top_k, weight_scale)
+        _mxfp4_gemm_sm90.mxfp4_grouped_gemm(x, weight, bias, weight_scale, out, order)
         return out
     if picked == "prefill_sm90":
         operands = Operands(x, weight, weight_scale, x_scale, out_dtype)
-        _scaled_gemm_sm90.scaled_grouped_gemm(operands, bias, out, order, top_k)
+        _scaled_gemm_sm90.scaled_grouped_gemm(operands, bias, out, order)
         return out
     launch = _tile(picked, block_size, len(expert_ids), weight, packed)
     if packed:

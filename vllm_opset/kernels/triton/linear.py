@@ -29,8 +29,8 @@ class Call(NamedTuple):
     """scaled: whether the weight is quantised in 8 bits. packed: whether it is in 4. hopper: whether `scaled_sm90` can
     multiply them.
 
-    few: whether x has so few rows that a packed weight is multiplied as it is, or a scaled one by `scaled`. one_row: whether x has one row, and the
-    weight's rows are contiguous.
+    few: whether x has so few rows that a packed weight is multiplied as it is, or a scaled one by `scaled`. one_row:
+    whether x has one row, and the weight's rows are contiguous.
     """
 
     scaled: bool

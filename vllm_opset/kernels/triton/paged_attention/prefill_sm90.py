@@ -10,7 +10,6 @@ attended in several splits of its keys, which leave partial results for prefill.
 
 import math
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -18,8 +17,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vllm_opset.kernels.triton import INTERPRETED, _launch
+from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton._load_sm90 import available, is_aligned
 from vllm_opset.kernels.triton.paged_attention import _call, prefill
 from vllm_opset.kernels.triton.paged_attention._call import MIN_ROWS, WARPGROUP, Call, thresholds
 from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
@@ -36,9 +36,7 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     steps_of,
 )  # fmt: skip
 from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST, is_visible
-from vllm_opset.targets import WGMMA
 
-COPY_BYTES = 16  # TMA needs addresses and strides that are multiples of 16 bytes
 ELEMENT_BYTES = 2  # wgmma multiplies queries and keys of 16 bits here
 HALF = gl.constexpr(ROWS.value // 2)  # each warpgroup, and so each of its wgmma instructions, has half of a tile's rows
 # Registers of a thread. Two warpgroups, and a third for the loading warps, use up those of a Hopper multiprocessor,
@@ -360,12 +358,12 @@ def _clear(
 
 def can_prefill_sm90(call: Call) -> bool:
     """Whether a Hopper GPU's copy engine and matrix instructions take these inputs."""
-    if INTERPRETED or WGMMA not in _launch.target(call.query.device).features:
+    if not available(call.query.device):
         return False
     plain = call.alibi_slopes is None and call.k_scale is None and call.v_scale is None
     halves = call.query.element_size() == ELEMENT_BYTES and call.kv_cache.dtype == call.query.dtype
     boxes = call.head_size >= COLUMNS.value and call.block_size % MIN_ROWS == 0
-    return plain and halves and boxes and all(map(_is_aligned, (call.query, call.kv_cache, call.out)))
+    return plain and halves and boxes and all(map(is_aligned, (call.query, call.kv_cache, call.out)))
 
 
 def suits_prefill_sm90(call: Call) -> bool:
@@ -402,10 +400,3 @@ def launch_prefill_sm90(call: Call) -> None:
 
 def _num_tiles(call: Call) -> int:
     return (len(call.query) // (ROWS.value // call.group) + call.num_reqs) * call.num_kv_heads
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether the copy engine takes its address and strides."""
-    *strides, last = tensor.stride()
-    places = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in strides)]
-    return last == 1 and not any(place % COPY_BYTES for place in places)
