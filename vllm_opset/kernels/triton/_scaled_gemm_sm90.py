@@ -44,7 +44,7 @@ def scaled_gemm_sm90(
     sorted_token_ids, expert_ids, num_rows, num_tiles, top_k,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BY_BLOCKS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    IN_TURN: gl.constexpr, PDL: gl.constexpr,
+    ORDERED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Launches at most as many programs as run at a time.
 
@@ -60,16 +60,19 @@ def scaled_gemm_sm90(
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * TILE_PARTS, WIDTH, WIDTH], BOX)
     staging = gl.allocate_shared_memory(out.dtype.element_ty, [2, HALF, WIDTH], OUT)
     full, empty = barriers(STAGES, expert_ids is not None)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for warpgroup in gl.static_range(2):
+        mbarrier.init(turns.index(warpgroup), count=1)
     ring = (x_ring, w_ring, full, empty)
     tiles = (sorted_token_ids, expert_ids, num_rows, num_tiles, top_k)
     scales = (weight_scale, ws_expert, ws_row, ws_column, x_scale, xs_row, xs_column)
     LOADERS: gl.constexpr = 1 if expert_ids is None else 4
     gl.warp_specialize(
         [
-            (_multiply, (0, ring, staging, tiles, scales, bias, out,
-                         OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, IN_TURN)),
-            (_multiply, (1, ring, staging, tiles, scales, bias, out,
-                         OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, IN_TURN)),
+            (_multiply, (0, ring, turns, staging, tiles, scales, bias, out,
+                         OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED)),
+            (_multiply, (1, ring, turns, staging, tiles, scales, bias, out,
+                         OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED)),
             (load_tiles, (x, x_stride, weight, ring, tiles,
                           OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, TILE_PARTS, GROUP, STAGES)),
         ],
@@ -80,10 +83,10 @@ def scaled_gemm_sm90(
 
 @gluon.jit
 def _multiply(
-    INDEX: gl.constexpr, ring, staging, tiles, scales, bias, out,
+    INDEX: gl.constexpr, ring, turns, staging, tiles, scales, bias, out,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BY_BLOCKS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    IN_TURN: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """The products of one of two warpgroups: half of the rows of each tile, or of its outputs if it has 64 rows."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
@@ -117,8 +120,9 @@ def _multiply(
             x = x_ring.index(stage).slice(FIRST_ROW, HALF)
             if BY_BLOCKS:
                 sums = _add_scaled(
-                    sums, of_step, x, w_ring, stage * TILE_PARTS + FIRST_PART, empty.index(stage), PARTS, IN_TURN
-                )
+                    INDEX, sums, of_step, x, w_ring, stage * TILE_PARTS + FIRST_PART, empty.index(stage), turns,
+                    done * PARTS, PARTS, ORDERED,
+                )  # fmt: skip
             else:
                 sums = _add(sums, x, w_ring, stage * TILE_PARTS + FIRST_PART, PARTS)
                 mbarrier.arrive(empty.index(stage))
@@ -154,18 +158,28 @@ def _scales_at(
 
 
 @gluon.jit
-def _add_scaled(sums, scales, x, w_ring, first, read, PARTS: gl.constexpr, IN_TURN: gl.constexpr):
-    """Adds the products of a stage, multiplied by their scales. read: the barrier of those that have read it."""
+def _add_scaled(
+    INDEX: gl.constexpr, sums, scales, x, w_ring, first, read, turns, turn, PARTS: gl.constexpr, ORDERED: gl.constexpr
+):
+    """Adds the products of a stage, multiplied by their scales. read: the barrier of those that have read it.
+
+    turn: the number of products that each warpgroup has started before. They start them in turn, so that products of
+    one run while the other adds.
+    """
     zeros = gl.zeros([HALF, WIDTH], gl.float32, sums[0].type.layout)
     added = ()
     for part in gl.static_range(PARTS):
         w = w_ring.index(first + part).permute((1, 0))
+        if ORDERED:
+            mbarrier.wait(turns.index(INDEX), turn + part & 1 ^ 1 - INDEX)
         product = hopper.warpgroup_mma(x, w, zeros, use_acc=False, is_async=True)
+        if ORDERED:
+            mbarrier.arrive(turns.index(1 - INDEX))
         product = hopper.warpgroup_mma_wait(0, deps=(product,))
         if part == PARTS - 1:
             mbarrier.arrive(read)
         total = sums[part] + product * (scales[0] * scales[1 + part])[:, None]
-        if IN_TURN and part < PARTS - 1:
+        if part < PARTS - 1:  # now: registers do not hold the next product too
             total = hopper.warpgroup_mma_wait(0, deps=(total,))
         added += (total,)
     return added
@@ -234,7 +248,7 @@ def scaled_grouped_gemm(call: Operands, bias: torch.Tensor | None, out: torch.Te
 def _multiply_scaled(
     call: Operands, bias: torch.Tensor | None, out: torch.Tensor, values: _launch.Parameters, order: Order | None = None
 ) -> None:
-    """values: the rows and outputs of a tile, and group, stages and in_turn of the kernel."""
+    """values: the rows and outputs of a tile, and group, stages and ordered of the kernel."""
     (outputs, columns), device = call.weight.shape[-2:], call.x.device
     rows = values["rows"]
     parts = max(1, values["outputs"] * rows // (WIDTH.value * 2 * HALF.value))
@@ -254,7 +268,7 @@ def _multiply_scaled(
         sorted_token_ids, expert_ids, len(out), num_tiles, top_k,
         OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=_by_blocks(call), BLOCK_SIZE=order.block_size if order else None,
         TILES=tiles, ROWS=rows, PARTS=parts, GROUP=values["group"], STAGES=values["stages"],
-        IN_TURN=bool(values["in_turn"]), num_warps=4, **_launch.launch_options(device),
+        ORDERED=bool(values["ordered"]), num_warps=4, **_launch.launch_options(device),
     )  # fmt: skip
 
 
