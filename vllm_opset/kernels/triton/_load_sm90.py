@@ -61,6 +61,30 @@ def barriers(STAGES: gl.constexpr, GATHERED: gl.constexpr):
 
 
 @gluon.jit
+def turns():
+    """A barrier for each of two warpgroups, which start their products in turn.
+
+    Then the products of one run while the other does what comes between its own.
+    """
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for warpgroup in gl.static_range(2):
+        mbarrier.init(barriers.index(warpgroup), count=1)
+    return barriers
+
+
+@gluon.jit
+def await_turn(barriers, number, INDEX: gl.constexpr):
+    """Waits until the other warpgroup has started its product before this one. number: of this product, from 0 on."""
+    mbarrier.wait(barriers.index(INDEX), number & 1 ^ 1 - INDEX)
+
+
+@gluon.jit
+def pass_turn(barriers, INDEX: gl.constexpr):
+    """Lets the other warpgroup start its next product."""
+    mbarrier.arrive(barriers.index(1 - INDEX))
+
+
+@gluon.jit
 def rows_of(tile, row, tiles, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr):
     """The rows of the result that are the rows `row` of a tile: num_rows or more for none.
 
@@ -94,8 +118,8 @@ def load_tiles(
 
     x: a TMA descriptor of boxes like a stage of its ring, or for experts a pointer. weight: a descriptor.
     """
-    x_ring, w_ring, full, empty = ring
-    _, expert_ids, num_rows, num_tiles, top_k = tiles
+    x_ring, w_ring, full, empty, _ = ring
+    expert_ids, num_rows, num_tiles, top_k = tiles[1], tiles[2], tiles[3], tiles[4]
     ROWS: gl.constexpr = x_ring.shape[1]
     WIDTH: gl.constexpr = x_ring.shape[2]
     W_WIDTH: gl.constexpr = w_ring.shape[2]

@@ -21,11 +21,14 @@ from vllm_opset.kernels.triton._load_sm90 import (
     OUTPUTS_OF_BOX,
     Order,
     available,
+    await_turn,
     barriers,
     expert_of,
     is_aligned,
     load_tiles,
+    pass_turn,
     rows_of,
+    turns,
 )
 from vllm_opset.kernels.triton._tiles import tile_of
 from vllm_opset.ops.schemes import MXFP4
@@ -40,7 +43,7 @@ def mxfp4_gemm_sm90(
     x, x_stride, weight, bias, out, weight_scale, ws_expert, ws_row, ws_column, sorted_token_ids, expert_ids,
     num_rows, num_tiles, top_k,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Launches at most as many programs as run at a time.
 
@@ -55,15 +58,15 @@ def mxfp4_gemm_sm90(
         gl.bfloat16, [2, OUTPUTS_OF_BOX, ROWS], gl.NVMMASharedLayout(128, 16, rank=2, transposed=True)
     )
     full, empty = barriers(STAGES, True)
-    ring = (x_ring, w_ring, full, empty)
+    ring = (x_ring, w_ring, full, empty, turns())
     tiles = (sorted_token_ids, expert_ids, num_rows, num_tiles, top_k)
     scales = (weight_scale, ws_expert, ws_row, ws_column)
     gl.warp_specialize(
         [
             (_multiply, (0, ring, staging, tiles, scales, bias, out,
-                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, GROUP, STAGES)),
+                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, GROUP, STAGES, ORDERED)),
             (_multiply, (1, ring, staging, tiles, scales, bias, out,
-                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, GROUP, STAGES)),
+                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, GROUP, STAGES, ORDERED)),
             (load_tiles, (x, x_stride, weight, ring, tiles, OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, 2, GROUP, STAGES)),
         ],
         [4, 4],
@@ -83,15 +86,15 @@ def _scales_at(pointers, step, of_step, is_output, ws_column, COLUMNS: gl.conste
 def _multiply(
     INDEX: gl.constexpr, ring, staging, tiles, scales, bias, out,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    TILES: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """The products of one of two warpgroups: half of the outputs of each tile."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     PACKED: gl.constexpr = gl.DotOperandLayout(0, ACC, 1)
     WIDENED: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     NUM_COLUMNS: gl.constexpr = gl.cdiv(OUTPUTS, 2 * OUTPUTS_OF_BOX)
-    x_ring, w_ring, full, empty = ring
-    _, expert_ids, num_rows, num_tiles, top_k = tiles
+    x_ring, w_ring, full, empty, in_turn = ring
+    num_rows, num_tiles = tiles[2], tiles[3]
     weight_scale, ws_expert, ws_row, ws_column = scales
     GROUPS: gl.constexpr = (
         gl.full([OUTPUTS_OF_BOX, WIDTH], 0, gl.bfloat16, WIDENED)
@@ -121,7 +124,11 @@ def _multiply(
             widened = gl.fp4_to_fp(w_ring.index(2 * stage + INDEX).load(PACKED), gl.bfloat16, 1)
             widened = widened.reshape([OUTPUTS_OF_BOX, WIDTH // SCALED, SCALED]) * scale[:, :, None]
             widened = gl.convert_layout(widened.reshape([OUTPUTS_OF_BOX, WIDTH]), WIDENED)
+            if ORDERED:
+                await_turn(in_turn, done, INDEX)
             sums = hopper.warpgroup_mma(widened, x_ring.index(stage).permute((1, 0)), sums, is_async=True)
+            if ORDERED:
+                pass_turn(in_turn, INDEX)
             sums, widened = hopper.warpgroup_mma_wait(0, deps=(sums, widened))
             mbarrier.arrive(empty.index(stage))
             done += 1
@@ -164,5 +171,6 @@ def mxfp4_grouped_gemm(
         x, x.stride(0), descriptor, bias, out, weight_scale, *weight_scale.stride(), order.sorted_token_ids,
         order.expert_ids, len(out), num_tiles, order.top_k, OUTPUTS=outputs, COLUMNS=columns,
         BLOCK_SIZE=order.block_size, TILES=tiles, ROWS=rows, GROUP=values["group"], STAGES=values["stages"],
+        ORDERED=bool(values["ordered"]),
         num_warps=4, **_launch.launch_options(device),
     )  # fmt: skip

@@ -23,11 +23,14 @@ from vllm_opset.kernels.triton._load_sm90 import (
     MULTIPLYING_REGISTERS,
     Order,
     available,
+    await_turn,
     barriers,
     expert_of,
     is_aligned,
     load_tiles,
+    pass_turn,
     rows_of,
+    turns,
 )
 from vllm_opset.kernels.triton._tiles import tile_of
 from vllm_opset.ops.schemes import FP8, WHOLE, GroupShape, group_of
@@ -60,18 +63,15 @@ def scaled_gemm_sm90(
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * TILE_PARTS, WIDTH, WIDTH], BOX)
     staging = gl.allocate_shared_memory(out.dtype.element_ty, [2, HALF, WIDTH], OUT)
     full, empty = barriers(STAGES, expert_ids is not None)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for warpgroup in gl.static_range(2):
-        mbarrier.init(turns.index(warpgroup), count=1)
-    ring = (x_ring, w_ring, full, empty)
+    ring = (x_ring, w_ring, full, empty, turns())
     tiles = (sorted_token_ids, expert_ids, num_rows, num_tiles, top_k)
     scales = (weight_scale, ws_expert, ws_row, ws_column, x_scale, xs_row, xs_column)
     LOADERS: gl.constexpr = 1 if expert_ids is None else 4
     gl.warp_specialize(
         [
-            (_multiply, (0, ring, turns, staging, tiles, scales, bias, out,
+            (_multiply, (0, ring, staging, tiles, scales, bias, out,
                          OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED)),
-            (_multiply, (1, ring, turns, staging, tiles, scales, bias, out,
+            (_multiply, (1, ring, staging, tiles, scales, bias, out,
                          OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED)),
             (load_tiles, (x, x_stride, weight, ring, tiles,
                           OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, TILE_PARTS, GROUP, STAGES)),
@@ -83,7 +83,7 @@ def scaled_gemm_sm90(
 
 @gluon.jit
 def _multiply(
-    INDEX: gl.constexpr, ring, turns, staging, tiles, scales, bias, out,
+    INDEX: gl.constexpr, ring, staging, tiles, scales, bias, out,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BY_BLOCKS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     ORDERED: gl.constexpr,
@@ -94,9 +94,9 @@ def _multiply(
     FIRST_PART: gl.constexpr = INDEX * PARTS if ROWS == HALF else 0
     TILE_PARTS: gl.constexpr = PARTS * 2 * HALF // ROWS
     NUM_COLUMNS: gl.constexpr = gl.cdiv(OUTPUTS, TILE_PARTS * WIDTH)
-    x_ring, w_ring, full, empty = ring
+    x_ring, w_ring, full, empty, in_turn = ring
     _, expert_ids, num_rows, num_tiles, top_k = tiles
-    weight_scale, ws_expert, ws_row, ws_column, x_scale, xs_row, xs_column = scales
+    weight_scale, ws_expert, ws_row, _, x_scale, xs_row, _ = scales
     row = FIRST_ROW + gl.arange(0, HALF, gl.SliceLayout(1, ACC))
     done = 0
     for index in range(gl.program_id(0), num_tiles * NUM_COLUMNS, gl.num_programs(0)):
@@ -120,11 +120,12 @@ def _multiply(
             x = x_ring.index(stage).slice(FIRST_ROW, HALF)
             if BY_BLOCKS:
                 sums = _add_scaled(
-                    INDEX, sums, of_step, x, w_ring, stage * TILE_PARTS + FIRST_PART, empty.index(stage), turns,
+                    INDEX, sums, of_step, x, w_ring, stage * TILE_PARTS + FIRST_PART, empty.index(stage), in_turn,
                     done * PARTS, PARTS, ORDERED,
                 )  # fmt: skip
             else:
-                sums = _add(sums, x, w_ring, stage * TILE_PARTS + FIRST_PART, PARTS)
+                first = stage * TILE_PARTS + FIRST_PART
+                sums = _add(INDEX, sums, x, w_ring, first, in_turn, done, PARTS, ORDERED)
                 mbarrier.arrive(empty.index(stage))
             done += 1
         for part in gl.static_range(PARTS):
@@ -159,22 +160,31 @@ def _scales_at(
 
 @gluon.jit
 def _add_scaled(
-    INDEX: gl.constexpr, sums, scales, x, w_ring, first, read, turns, turn, PARTS: gl.constexpr, ORDERED: gl.constexpr
+    INDEX: gl.constexpr,
+    sums,
+    scales,
+    x,
+    w_ring,
+    first,
+    read,
+    in_turn,
+    number,
+    PARTS: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):
     """Adds the products of a stage, multiplied by their scales. read: the barrier of those that have read it.
 
-    turn: the number of products that each warpgroup has started before. They start them in turn, so that products of
-    one run while the other adds.
+    number: of products that each warpgroup has started before.
     """
     zeros = gl.zeros([HALF, WIDTH], gl.float32, sums[0].type.layout)
     added = ()
     for part in gl.static_range(PARTS):
         w = w_ring.index(first + part).permute((1, 0))
         if ORDERED:
-            mbarrier.wait(turns.index(INDEX), turn + part & 1 ^ 1 - INDEX)
+            await_turn(in_turn, number + part, INDEX)
         product = hopper.warpgroup_mma(x, w, zeros, use_acc=False, is_async=True)
         if ORDERED:
-            mbarrier.arrive(turns.index(1 - INDEX))
+            pass_turn(in_turn, INDEX)
         product = hopper.warpgroup_mma_wait(0, deps=(product,))
         if part == PARTS - 1:
             mbarrier.arrive(read)
@@ -186,12 +196,16 @@ def _add_scaled(
 
 
 @gluon.jit
-def _add(sums, x, w_ring, first, PARTS: gl.constexpr):
-    """Adds the products of a stage on tensor cores."""
+def _add(INDEX: gl.constexpr, sums, x, w_ring, first, in_turn, number, PARTS: gl.constexpr, ORDERED: gl.constexpr):
+    """Adds the products of a stage on tensor cores. number: of stages before."""
+    if ORDERED:
+        await_turn(in_turn, number, INDEX)
     added = ()
     for part in gl.static_range(PARTS):
         w = w_ring.index(first + part).permute((1, 0))
         added += (hopper.warpgroup_mma(x, w, sums[part], is_async=True),)
+    if ORDERED:
+        pass_turn(in_turn, INDEX)
     if PARTS == 1:
         return (hopper.warpgroup_mma_wait(0, deps=added),)
     else:
