@@ -1,4 +1,4 @@
-"""What kernels of matrix products for many tokens share on Hopper GPUs: their tiles, and the warps that load them.
+"""Tiles of matrix products of many tokens on Hopper GPUs, and the warps that load them.
 
 A persistent program takes one tile after the other. Its loading warps bring a stage of columns at a time into a ring in
 shared memory: 128 bytes of each row of x, and the weights for them. The copy engine (TMA) brings the weights, and the
@@ -16,9 +16,10 @@ from vllm_opset.kernels.triton import INTERPRETED, _launch
 from vllm_opset.kernels.triton._tiles import tile_of
 from vllm_opset.targets import WGMMA
 
-COPY_BYTES = 16  # TMA needs addresses and strides that are multiples of 16 bytes
-LINE = gl.constexpr(128)  # the bytes of a row of x in a stage, the width of the swizzle of shared memory
-OUTPUTS_OF_BOX = gl.constexpr(128)  # the rows of the weight that one copy brings
+COPY_BYTES = 16  # TMA needs addresses and strides that are multiples of this.
+# A stage has so many bytes of each row of x. That is the width of the swizzle of shared memory.
+LINE = gl.constexpr(128)
+OUTPUTS_OF_BOX = gl.constexpr(128)  # One copy brings so many rows of the weight.
 # Registers of a thread. The first of two multiplying warpgroups gets what all others leave of 512 for each 128 threads.
 MULTIPLYING_REGISTERS = gl.constexpr(232)
 LOADING_REGISTERS = gl.constexpr(40)

@@ -33,9 +33,9 @@ from vllm_opset.kernels.triton._load_sm90 import (
 from vllm_opset.kernels.triton._tiles import tile_of
 from vllm_opset.ops.schemes import MXFP4
 
-WIDTH = gl.constexpr(64)  # the columns of a stage: rows of x in lines of 128 bytes
-SCALED = gl.constexpr(MXFP4.group.columns)  # the columns that share a scale
-BIAS_BITS = gl.constexpr(7)  # an exponent in e8m0 is that of bf16, which has 7 bits of mantissa below it
+WIDTH = gl.constexpr(64)  # A stage has so many columns. They are a line of x.
+SCALED = gl.constexpr(MXFP4.group.columns)  # So many columns share a scale.
+MANTISSA_BITS = gl.constexpr(7)  # The exponent of bf16, which is that of e8m0, lies above them.
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_tiles"])
@@ -117,7 +117,7 @@ def _multiply(
         sums = gl.zeros([OUTPUTS_OF_BOX, ROWS], gl.float32, ACC)
         for step in range(steps):
             stage = done % STAGES
-            scale = (following.to(gl.int16) << BIAS_BITS).to(gl.bfloat16, bitcast=True)
+            scale = (following.to(gl.int16) << MANTISSA_BITS).to(gl.bfloat16, bitcast=True)
             following = _scales_at(pointers, step + 1, of_step, is_output, ws_column, COLUMNS)
             mbarrier.wait(full.index(stage), done // STAGES & 1)
             hopper.fence_async_shared()  # gathered rows were written by threads, and wgmma reads them

@@ -35,9 +35,10 @@ from vllm_opset.kernels.triton._load_sm90 import (
 from vllm_opset.kernels.triton._tiles import tile_of
 from vllm_opset.ops.schemes import FP8, WHOLE, GroupShape, group_of
 
-OUT_BYTES = 2  # results of 32 bits do not fit shared memory beside the ring
-WIDTH = gl.constexpr(128)  # the columns of a stage, and the outputs of a product: those of a block of scales
-HALF = gl.constexpr(64)  # the rows of a product
+OUT_BYTES = 2  # Results of 32 bits do not fit shared memory beside the ring.
+# A stage has so many columns, and a product so many outputs. Those of a block of scales are as many.
+WIDTH = gl.constexpr(128)
+HALF = gl.constexpr(64)  # A product has so many rows.
 BLOCKS, TOKEN_BLOCKS = GroupShape(WIDTH.value, WIDTH.value), GroupShape(1, WIDTH.value)
 
 

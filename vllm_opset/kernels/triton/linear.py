@@ -2,8 +2,8 @@
 
 - `packed`: multiplies int4 weights by few tokens (`_packed_linear`).
 - `dequantised`: does so by many.
-- `scaled_sm90`: multiplies fp8 weights by many tokens on a Hopper GPU (`_scaled_gemm_sm90`).
 - `scaled`: multiplies fp8 and int8 weights (`_scaled_linear`).
+- `scaled_sm90`: does so with fp8 weights for many tokens on a Hopper GPU.
 - `one_row`: sums products in registers, as fast as the weight can be read.
 - `torch`: calls PyTorch (cuBLAS), which uses the tensor cores.
 """
