@@ -4,8 +4,9 @@ Rows are gathered by the sorted choices, so none is copied before. The grid cove
 programs of empty blocks multiply and write nothing.
 
 - `decode`: blocks of up to 16 choices. Reading the weights takes the time, and each weight is read once.
-- `prefill_sm90`: larger blocks of fp8, or by MXFP4 weights, on a Hopper GPU.
 - `prefill`: larger blocks, whose programs are ordered so that those of one expert run at the same time.
+
+On Hopper GPUs, `prefill_sm90` multiplies larger blocks in fp8, and in bf16 by MXFP4 weights.
 """
 
 from typing import NamedTuple

@@ -3,9 +3,10 @@
 - `packed`: multiplies int4 weights by few tokens (`_packed_linear`).
 - `dequantised`: does so by many.
 - `scaled`: multiplies fp8 and int8 weights (`_scaled_linear`).
-- `scaled_sm90`: does so with fp8 weights for many tokens on a Hopper GPU.
 - `one_row`: sums products in registers, as fast as the weight can be read.
 - `torch`: calls PyTorch (cuBLAS), which uses the tensor cores.
+
+On Hopper GPUs, `scaled_sm90` multiplies fp8 weights by many tokens.
 """
 
 from typing import NamedTuple
