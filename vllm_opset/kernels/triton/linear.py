@@ -1,12 +1,12 @@
 """linear for one row, the decode step of a single request, and for quantised weights. PyTorch does the rest.
 
+On Hopper GPUs, `scaled_sm90` multiplies fp8 weights by many tokens.
+
 - `packed`: multiplies int4 weights by few tokens (`_packed_linear`).
 - `dequantised`: does so by many.
 - `scaled`: multiplies fp8 and int8 weights (`_scaled_linear`).
 - `one_row`: sums products in registers, as fast as the weight can be read.
 - `torch`: calls PyTorch (cuBLAS), which uses the tensor cores.
-
-On Hopper GPUs, `scaled_sm90` multiplies fp8 weights by many tokens.
 """
 
 from typing import NamedTuple
