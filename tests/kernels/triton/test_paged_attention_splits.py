@@ -26,7 +26,8 @@ CASES = {
     "decode": PagedCase(((1, 34), (0, 0), (1, 300), (1, 64), (1, 65)), num_heads=4, num_kv_heads=2),
     "decode, window, sinks": PagedCase(((1, 34), (1, 300), (1, 130)), window=100, sinks=True, **ALONE),
     "decode, many rows": PagedCase(((3, 34), (3, 300), (0, 0), (1, 5)), num_heads=10, num_kv_heads=2),
-    "several queries": PagedCase(((20, 300), (0, 0), (1, 90), (9, 200)), **ALONE),
+    # With two multiprocessors, two programs attend the third request.
+    "several queries": PagedCase(((20, 300), (0, 0), (1, 300), (9, 200)), **ALONE),
     "many queries": PagedCase(((1, 20), (1, 300), (3, 9), (70, 700)), **ALONE),
     "many queries, window, sinks": PagedCase(((70, 700), (1, 300)), window=600, sinks=True, **ALONE),
 }
@@ -36,7 +37,7 @@ CASES = {
 def in_small_steps(monkeypatch):
     for module in (decode, prefill):
         monkeypatch.setattr(module, "REQUESTS", tl.constexpr(2))
-    monkeypatch.setattr(combine, "COMBINED_ELEMENTS", tl.constexpr(2 * 4 * 64))  # two partial results of 4 rows
+    monkeypatch.setattr(combine, "COMBINED_ELEMENTS", tl.constexpr(2 * 64))  # one partial result of 2 rows or more
 
 
 @pytest.mark.parametrize("num_multiprocessors", [2, 12])
