@@ -1,7 +1,5 @@
 """linear for one row, the decode step of a single request, and for quantised weights. PyTorch does the rest.
 
-On Hopper GPUs, `scaled_sm90` multiplies fp8 weights by many tokens.
-
 - `packed`: multiplies int4 weights by few tokens (`_packed_linear`).
 - `dequantised`: does so by many.
 - `scaled`: multiplies fp8 and int8 weights (`_scaled_linear`).
@@ -27,7 +25,9 @@ from vllm_opset.variants import Variant, Variants
 
 
 class Call(NamedTuple):
-    """scaled: whether the weight is quantised in 8 bits. packed: whether it is in 4. hopper: whether `scaled_sm90` can
+    """On Hopper GPUs, `scaled_sm90` multiplies fp8 weights by many tokens.
+
+    scaled: whether the weight is quantised in 8 bits. packed: whether it is in 4. hopper: whether `scaled_sm90` can
     multiply them.
 
     few: whether x has so few rows that a packed weight is multiplied as it is, or a scaled one by `scaled`. one_row:
