@@ -126,7 +126,7 @@ def load_tiles(
     W_WIDTH: gl.constexpr = w_ring.shape[2]
     STAGE_BYTES: gl.constexpr = BOXES * OUTPUTS_OF_BOX * W_WIDTH + (ROWS * LINE if expert_ids is None else 0)
     GATHER: gl.constexpr = gl.BlockedLayout([1, WIDTH // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    NUM_COLUMNS: gl.constexpr = gl.cdiv(OUTPUTS, BOXES * OUTPUTS_OF_BOX)
+    NUM_COLUMNS: gl.constexpr = -(-OUTPUTS // (BOXES * OUTPUTS_OF_BOX))
     loaded = 0
     for index in range(gl.program_id(0), num_tiles * NUM_COLUMNS, gl.num_programs(0)):
         tile, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)

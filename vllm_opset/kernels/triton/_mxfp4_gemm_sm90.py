@@ -92,7 +92,7 @@ def _multiply(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     PACKED: gl.constexpr = gl.DotOperandLayout(0, ACC, 1)
     WIDENED: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    NUM_COLUMNS: gl.constexpr = gl.cdiv(OUTPUTS, 2 * OUTPUTS_OF_BOX)
+    NUM_COLUMNS: gl.constexpr = -(-OUTPUTS // (2 * OUTPUTS_OF_BOX))
     x_ring, w_ring, full, empty, in_turn = ring
     num_rows, num_tiles = tiles[2], tiles[3]
     weight_scale, ws_expert, ws_row, ws_column = scales

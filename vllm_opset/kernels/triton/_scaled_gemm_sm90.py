@@ -94,7 +94,7 @@ def _multiply(
     FIRST_ROW: gl.constexpr = INDEX * HALF if ROWS > HALF else 0
     FIRST_PART: gl.constexpr = INDEX * PARTS if ROWS == HALF else 0
     TILE_PARTS: gl.constexpr = PARTS * 2 * HALF // ROWS
-    NUM_COLUMNS: gl.constexpr = gl.cdiv(OUTPUTS, TILE_PARTS * WIDTH)
+    NUM_COLUMNS: gl.constexpr = -(-OUTPUTS // (TILE_PARTS * WIDTH))
     x_ring, w_ring, full, empty, in_turn = ring
     _, expert_ids, num_rows, num_tiles, top_k = tiles
     weight_scale, ws_expert, ws_row, _, x_scale, xs_row, _ = scales
@@ -177,7 +177,8 @@ def _add_scaled(
 
     number: of products that each warpgroup has started before.
     """
-    zeros = gl.zeros([HALF, WIDTH], gl.float32, sums[0].type.layout)
+    ACC: gl.constexpr = sums[0].type.layout
+    zeros = gl.zeros([HALF, WIDTH], gl.float32, ACC)
     added = ()
     for part in gl.static_range(PARTS):
         w = w_ring.index(first + part).permute((1, 0))
