@@ -148,4 +148,4 @@ PLACES = torch.zeros(4, 8, 72, dtype=torch.bfloat16)
     ],
 )
 def test_the_copy_engine_takes_addresses_and_strides_of_16_bytes(tensor, expected):
-    assert prefill_sm90._is_aligned(tensor) is expected
+    assert prefill_sm90.is_aligned(tensor) is expected

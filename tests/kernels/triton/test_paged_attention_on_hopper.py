@@ -104,7 +104,7 @@ def test_hopper_agrees_when_keys_are_split(name, ring):
 @pytest.mark.parametrize("name", ["plain", "window 129", "few queries of many requests", "cross attention"])
 def test_hopper_agrees_when_programs_take_many_tiles(name, values, num_programs, monkeypatch):
     launcher = importlib.import_module("vllm_opset.kernels.triton.paged_attention")
-    monkeypatch.setattr(launcher._call, "multiprocessors", lambda device: num_programs)
+    monkeypatch.setattr(launcher._launch, "multiprocessors", lambda device: num_programs)
     hopper_agrees(CASES[name], torch.bfloat16, values)
 
 

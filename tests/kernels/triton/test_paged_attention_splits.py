@@ -45,7 +45,7 @@ def in_small_steps(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_attention_agrees_however_keys_are_split(name, num_multiprocessors, in_small_steps, monkeypatch):
     launcher = importlib.import_module("vllm_opset.kernels.triton.paged_attention")
-    monkeypatch.setattr(launcher._call, "multiprocessors", lambda device: num_multiprocessors)
+    monkeypatch.setattr(launcher._launch, "multiprocessors", lambda device: num_multiprocessors)
     case, dtype = CASES[name], torch.float32
     (query, kv_cache, batch, out), options = case.make(name, "cpu", dtype)
     want = out.clone()
@@ -129,7 +129,7 @@ def test_the_plan_of_prefill_lists_each_split_of_each_tile_once(
     name, left, right, num_heads, most_partials, monkeypatch
 ):
     monkeypatch.setattr(_plan_sm90, "TILES", tl.constexpr(32))
-    monkeypatch.setattr(_plan_sm90._call, "multiprocessors", lambda device: 12)
+    monkeypatch.setattr(_plan_sm90._launch, "multiprocessors", lambda device: 12)
     requests = tuple((int(query_len), seq_len if query_len else 0) for query_len, seq_len in TILES[name])
     batch = PagedCase(requests).batch(torch.zeros(len(requests), 1, dtype=torch.int32, device="cpu"))
     num_tiles = sum(query_len for query_len, _ in requests) // QUERIES + len(requests)
@@ -163,7 +163,7 @@ def test_the_plan_of_prefill_lists_each_split_of_each_tile_once(
 
 
 def test_the_plan_of_prefill_splits_a_tile_that_all_others_wait_for(monkeypatch):
-    monkeypatch.setattr(_plan_sm90._call, "multiprocessors", lambda device: 12)
+    monkeypatch.setattr(_plan_sm90._launch, "multiprocessors", lambda device: 12)
     values = {"programs": 2, "split_keys": BLOCK_N, "split_cost": 1, "combine_cost": 1}
 
     def split_blocks(*requests: tuple[int, int]) -> int:

@@ -53,7 +53,7 @@ def launched(monkeypatch):
         variants.add((name, absent, tuple(sorted(options.items()))))
 
     record_launches(monkeypatch, record)
-    monkeypatch.setattr(paged_attention._call, "multiprocessors", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(paged_attention._launch, "multiprocessors", lambda device: MULTIPROCESSORS)
     return variants
 
 

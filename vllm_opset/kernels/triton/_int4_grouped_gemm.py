@@ -11,6 +11,7 @@ import triton.language as tl
 from vllm_opset.kernels.triton import _launch, _packed_linear
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._packed_linear import HALF, NO_ZERO_POINT, dequantised_tile
+from vllm_opset.kernels.triton._tiles import tile_of
 from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.schemes import WHOLE, Scheme, group_of
 
@@ -60,12 +61,8 @@ def _int4_grouped_gemm(
     BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    # GROUP tiles of rows take the same tile of the weight one after the other.
-    in_group = GROUP * tl.cdiv(OUTPUTS, BLOCK_N)
-    first_tile = tl.program_id(0) // in_group * GROUP
-    grouped = tl.minimum(num_tiles - first_tile, GROUP)
-    tile = first_tile + tl.program_id(0) % in_group % grouped
-    output = tl.program_id(0) % in_group // grouped * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile, column = tile_of(tl.program_id(0), num_tiles, tl.cdiv(OUTPUTS, BLOCK_N), GROUP)
+    output = column * BLOCK_N + tl.arange(0, BLOCK_N)
     block, row = tile // TILES, tile % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     expert = tl.load(expert_ids + block).to(tl.int64)
     choice = tl.load(sorted_token_ids + block * BLOCK_SIZE + row, row < BLOCK_SIZE, num_choices)

@@ -72,6 +72,12 @@ def launch_options(device: torch.device) -> Mapping[str, bool]:
 
 
 @functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """A GPU's number of them; in the interpreter a few, which are enough to split the keys of small batches."""
+    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
 def registers(device: torch.device, most: int) -> Mapping[str, int]:
     """Launch arguments that limit the registers of a thread, where Triton can."""
     return {"maxnreg": most} if target(device).vendor == "nvidia" else {}

@@ -11,6 +11,7 @@ import triton.language as tl
 from vllm_opset.kernels.triton import _launch, _scaled_linear
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._scaled_linear import LEAST_COLUMNS, bits, product_of, scale_group
+from vllm_opset.kernels.triton._tiles import tile_of
 from vllm_opset.targets import FP8 as FP8_FEATURE
 
 supports = _scaled_linear.supports
@@ -67,12 +68,8 @@ def _scaled_grouped_gemm(
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    # GROUP tiles of rows take the same tile of the weight one after the other.
-    in_group = GROUP * tl.cdiv(OUTPUTS, BLOCK_N)
-    first_tile = tl.program_id(0) // in_group * GROUP
-    grouped = tl.minimum(num_tiles - first_tile, GROUP)
-    tile = first_tile + tl.program_id(0) % in_group % grouped
-    first_output = tl.program_id(0) % in_group // grouped * BLOCK_N
+    tile, column = tile_of(tl.program_id(0), num_tiles, tl.cdiv(OUTPUTS, BLOCK_N), GROUP)
+    first_output = column * BLOCK_N
     output = first_output + tl.arange(0, BLOCK_N)
     block, row = tile // TILES, tile % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     expert = tl.load(expert_ids + block).to(tl.int64)

@@ -138,7 +138,7 @@ def fused_experts(
         return (x, None) if quant_dtype is None else quantise(x, quant_dtype, group_shape, scale)
 
     x, x_scale = factor(x, a1_scale)
-    middle = grouped_gemm(x, w1, *order, topk_ids.shape[1], w1_bias, w1_scale, x_scale, dtype, w1_zero_point, picked)
+    middle = grouped_gemm(x, w1, *order, topk_ids.shape[1], w1_bias, w1_scale, x_scale, dtype, w1_zero_point)
     middle, middle_scale = factor(ACTIVATIONS[act.name](middle, **parameters), a2_scale)
-    results = grouped_gemm(middle, w2, *order, 1, w2_bias, w2_scale, middle_scale, dtype, w2_zero_point, picked)
+    results = grouped_gemm(middle, w2, *order, 1, w2_bias, w2_scale, middle_scale, dtype, w2_zero_point)
     return combine(results.view(*topk_ids.shape, hidden_states.shape[1]), weights, shared_output)

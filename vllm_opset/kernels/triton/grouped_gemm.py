@@ -5,6 +5,8 @@ programs of empty blocks multiply and write nothing.
 
 - `decode`: blocks of up to 16 choices. Reading the weights takes the time, and each weight is read once.
 - `prefill`: larger blocks, whose programs are ordered so that those of one expert run at the same time.
+
+On Hopper GPUs, `prefill_sm90` multiplies larger blocks in fp8, and in bf16 by MXFP4 weights.
 """
 
 from typing import NamedTuple
@@ -15,21 +17,34 @@ import triton.language as tl
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _int4_grouped_gemm, _launch, _mxfp4_grouped_gemm, _scaled_grouped_gemm, _supports
+from vllm_opset.kernels.triton import (
+    _int4_grouped_gemm,
+    _launch,
+    _mxfp4_gemm_sm90,
+    _mxfp4_grouped_gemm,
+    _scaled_gemm_sm90,
+    _scaled_grouped_gemm,
+    _supports,
+)
 from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton._load_sm90 import Order
+from vllm_opset.kernels.triton._scaled_gemm_sm90 import Operands
+from vllm_opset.kernels.triton._tiles import tile_of
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
 from vllm_opset.ops.moe.grouped_gemm import GroupedGemmProblem, check_arguments
 from vllm_opset.ops.schemes import MXFP4, PACKED, UINT4, Scheme, is_mxfp4
 from vllm_opset.variants import Variant, Variants
 
 LEAST_ROWS, MOST_ROWS = 16, 128  # of a tile: what tensor cores take, and what registers hold
+LEAST_ROWS_SM90 = 64  # of a block, of which a tile of `prefill_sm90` has all or half
 LEAST_COLUMNS = 16  # that tensor cores multiply at a time
 
 
 class Call(NamedTuple):
-    """block_size: the choices of a block."""
+    """block_size: the choices of a block. hopper: whether `prefill_sm90` can multiply them."""
 
     block_size: int
+    hopper: bool
 
 
 def supports(problem: GroupedGemmProblem) -> str | None:
@@ -53,11 +68,24 @@ def packed_supports(problem: GroupedGemmProblem | FusedExpertsProblem) -> str | 
     return _supports.floats(problem) or _int4_grouped_gemm.supports(problem, problem.scheme)
 
 
-def describe(x, weight, sorted_token_ids, expert_ids, *_, **__) -> Call:
-    return Call(len(sorted_token_ids) // max(len(expert_ids), 1))
+def describe(
+    x, weight, sorted_token_ids, expert_ids, top_k, bias=None, weight_scale=None, x_scale=None, out_dtype=None,
+    weight_zero_point=None,
+) -> Call:  # fmt: skip
+    block_size = len(sorted_token_ids) // max(len(expert_ids), 1)
+    if is_mxfp4(weight, weight_scale):
+        hopper = _mxfp4_gemm_sm90.can(x, weight)
+    else:
+        hopper = _scaled_gemm_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
+    return Call(block_size, hopper and block_size % LEAST_ROWS_SM90 == 0)
 
 
-VARIANTS = Variants(describe, Variant("decode", can=lambda call: call.block_size <= LEAST_ROWS), Variant("prefill"))
+VARIANTS = Variants(
+    describe,
+    Variant("decode", can=lambda call: call.block_size <= LEAST_ROWS),
+    Variant("prefill_sm90", can=lambda call: call.hopper),
+    Variant("prefill"),
+)
 
 
 @kernel(ops.grouped_gemm, name="triton", supports=supports, variants=VARIANTS)
@@ -82,9 +110,17 @@ def grouped_gemm(
     out = x.new_empty((num_choices, num_outputs), dtype=out_dtype or x.dtype)
     if not len(expert_ids):
         return out
-    picked = VARIANTS.of(variant, x, weight, sorted_token_ids, expert_ids, top_k)
+    mxfp4, order = is_mxfp4(weight, weight_scale), Order(sorted_token_ids, expert_ids, top_k)
+    picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out_dtype)
+    if picked == "prefill_sm90" and mxfp4:
+        _mxfp4_gemm_sm90.mxfp4_grouped_gemm(x, weight, bias, weight_scale, out, order)
+        return out
+    if picked == "prefill_sm90":
+        operands = Operands(x, weight, weight_scale, x_scale, out_dtype)
+        _scaled_gemm_sm90.scaled_grouped_gemm(operands, bias, out, order)
+        return out
     launch = _tile(picked, block_size, len(expert_ids), weight, weight_scale)
-    if is_mxfp4(weight, weight_scale):
+    if mxfp4:
         _mxfp4_grouped_gemm.launch(
             x, weight, bias, sorted_token_ids, expert_ids, out, top_k, block_size, weight_scale, launch,
             read_once=picked == "decode",
@@ -147,12 +183,8 @@ def _grouped_gemm(
     GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    # GROUP tiles of rows take the same tile of the weight one after the other.
-    in_group = GROUP * tl.cdiv(OUTPUTS, BLOCK_N)
-    first_tile = tl.program_id(0) // in_group * GROUP
-    grouped = tl.minimum(num_tiles - first_tile, GROUP)
-    tile = first_tile + tl.program_id(0) % in_group % grouped
-    output = tl.program_id(0) % in_group // grouped * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile, column = tile_of(tl.program_id(0), num_tiles, tl.cdiv(OUTPUTS, BLOCK_N), GROUP)
+    output = column * BLOCK_N + tl.arange(0, BLOCK_N)
     block, row = tile // TILES, tile % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     expert = tl.load(expert_ids + block).to(tl.int64)
     choice = tl.load(sorted_token_ids + block * BLOCK_SIZE + row, row < BLOCK_SIZE, num_choices)

@@ -3,6 +3,7 @@
 int4 weights have three variants. `ring` multiplies by few tokens on NVIDIA GPUs (`_packed_linear_sm80`). `packed` does
 so on every GPU and for all groups, and `dequantised` multiplies by many tokens (`_packed_linear`). The others:
 
+- `scaled_sm90`: multiplies fp8 weights by many tokens on Hopper GPUs (`_scaled_gemm_sm90`).
 - `scaled`: multiplies fp8 and int8 weights (`_scaled_linear`).
 - `one_row`: sums products in registers, as fast as the weight can be read.
 - `torch`: calls PyTorch (cuBLAS), which uses the tensor cores.
@@ -16,23 +17,33 @@ import triton.language as tl
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _packed_linear, _packed_linear_sm80, _scaled_linear, _supports
+from vllm_opset.kernels.triton import (
+    _launch,
+    _packed_linear,
+    _packed_linear_sm80,
+    _scaled_gemm_sm90,
+    _scaled_linear,
+    _supports,
+)
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import num_rows
+from vllm_opset.kernels.triton._scaled_gemm_sm90 import Operands
 from vllm_opset.ops.gemm.linear import LinearProblem, check_arguments
 from vllm_opset.ops.schemes import PACKED, UINT4
 from vllm_opset.variants import Variant, Variants
 
 
 class Call(NamedTuple):
-    """scaled: whether the weight is quantised in 8 bits. packed: whether it is in 4.
+    """scaled: whether the weight is quantised in 8 bits. packed: whether it is in 4. hopper: whether `scaled_sm90` can
+    multiply them.
 
-    few: whether x has so few rows that a packed weight is multiplied as it is. ring: whether `ring` can do so.
-    one_row: whether x has one row, and the weight's rows are contiguous.
+    few: whether x has so few rows that a packed weight is multiplied as it is, or a scaled one by `scaled`. ring:
+    whether `ring` can multiply a packed weight. one_row: whether x has one row, and the weight's rows are contiguous.
     """
 
     scaled: bool
     packed: bool
+    hopper: bool
     few: bool
     ring: bool
     one_row: bool
@@ -40,9 +51,14 @@ class Call(NamedTuple):
 
 def describe(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, weight_zero_point=None) -> Call:
     packed, rows = weight.dtype is PACKED, num_rows(x)
-    few = packed and rows <= _packed_linear.most_packed_tokens(x.device)
+    scaled = weight_scale is not None and not packed
+    hopper = scaled and _scaled_gemm_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
+    if packed:
+        few = rows <= _packed_linear.most_packed_tokens(x.device)
+    else:
+        few = hopper and rows <= _scaled_linear.most_tokens_beside_sm90(x.device)
     ring = packed and _packed_linear_sm80.fits(x, weight, weight_scale)
-    return Call(weight_scale is not None and not packed, packed, few, ring, rows == 1 and weight.stride(1) == 1)
+    return Call(scaled, packed, hopper, few, ring, rows == 1 and weight.stride(1) == 1)
 
 
 def supports(problem: LinearProblem) -> str | None:
@@ -57,6 +73,7 @@ VARIANTS = Variants(
     Variant("ring", can=lambda call: call.ring, suits=lambda call: call.few),
     Variant("packed", can=lambda call: call.packed, suits=lambda call: call.few),
     Variant("dequantised", can=lambda call: call.packed),
+    Variant("scaled_sm90", can=lambda call: call.hopper, suits=lambda call: not call.few),
     Variant("scaled", can=lambda call: call.scaled),
     Variant("one_row", can=lambda call: call.one_row and not (call.scaled or call.packed)),
     Variant("torch"),
@@ -75,13 +92,15 @@ def linear(
     variant: str | None = None,
 ) -> torch.Tensor:
     check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype, weight_zero_point)
-    picked = VARIANTS.of(variant, x, weight, bias, weight_scale)
+    picked = VARIANTS.of(variant, x, weight, bias, weight_scale, x_scale, out_dtype)
     if picked == "ring":
         return _packed_linear_sm80.ring_linear(x, weight, bias, weight_scale, weight_zero_point)
     if picked == "packed":
         return _packed_linear.packed_linear(x, weight, bias, weight_scale, weight_zero_point)
     if picked == "dequantised":
         return _packed_linear.dequantised_linear(x, weight, bias, weight_scale, weight_zero_point)
+    if picked == "scaled_sm90":
+        return _scaled_gemm_sm90.scaled_linear(Operands(x, weight, weight_scale, x_scale, out_dtype), bias)
     if picked == "scaled":
         return _scaled_linear.scaled_linear(x, weight, bias, weight_scale, x_scale, out_dtype)
     if picked == "torch":

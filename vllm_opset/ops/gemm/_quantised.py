@@ -58,6 +58,10 @@ def samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("fp8 per channel and token, odd features", 3, 77, 33, PER_ROW, PER_ROW, bias=True)
     yield sample("fp8 by blocks", 17, 384, 256, BLOCK, TOKEN_BLOCK)
     yield sample("fp8 by incomplete blocks, bias", 3, 200, 150, BLOCK, TOKEN_BLOCK, bias=True)
+    # Kernels may have tiles of their own for hundreds of tokens, and for thousands.
+    yield sample("fp8 by blocks, 300 tokens, bias", 300, 256, 160, BLOCK, TOKEN_BLOCK, bias=True)
+    yield sample("fp8 by blocks, 1100 tokens", 1100, 256, 144, BLOCK, TOKEN_BLOCK)
+    yield sample("fp8 per channel and token, 300 tokens, bias", 300, 208, 136, PER_ROW, PER_ROW, bias=True)
     yield sample("int8 weight per channel, bias", 5, 96, 48, PER_ROW, bias=True, stored_dtype=INT8)
     yield sample("int8 per tensor", 5, 96, 48, PER_TENSOR, PER_TENSOR, bias=True, stored_dtype=INT8)
     yield sample("int8 per channel and tensor", 2, 96, 48, PER_ROW, PER_TENSOR, stored_dtype=INT8)

@@ -106,7 +106,8 @@ def most_workspace(
     group, columns = num_heads // num_kv_heads, _launch.next_power_of_2(head_size)
 
     def programs(launch: str) -> int:
-        return max(values["programs"] for _, values in _launch.entries(launch, device)) * _call.multiprocessors(device)
+        most = max(values["programs"] for _, values in _launch.entries(launch, device))
+        return most * _launch.multiprocessors(device)
 
     rows = [values["rows"] for _, values in _launch.entries("paged_attention_prefill", device)]
     partial_rows = [programs("paged_attention_prefill") * tile_rows(max(rows), group, dtype)]

@@ -1,6 +1,5 @@
 """A call of paged_attention: its arguments, its sizes, and how they are cut into tiles."""
 
-import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -101,9 +100,3 @@ def tickets(batch: PagedBatch, num_tiles: int) -> torch.Tensor:
 def thresholds(device: torch.device) -> _launch.Parameters:
     """The sizes at which variants change, from the launch table."""
     return _launch.parameters("paged_attention", device, 0)
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """A GPU's number of them; in the interpreter a few, which are enough to split the keys of its small batches."""
-    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

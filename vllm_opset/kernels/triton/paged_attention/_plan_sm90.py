@@ -14,7 +14,6 @@ import triton.language as tl
 
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton.paged_attention import _call
 from vllm_opset.kernels.triton.paged_attention._call import WARPGROUP, Call
 from vllm_opset.kernels.triton.paged_attention.combine import combine_rows
 from vllm_opset.kernels.triton.paged_attention.prefill import queries_of
@@ -226,7 +225,7 @@ def most_partials(call: Call, values: _launch.Parameters, queries: int) -> int:
     """The most splits, for each KV head, of tiles whose keys are split; none if they see few. queries: of a tile."""
     if call.span(queries) <= values["unsplit_keys"]:
         return 0
-    return values["programs"] * _call.multiprocessors(call.query.device) // call.num_kv_heads
+    return values["programs"] * _launch.multiprocessors(call.query.device) // call.num_kv_heads
 
 
 def make_plan(
@@ -240,7 +239,7 @@ def make_plan(
     made = Plan(empty(3), empty(most_items, ITEM_FIELDS.value), empty(num_partials, SPLIT_TILE_FIELDS.value))
     plan_prefill[(1,)](
         batch.query_start_loc, batch.seq_lens, len(batch.seq_lens), num_tiles, empty(3, num_tiles), *made,
-        _call.multiprocessors(device), num_partials, max(1, table["split_keys"] // block_n),
+        _launch.multiprocessors(device), num_partials, max(1, table["split_keys"] // block_n),
         NUM_KV_HEADS=num_kv_heads, QUERIES=queries, LEFT=left, RIGHT=right, BOX_ROWS=box_rows, BLOCK_N=block_n,
         SIZES=1 + 2 * table["programs"], SPLIT_COST=table["split_cost"], COMBINE_COST=table["combine_cost"],
         num_warps=WARPGROUP, **_launch.FUSION,
@@ -251,7 +250,7 @@ def make_plan(
 def launch_combine(call: Call, made: Plan, partials: tuple, num_partials: int, rows: int) -> None:
     """Combines the partial results of tiles of so many rows."""
     device = call.query.device
-    programs = COMBINING_PROGRAMS * _call.multiprocessors(device)
+    programs = COMBINING_PROGRAMS * _launch.multiprocessors(device)
     combine_prefill_sm90[(programs,)](
         call.out, call.out.stride(), call.batch.query_start_loc, call.sinks, *partials, made.sizes, made.split_tiles,
         num_partials, NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, ROWS=COMBINED_ROWS,

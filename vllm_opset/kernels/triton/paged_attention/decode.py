@@ -272,7 +272,7 @@ def _launch_ranges(call: Call, launch: str) -> None:
     table = thresholds(device)
     warps = values["warps"] * max(1, rows * block_d // table["decode_elements"])
     block_n = call.block_n(values)
-    num_programs = max(1, values["programs"] * _call.multiprocessors(device) // num_kv_heads)
+    num_programs = max(1, values["programs"] * _launch.multiprocessors(device) // num_kv_heads)
     tickets, starts, ends, first_requests, last_requests = call.batch.once(
         _plan, num_kv_heads, num_programs, values["switch_cost"], values["whole_cost"], table["combine_cost"],
         call.left, block_n,

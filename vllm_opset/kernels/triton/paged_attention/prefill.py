@@ -186,7 +186,7 @@ def _most_splits(call: Call, values: _launch.Parameters, num_tiles: int, rows: i
     """The most splits of a tile of so many rows: as many as fill the GPU, if each has its minimum of keys."""
     most_keys = call.span(rows // call.group)
     fitting = _launch.cdiv(most_keys, max(call.block_n(values), values["split_keys"]))
-    return max(1, min(values["programs"] * _call.multiprocessors(call.query.device) // num_tiles, fitting))
+    return max(1, min(values["programs"] * _launch.multiprocessors(call.query.device) // num_tiles, fitting))
 
 
 def _launch_combine(

@@ -10,15 +10,15 @@ partial results, which another launch combines.
 
 import math
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vllm_opset.kernels.triton import INTERPRETED, _launch
+from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton._load_sm90 import available, is_aligned
 from vllm_opset.kernels.triton.paged_attention import _call
 from vllm_opset.kernels.triton.paged_attention._attend_sm90 import HALF, attend_tiles
 from vllm_opset.kernels.triton.paged_attention._call import MIN_ROWS, WARPGROUP, Call, thresholds
@@ -31,9 +31,7 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     load_values,
 )
 from vllm_opset.kernels.triton.paged_attention._plan_sm90 import launch_combine, make_plan, most_partials
-from vllm_opset.targets import WGMMA
 
-COPY_BYTES = 16  # TMA needs addresses and strides that are multiples of 16 bytes
 BOX_LAYOUT = NVMMASharedLayout(128, 16, rank=4)
 ELEMENT_BYTES = 2  # wgmma multiplies queries and keys of 16 bits here
 # Registers of a thread. Two warpgroups, and a third for the loading warps, use up those of a Hopper multiprocessor,
@@ -112,17 +110,17 @@ def _barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
 
 def can_prefill_sm90(call: Call) -> bool:
     """Whether a Hopper GPU's copy engine and matrix instructions take these inputs."""
-    if INTERPRETED or WGMMA not in _launch.target(call.query.device).features:
+    if not available(call.query.device):
         return False
     plain = call.alibi_slopes is None and call.k_scale is None and call.v_scale is None
     halves = call.query.element_size() == ELEMENT_BYTES and call.kv_cache.dtype == call.query.dtype
     boxes = call.head_size >= COLUMNS.value and call.block_size % MIN_ROWS == 0
-    return plain and halves and boxes and all(map(_is_aligned, (call.query, call.kv_cache, call.out)))
+    return plain and halves and boxes and all(map(is_aligned, (call.query, call.kv_cache, call.out)))
 
 
 def suits_prefill_sm90(call: Call) -> bool:
     """Whether no other variant is faster: for more rows than `verify` takes, and for drafts that fill the GPU."""
-    num_programs, table = _call.multiprocessors(call.query.device), thresholds(call.query.device)
+    num_programs, table = _launch.multiprocessors(call.query.device), thresholds(call.query.device)
     many = call.num_reqs * call.num_kv_heads >= table["verify_tiles_sm90"] * num_programs
     drafts = call.most_rows > MIN_ROWS and many and call.batch.max_seq_len <= table["verify_keys_sm90"]
     return call.most_rows > table["verify_rows"] or drafts
@@ -143,7 +141,7 @@ def launch_prefill_sm90(call: Call) -> None:
         tuple(values.items()),
     )  # fmt: skip
     descriptor = TensorDescriptor.from_tensor(cache, box, BOX_LAYOUT)
-    attend_prefill_sm90[(min(len(made.items) * call.num_kv_heads, _call.multiprocessors(device)),)](
+    attend_prefill_sm90[(min(len(made.items) * call.num_kv_heads, _launch.multiprocessors(device)),)](
         call.query, call.query.stride(), descriptor, len(cache), call.out, call.out.stride(),
         batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(),
         call.scale, call.soft_cap or None, call.sinks, *partials, made.sizes, made.items, num_partials,
@@ -154,10 +152,3 @@ def launch_prefill_sm90(call: Call) -> None:
     )  # fmt: skip
     if num_partials > 0:
         launch_combine(call, made, partials, num_partials, ROWS.value)
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether the copy engine takes its address and strides."""
-    *strides, last = tensor.stride()
-    elements = COPY_BYTES // tensor.element_size()
-    return last == 1 and tensor.data_ptr() % COPY_BYTES == 0 and math.gcd(elements, *strides) == elements

@@ -1,0 +1,116 @@
+"""Products of many tokens on a Hopper GPU, which has its own kernels for fp8 and MXFP4 weights: all of their tiles.
+
+Which calls they take is tested without a GPU.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernels_of
+from vllm_opset.kernels.triton import _launch, grouped_gemm, linear
+from vllm_opset.ops.gemm._quantised import BLOCK, TOKEN_BLOCK, quantised_normal
+from vllm_opset.ops.schemes import FP8, INT8, PER_ROW, PER_TENSOR, GroupShape, stored_mxfp4
+from vllm_opset.targets import Target, instead
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper generation: runs on one")
+TILES = [
+    {"rows": rows, "outputs": outputs, "group": 8, "stages": 3, "ordered": ordered}
+    for (rows, outputs), ordered in itertools.product(((64, 256), (128, 128), (128, 256)), (0, 1))
+]
+MXFP4_TILES = [
+    {"rows": rows, "group": 8, "stages": 4, "ordered": ordered}
+    for rows, ordered in itertools.product((64, 128), (0, 1))
+]
+# Tensor cores keep 14 bits of the sums of fp8. By blocks, they do so for 128 columns.
+NEAR = {"rtol": 2**-6, "atol": 2**-5}
+
+
+def _experts(scheme: str, inputs: int, outputs: int, device: str) -> dict[str, torch.Tensor]:
+    """Five experts' weights, and the rows of 300 tokens; the scales of both."""
+    rng = torch.Generator(device).manual_seed(7)
+    x = torch.randn(300, inputs, generator=rng, device=device)
+    weight = torch.randn(5, outputs, inputs, generator=rng, device=device) * inputs**-0.5
+    if scheme == "mxfp4":
+        weight, scale = stored_mxfp4(weight)
+        return {"x": x.bfloat16(), "weight": weight, "weight_scale": scale}
+    group, x_group = (BLOCK, TOKEN_BLOCK) if scheme == "blocks" else (PER_ROW, PER_ROW)
+    x, x_scale = quantised_normal((300, inputs), x_group, device, rng)
+    stored = [quantised_normal((outputs, inputs), group, device, rng, inputs**-0.5) for _ in range(5)]
+    weight, scale = (torch.stack(parts) for parts in zip(*stored, strict=True))
+    return {"x": x, "weight": weight, "weight_scale": scale, "x_scale": x_scale}
+
+
+@on_hopper
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile.values())))
+@pytest.mark.parametrize("groups", [(BLOCK, TOKEN_BLOCK), (PER_ROW, PER_ROW), (PER_TENSOR, PER_ROW)], ids=str)
+def test_linear_by_every_tile(groups, tile):
+    """Rows, outputs and columns end within tiles, and there are more tiles than programs of one turn."""
+    rng = torch.Generator("cuda").manual_seed(1)
+    for tokens, outputs, columns in ((1, 40, 144), (130, 328, 400), (3000, 2200, 1040)):
+        x, x_scale = quantised_normal((tokens, columns), groups[1], "cuda", rng)
+        weight, scale = quantised_normal((outputs, columns), groups[0], "cuda", rng, columns**-0.5)
+        bias = torch.randn(outputs, generator=rng, device="cuda").bfloat16()
+        arguments = (x, weight, bias, scale, x_scale, torch.bfloat16)
+        with _launch.trial("scaled_linear_sm90", tile):
+            got = kernels_of("linear")["triton"].run(*arguments, variant="scaled_sm90")
+        torch.testing.assert_close(got, ops.linear(*arguments), **NEAR)
+
+
+@on_hopper
+@pytest.mark.parametrize("block_size", [64, 128, 192])
+@pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4"])
+def test_experts_by_every_tile(scheme, block_size):
+    """Some experts are absent. Their rows are zero, although rows and scales of x hold NaN there."""
+    how = _experts(scheme, 352, 328, "cuda")
+    rng = torch.Generator("cuda").manual_seed(2)
+    ids = torch.rand(300, 5, generator=rng, device="cuda").topk(2).indices.int()
+    ids[100:120] = 3
+    order = ops.permute(ids, 5, block_size, torch.tensor([0, 1, 2, -1, 4], dtype=torch.int32, device="cuda"))
+    if scheme != "mxfp4":
+        how["x_scale"][100:120] = float("nan")
+    how |= {"bias": torch.randn(5, 328, generator=rng, device="cuda").bfloat16(), "out_dtype": torch.bfloat16}
+    x, weight = how.pop("x"), how.pop("weight")
+    wanted = ops.grouped_gemm(x, weight, *order, 2, **how)
+    launch, tiles = (
+        ("mxfp4_grouped_gemm_sm90", MXFP4_TILES) if scheme == "mxfp4" else ("scaled_grouped_gemm_sm90", TILES)
+    )
+    for tile in tiles:
+        with _launch.trial(launch, tile):
+            got = kernels_of("grouped_gemm")["triton"].run(x, weight, *order, 2, **how, variant="prefill_sm90")
+        torch.testing.assert_close(got, wanted, **NEAR)
+        assert not got[200:240].any()
+
+
+def _picked_for_linear(tokens, groups=(BLOCK, TOKEN_BLOCK), columns=256, dtype=FP8, out_dtype=torch.bfloat16) -> str:
+    group, x_group = groups
+    x, weight = torch.zeros(tokens, columns).to(dtype), torch.zeros(384, columns).to(dtype)
+    scales = (torch.ones(g.scale_shape(t.shape)) for g, t in ((group, weight), (x_group, x)))
+    return linear.VARIANTS.of(None, x, weight, None, *scales, out_dtype)
+
+
+def test_linear_takes_the_kernel_for_many_tokens_of_fp8():
+    rows = (PER_ROW, PER_ROW)
+    assert _picked_for_linear(4096) == _picked_for_linear(300, rows) == "scaled_sm90"
+    assert _picked_for_linear(16) == _picked_for_linear(256, rows) == "scaled"
+    assert _picked_for_linear(300, (GroupShape(32, 32), GroupShape(1, 32))) == "scaled", "smaller blocks"
+    assert _picked_for_linear(300, rows, columns=200) == "scaled", "rows that the copy engine does not take"
+    assert _picked_for_linear(300, rows, dtype=INT8) == _picked_for_linear(300, out_dtype=torch.float32) == "scaled"
+    with instead(Target("nvidia", "sm80")):
+        assert _picked_for_linear(4096) == "scaled"
+
+
+def _picked_for_experts(scheme: str, block_size: int) -> str:
+    how = _experts(scheme, 352, 160, "cpu")
+    x, weight = how.pop("x"), how.pop("weight")
+    order = torch.zeros(4 * block_size, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    return grouped_gemm.VARIANTS.of(None, x, weight, *order, 1, **how, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4"])
+def test_experts_take_the_kernel_for_blocks_that_fill_its_tiles(scheme):
+    picked = {block_size: _picked_for_experts(scheme, block_size) for block_size in (16, 32, 64, 96, 128)}
+    assert picked == {16: "decode", 32: "prefill", 64: "prefill_sm90", 96: "prefill", 128: "prefill_sm90"}

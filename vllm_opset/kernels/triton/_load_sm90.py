@@ -1,0 +1,155 @@
+"""Tiles of matrix products of many tokens on Hopper GPUs, and the warps that load them.
+
+A persistent program takes one tile after the other. Its loading warps bring a stage of columns at a time into a ring in
+shared memory: 128 bytes of each row of x, and the weights for them. The copy engine (TMA) brings the weights, and the
+rows of a dense product. The rows of experts are gathered, which takes four warps.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+
+from vllm_opset.kernels.triton import INTERPRETED, _launch
+from vllm_opset.kernels.triton._tiles import tile_of
+from vllm_opset.targets import WGMMA
+
+COPY_BYTES = 16  # TMA needs addresses and strides that are multiples of this.
+# A stage has so many bytes of each row of x. That is the width of the swizzle of shared memory.
+LINE = gl.constexpr(128)
+OUTPUTS_OF_BOX = gl.constexpr(128)  # One copy brings so many rows of the weight.
+# Registers of a thread. The first of two multiplying warpgroups gets what all others leave of 512 for each 128 threads.
+MULTIPLYING_REGISTERS = gl.constexpr(232)
+LOADING_REGISTERS = gl.constexpr(40)
+
+
+class Order(NamedTuple):
+    """The choices of experts by blocks, as `permute` gives them, for rows of x with top_k choices each."""
+
+    sorted_token_ids: torch.Tensor
+    expert_ids: torch.Tensor
+    top_k: int
+
+    @property
+    def block_size(self) -> int:
+        return len(self.sorted_token_ids) // len(self.expert_ids)
+
+
+def available(device: torch.device) -> bool:
+    """Whether kernels for Hopper GPUs run on a device."""
+    return not INTERPRETED and WGMMA in _launch.target(device).features
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the copy engine takes its address and strides."""
+    *strides, last = tensor.stride()
+    elements = COPY_BYTES // tensor.element_size()
+    return last == 1 and tensor.data_ptr() % COPY_BYTES == 0 and math.gcd(elements, *strides) == elements
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr, GATHERED: gl.constexpr):
+    """Two barriers for each stage of a ring: it is full, and both multiplying warpgroups are done with it."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        # The copy engine arrives, and each thread of four gathering warps when its copies have.
+        mbarrier.init(full.index(stage), count=129 if GATHERED else 1)
+        mbarrier.init(empty.index(stage), count=2)
+    return full, empty
+
+
+@gluon.jit
+def turns():
+    """A barrier for each of two warpgroups, which start their products in turn.
+
+    Then the products of one run while the other does what comes between its own.
+    """
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for warpgroup in gl.static_range(2):
+        mbarrier.init(barriers.index(warpgroup), count=1)
+    return barriers
+
+
+@gluon.jit
+def await_turn(barriers, number, INDEX: gl.constexpr):
+    """Waits until the other warpgroup has started its product before this one. number: of this product, from 0 on."""
+    mbarrier.wait(barriers.index(INDEX), number & 1 ^ 1 - INDEX)
+
+
+@gluon.jit
+def pass_turn(barriers, INDEX: gl.constexpr):
+    """Lets the other warpgroup start its next product."""
+    mbarrier.arrive(barriers.index(1 - INDEX))
+
+
+@gluon.jit
+def rows_of(tile, row, tiles, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr):
+    """The rows of the result that are the rows `row` of a tile: num_rows or more for none.
+
+    tiles: sorted_token_ids, expert_ids, num_rows, the number of tiles of rows, top_k. Experts have TILES of them in a
+    block of BLOCK_SIZE. Without expert_ids, rows are dense, and TILES is 1.
+    """
+    sorted_token_ids, expert_ids, num_rows, _, _ = tiles
+    row += (tile % TILES if expert_ids is not None else tile) * ROWS
+    if expert_ids is None:
+        return row
+    else:
+        return gl.load(sorted_token_ids + tile // TILES * BLOCK_SIZE + row, row < BLOCK_SIZE, num_rows).to(gl.int32)
+
+
+@gluon.jit
+def expert_of(tile, tiles, TILES: gl.constexpr):
+    """The expert of a tile, below 0 for absent ones. A dense product is that of expert 0."""
+    if tiles[1] is None:
+        return 0
+    else:
+        return gl.load(tiles[1] + tile // TILES).to(gl.int32)
+
+
+@gluon.jit
+def load_tiles(
+    x, x_stride, weight, ring, tiles,
+    OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr,
+    BOXES: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loading warps: bring all tiles of a program. BOXES: of the weight in a tile.
+
+    x: a TMA descriptor of boxes like a stage of its ring, or for experts a pointer. weight: a descriptor.
+    """
+    x_ring, w_ring, full, empty, _ = ring
+    expert_ids, num_rows, num_tiles, top_k = tiles[1], tiles[2], tiles[3], tiles[4]
+    ROWS: gl.constexpr = x_ring.shape[1]
+    WIDTH: gl.constexpr = x_ring.shape[2]
+    W_WIDTH: gl.constexpr = w_ring.shape[2]
+    STAGE_BYTES: gl.constexpr = BOXES * OUTPUTS_OF_BOX * W_WIDTH + (ROWS * LINE if expert_ids is None else 0)
+    GATHER: gl.constexpr = gl.BlockedLayout([1, WIDTH // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    NUM_COLUMNS: gl.constexpr = -(-OUTPUTS // (BOXES * OUTPUTS_OF_BOX))
+    loaded = 0
+    for index in range(gl.program_id(0), num_tiles * NUM_COLUMNS, gl.num_programs(0)):
+        tile, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)
+        expert = expert_of(tile, tiles, TILES)
+        first_output = expert * OUTPUTS + column * (BOXES * OUTPUTS_OF_BOX)
+        if expert_ids is not None:
+            choice = rows_of(tile, gl.arange(0, ROWS, gl.SliceLayout(1, GATHER)), tiles, BLOCK_SIZE, TILES, ROWS)
+            place = gl.arange(0, WIDTH, gl.SliceLayout(0, GATHER))
+            pointers = x + (choice // top_k).to(gl.int64)[:, None] * x_stride + place[None, :]
+            is_choice = (choice < num_rows)[:, None]
+        for step in range(gl.where(expert < 0, 0, gl.cdiv(COLUMNS, WIDTH))):
+            stage = loaded % STAGES
+            mbarrier.wait(empty.index(stage), loaded // STAGES & 1 ^ 1)
+            mbarrier.expect(full.index(stage), STAGE_BYTES)
+            for box in gl.static_range(BOXES):
+                corner = [first_output + box * OUTPUTS_OF_BOX, step * W_WIDTH]
+                tma.async_copy_global_to_shared(weight, corner, full.index(stage), w_ring.index(stage * BOXES + box))
+            if expert_ids is None:
+                corner = [tile * ROWS, step * WIDTH]
+                tma.async_copy_global_to_shared(x, corner, full.index(stage), x_ring.index(stage))
+            else:
+                inside = is_choice & (step * WIDTH + place < COLUMNS)[None, :]
+                async_copy.async_copy_global_to_shared(x_ring.index(stage), pointers + step * WIDTH, inside)
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            loaded += 1
