@@ -57,8 +57,13 @@ class OpsetFp8LinearKernel(FP8ScaledMMLinearKernel):
         return self._linear(x, bias)
 
     def _activation(self) -> Quantised | None:
-        group = self.config.activation_quant_key.scale.group_shape
-        return activation(FP8, GroupShape(group.row, group.col))
+        scale = self.config.activation_quant_key.scale
+        group = GroupShape(scale.group_shape.row, scale.group_shape.col)
+        if group == PER_TENSOR and not scale.static:
+            # All tokens of a step would share the scale, also with those that fill up a captured graph, which are not
+            # initialised. A scale for each token does not depend on the others, and is never larger.
+            group = PER_ROW
+        return activation(FP8, group)
 
     def _static_scale(self, layer: torch.nn.Module, prefix: str) -> torch.Tensor | None:
         """The scale of activations, if the checkpoint gives it."""
