@@ -184,8 +184,10 @@ def _save_int4(plain: Path, folder: Path, method: str, group: int, zero_points: 
         values, scale, zeros = quantise(weight)
         tensors = LAYOUTS[method](values, scale.bfloat16(), zeros, zero_points)
         weights |= {f"{name.removesuffix('.weight')}.{of}": tensor for of, tensor in tensors.items()}
+    # AWQ leaves out every layer whose name contains one of these, so a dense model's gate_up_proj too.
+    routers = [ROUTER] if any(".experts." in name for name in weights) else []
     config = {
-        "awq": {"zero_point": True, "version": "gemm", "modules_to_not_convert": [ROUTER]},
+        "awq": {"zero_point": True, "version": "gemm", "modules_to_not_convert": routers},
         "gptq": {"desc_act": False, "sym": True, "checkpoint_format": "gptq", "dynamic": {rf"-:.*{ROUTER}$": {}}},
         "compressed-tensors": {
             "format": "pack-quantized",

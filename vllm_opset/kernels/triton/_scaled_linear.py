@@ -1,8 +1,8 @@
 """linear with fp8 or int8 weights: a matrix product by tiles, which multiplies the sum of each tile by its scales.
 
-Tensor cores multiply activations in int8 on all targets, and in fp8 on those that can. On others both factors are
-widened to fp16, which holds every value of e4m3. A weight is widened to the dtype of activations that are not
-quantised.
+Tensor cores multiply activations in int8 on all targets, and in fp8 on those that can. On others, and for results in
+fp32, both factors are widened to fp16, which holds every value of e4m3. A weight is widened to the dtype of activations
+that are not quantised.
 """
 
 import torch
@@ -53,7 +53,8 @@ def scaled_linear(
     out = x.new_empty((*x.shape[:-1], outputs), dtype=out_dtype)
     weight_group, w_strides = scale_group(weight, weight_scale)
     x_group, x_strides = ((1, columns), (0, 0)) if x_scale is None else scale_group(x, x_scale)
-    native = x_scale is not None and FP8_FEATURE in _launch.target(x.device).features
+    # Tensor cores add products of fp8 with some 14 bits, which are too few for results in fp32.
+    native = x_scale is not None and FP8_FEATURE in _launch.target(x.device).features and out_dtype.itemsize == 2
     # A tile has one scale along the columns: whole groups are as long as a row, which the last tile may exceed.
     widths = [group[1] for group in (weight_group, x_group) if group[1] < columns]
     tokens = min(max(_launch.next_power_of_2(len(rows)), TOKENS[0]), TOKENS[1])

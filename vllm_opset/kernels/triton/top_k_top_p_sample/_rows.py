@@ -100,13 +100,12 @@ def chunk_argmax(
     Scores are multiples of the weight of `top`. With RIVALS, it also lists the tokens between the bounds whose score is
     above `least_score`; `rivals` counts them.
     """
-    BLOCK: tl.constexpr = ARGMAX_BLOCK if RIVALS else 2 * ARGMAX_BLOCK  # the list of rivals takes registers
-    best_weight, best_noise, best_token = empty_argmax(vocab_size, BLOCK)
-    for place in range(first, first + CHUNK, BLOCK):
-        token = place + tl.arange(0, BLOCK)
+    best_weight, best_noise, best_token = empty_argmax(vocab_size, ARGMAX_BLOCK)
+    for place in range(first, first + CHUNK, ARGMAX_BLOCK):
+        token = place + tl.arange(0, ARGMAX_BLOCK)
         logit = tl.load(line + token.to(tl.int64) * column_stride, token < vocab_size, -INFINITY).to(tl.float32)
         weight = weight_of(logit, top, scale)
-        noise = noise_of_block(seed, tl.arange(0, BLOCK // WORDS) + place // WORDS)
+        noise = noise_of_block(seed, tl.arange(0, ARGMAX_BLOCK // WORDS) + place // WORDS)
         if RIVALS:
             among = (logit >= low) & (logit < high) & (weight > least_score * noise)
             list_candidates(logit, token, among, rivals, listed_logits, listed_ids, row, capacity, False)
