@@ -1,4 +1,4 @@
-"""Which variant of linear multiplies an int4 weight on an NVIDIA GPU, by the call."""
+"""The variant of linear that multiplies an int4 weight on an NVIDIA GPU depends on the call."""
 
 import pytest
 import torch

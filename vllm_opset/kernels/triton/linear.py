@@ -1,12 +1,13 @@
 """linear for one row, the decode step of a single request, and for quantised weights. PyTorch does the rest.
 
 int4 weights have three variants. `ring` multiplies by few tokens on NVIDIA GPUs (`_packed_linear_sm80`). `packed` does
-so on every GPU and for all groups, and `dequantised` multiplies by many tokens (`_packed_linear`). The others:
+so on every GPU and for all groups, and `dequantised` multiplies by many tokens (`_packed_linear`).
 
-- `scaled_sm90`: multiplies fp8 weights by many tokens on Hopper GPUs (`_scaled_gemm_sm90`).
-- `scaled`: multiplies fp8 and int8 weights (`_scaled_linear`).
-- `one_row`: sums products in registers, as fast as the weight can be read.
-- `torch`: calls PyTorch (cuBLAS), which uses the tensor cores.
+fp8 weights have two variants. `scaled_sm90` multiplies by many tokens on Hopper GPUs (`_scaled_gemm_sm90`). `scaled`
+does all else, and serves int8 weights as well (`_scaled_linear`).
+
+Other weights have two variants. `one_row` sums products in registers, as fast as the weight can be read. `torch` calls
+PyTorch (cuBLAS), which uses the tensor cores.
 """
 
 from typing import NamedTuple
@@ -37,8 +38,9 @@ class Call(NamedTuple):
     """scaled: whether the weight is quantised in 8 bits. packed: whether it is in 4. hopper: whether `scaled_sm90` can
     multiply them.
 
-    few: whether x has so few rows that a packed weight is multiplied as it is, or a scaled one by `scaled`. ring:
-    whether `ring` can multiply a packed weight. one_row: whether x has one row, and the weight's rows are contiguous.
+    few: whether x has few rows. `ring` and `packed` then suit a packed weight, and `scaled` a scaled one.
+    ring: whether `ring` can multiply a packed weight.
+    one_row: whether x has one row, and the weight's rows are contiguous.
     """
 
     scaled: bool
