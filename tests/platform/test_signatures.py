@@ -27,6 +27,11 @@ BUILT_HERE = {
     "vllm_opset.model.sampler.OpsetSamplerInOneStep",
     "vllm_opset.model.sampler._States",
     "vllm_opset.model.v1.sampler.OpsetSampler",
+    # vLLM builds these in place of its own class of each format, not of the base that they share.
+    "vllm_opset.model.int4_experts.Int4ExpertsMethod",
+    "vllm_opset.model.int4_experts.OpsetCompressedExpertsMethod",
+    "vllm_opset.model.int4_experts.OpsetAwqExpertsMethod",
+    "vllm_opset.model.int4_experts.OpsetGptqExpertsMethod",
 }
 # `fitting` compares it: vLLM calls it by position, and its names change.
 BY_POSITION = {"_sample_random"}

@@ -55,7 +55,7 @@ def test_linear_by_every_tile(groups, tile):
         weight, scale = quantised_normal((outputs, columns), groups[0], "cuda", rng, columns**-0.5)
         bias = torch.randn(outputs, generator=rng, device="cuda").bfloat16()
         arguments = (x, weight, bias, scale, x_scale, torch.bfloat16)
-        with _launch.trial("scaled_linear_sm90", tile):
+        with _launch.trial("linear_scaled_sm90", tile):
             got = kernels_of("linear")["triton"].run(*arguments, variant="scaled_sm90")
         torch.testing.assert_close(got, ops.linear(*arguments), **NEAR)
 
@@ -76,7 +76,9 @@ def test_experts_by_every_tile(scheme, block_size):
     x, weight = how.pop("x"), how.pop("weight")
     wanted = ops.grouped_gemm(x, weight, *order, 2, **how)
     launch, tiles = (
-        ("mxfp4_grouped_gemm_sm90", MXFP4_TILES) if scheme == "mxfp4" else ("scaled_grouped_gemm_sm90", TILES)
+        ("mxfp4_grouped_gemm_prefill_sm90", MXFP4_TILES)
+        if scheme == "mxfp4"
+        else ("scaled_grouped_gemm_prefill_sm90", TILES)
     )
     for tile in tiles:
         with _launch.trial(launch, tile):

@@ -152,12 +152,6 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
             {},
         ),
         (
-            "act-order",
-            "without act-order by groups",
-            MIXTRAL | {"quantization_config": GPTQ | {"desc_act": True}},
-            {},
-        ),
-        (
             "experts of 8-bit float tensor weights for 8-bit float token activations",
             "fp8 e4m3",
             MIXTRAL | compressed(FP8_CHANNEL | {"strategy": "tensor"}, FP8_TOKEN),
@@ -222,6 +216,12 @@ def test_refused_with_the_cure(feature, cure, model, arguments, configure):
         configure(model, **arguments)
     (line,) = [line for line in str(refusal.value).splitlines() if "vllm-opset" in line]
     assert cure in line
+
+
+def test_int4_experts_in_act_order_are_refused(configure):
+    """By vLLM itself from 0.30 on."""
+    with pytest.raises(Exception, match="act-order|activation ordering"):
+        configure(MIXTRAL | compressed(INT4 | {"actorder": "group"}, None))
 
 
 @pytest.mark.parametrize(

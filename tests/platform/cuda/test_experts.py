@@ -41,12 +41,17 @@ KERNELS = {
     "grouped_gemm": ("_grouped_gemm",),
     "_scaled_grouped_gemm": ("_scaled_grouped_gemm",),
     "_mxfp4_grouped_gemm": ("_mxfp4_grouped_gemm",),
+    "_scaled_gemm_sm90": ("scaled_gemm_sm90",),
+    "_mxfp4_gemm_sm90": ("mxfp4_gemm_sm90",),
     "quantise": ("_quantise",),
     "combine": ("_combine",),
     "_activation": ("_gated",),
 }
 # The kernels of each dtype of the weights; the others multiply by weights as they are.
-OF_WEIGHTS = {FP8: {"_scaled_grouped_gemm", "_quantise"}, torch.uint8: {"_mxfp4_grouped_gemm"}}
+OF_WEIGHTS = {
+    FP8: {"_scaled_grouped_gemm", "scaled_gemm_sm90", "_quantise"},
+    torch.uint8: {"_mxfp4_grouped_gemm", "mxfp4_gemm_sm90"},
+}
 
 
 @pytest.fixture

@@ -21,9 +21,11 @@ def test_kernels_are_launched_while_weights_load(monkeypatch):
     note = lambda what: lambda *_, **__: ran.append((what, JITFunction.run is run))  # noqa: E731
     monkeypatch.setattr(worker.OpsetWorker, "load_model", note("weights"))
     monkeypatch.setattr(worker, "call_sampler", note("sampler"))
+    monkeypatch.setattr(worker, "step_of_few_tokens", lambda runner: None)
     for module, name in (
         ("graphs", "in_pieces"), ("quantised_weights", "register"), ("sampler", "install"), ("fusion", "bind"),
         ("weights", "offloads"), ("linear", "bind"), ("compile_cache", "keep_kernels_apart"), ("refusals", "compiles"),
+        ("warm_up", "takes_any_values"), ("quantised_inputs", "bind"),
     ):  # fmt: skip
         monkeypatch.setattr(getattr(worker, module), name, lambda *_, **__: False)
     made = worker.OpsetCudaWorker.__new__(worker.OpsetCudaWorker)

@@ -160,7 +160,7 @@ def mxfp4_grouped_gemm(
 ) -> None:
     """Writes the product of the contract of `grouped_gemm` to out."""
     (outputs, columns), device = (weight.shape[1], x.shape[1]), x.device
-    values = _launch.parameters("mxfp4_grouped_gemm_sm90", device, order.block_size)
+    values = _launch.parameters("mxfp4_grouped_gemm_prefill_sm90", device, order.block_size)
     rows = min(values["rows"], order.block_size)
     tiles = _launch.cdiv(order.block_size, rows)
     num_tiles = len(order.expert_ids) * tiles

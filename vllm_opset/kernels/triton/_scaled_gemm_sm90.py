@@ -251,13 +251,13 @@ def can(call: Operands) -> bool:
 def scaled_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
     """The product of the contract of `linear`, for arguments that were checked."""
     out = call.x.new_empty((len(call.x), len(call.weight)), dtype=call.out_dtype)
-    _multiply_scaled(call, bias, out, _launch.parameters("scaled_linear_sm90", call.x.device, len(out)))
+    _multiply_scaled(call, bias, out, _launch.parameters("linear_scaled_sm90", call.x.device, len(out)))
     return out
 
 
 def scaled_grouped_gemm(call: Operands, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
     """Writes the product of the contract of `grouped_gemm` to out."""
-    values = _launch.parameters("scaled_grouped_gemm_sm90", call.x.device, order.block_size)
+    values = _launch.parameters("scaled_grouped_gemm_prefill_sm90", call.x.device, order.block_size)
     _multiply_scaled(call, bias, out, values | {"rows": min(values["rows"], order.block_size)}, order)
 
 

@@ -37,7 +37,7 @@ def supports(problem: LinearProblem) -> str | None:
 
 def most_tokens_beside_sm90(device: torch.device) -> int:
     """The number of tokens up to which this kernel multiplies what `_scaled_gemm_sm90` can."""
-    return _launch.parameters("scaled_linear", device, 0)["most_tokens_beside_sm90"]
+    return _launch.parameters("linear_scaled", device, 0)["most_tokens_beside_sm90"]
 
 
 def scaled_linear(
