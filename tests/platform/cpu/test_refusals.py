@@ -220,7 +220,7 @@ def test_refused_with_the_cure(feature, cure, model, arguments, configure):
 
 def test_int4_experts_in_act_order_are_refused(configure):
     """By vLLM itself from 0.30 on."""
-    with pytest.raises(Exception, match="act-order|activation ordering"):
+    with pytest.raises(Exception, match=r"act-order|activation ordering"):
         configure(MIXTRAL | compressed(INT4 | {"actorder": "group"}, None))
 
 
