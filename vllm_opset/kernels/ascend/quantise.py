@@ -27,7 +27,7 @@ def supports(problem: QuantiseProblem) -> str | None:
 def quantise(
     x: torch.Tensor, to_dtype: torch.dtype, group_shape: list[int], scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_arguments(x, to_dtype, group_shape, scale)
+    check_arguments(x.shape, to_dtype, group_shape, scale)
     if not len(x):
         return x.new_empty(x.shape, dtype=to_dtype), x.new_empty((0, 1), dtype=torch.float32)
     values, scales = npu.npu_dynamic_quant(x.contiguous())
