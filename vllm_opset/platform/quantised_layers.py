@@ -153,7 +153,7 @@ def serve_awq(method: type) -> None:
             for name in (f"Auto{method}MoEMethod", "check_moe_marlin_supports_layer")
         ),
     ),
-    worker=("cpu", "cuda"),
+    worker=WITHOUT_KERNELS,
 )
 def serve_int4_experts(compressed_tensors: type, awq: type, gptq: type) -> None:
     """Replace the methods that vLLM gives experts with int4 weights. They choose among backends of vLLM's own.
@@ -177,7 +177,7 @@ def _any_layer(*layer: object, **how: object) -> bool:
     has(f"{OF_INT4_EXPERTS}_marlin.CompressedTensorsWNA16MarlinMoEMethod"),
     last=(0, 27),
     changes=(f"{OF_INT4_EXPERTS}_marlin.CompressedTensorsWNA16MarlinMoEMethod",),
-    worker=("cpu", "cuda"),
+    worker=WITHOUT_KERNELS,
 )
 def serve_int4_experts_without_marlin(compressed_tensors: type) -> None:
     """Replace the method that vLLM gives experts with int4 weights of compressed-tensors whose sizes fit Marlin.
