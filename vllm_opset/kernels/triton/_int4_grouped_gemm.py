@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_opset.kernels.triton import _launch, _packed_linear
+from vllm_opset.kernels.triton import _packed_linear
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._packed_linear import HALF, NO_ZERO_POINT, dequantised_tile
-from vllm_opset.kernels.triton._tiles import tile_of
+from vllm_opset.kernels.triton._tiles import Product, tile_of
 from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.schemes import WHOLE, Scheme, group_of
 
@@ -23,32 +23,15 @@ def supports(problem: Problem, scheme: Scheme) -> str | None:
     return _packed_linear.supports(problem)
 
 
-def launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    sorted_token_ids: torch.Tensor,
-    expert_ids: torch.Tensor,
-    out: torch.Tensor,
-    top_k: int,
-    block_size: int,
-    weight_scale: torch.Tensor,
-    zero_point: torch.Tensor | None,
-    tile: dict[str, int],
-    read_once: bool,
-) -> None:
-    """Writes the product of the contract to out. tile: launch arguments, as for `_grouped_gemm`."""
-    num_outputs, columns = weight.shape[1], x.shape[1]
+def launch(product: Product, weight_scale: torch.Tensor, zero_point: torch.Tensor | None, tile: dict[str, int]) -> None:
+    """Writes the product of the contract."""
+    num_outputs, columns = product.weight.shape[1], product.x.shape[1]
     group = group_of((num_outputs, columns), weight_scale[0]).columns
     group = columns if group == WHOLE else group
     width = min(tile.pop("BLOCK_K"), group if group < columns else columns & -columns)
-    tiles = _launch.cdiv(block_size, tile["BLOCK_M"])
-    num_tiles = len(expert_ids) * tiles
-    _int4_grouped_gemm[(num_tiles * _launch.cdiv(num_outputs, tile["BLOCK_N"]),)](
-        x, x.stride(0), weight, bias, weight_scale, zero_point, *weight_scale.stride(), sorted_token_ids, expert_ids,
-        out, len(out), num_tiles, top_k, OUTPUTS=num_outputs, COLUMNS=columns, SCALED_COLUMNS=group,
-        BLOCK_SIZE=block_size, TILES=tiles, READ_ONCE=read_once, BYTES=width // 2, PAIRED=_packed_linear.paired(x),
-        **tile, **_launch.launch_options(x.device),
+    product.launch(
+        _int4_grouped_gemm, tile, weight_scale, zero_point, *weight_scale.stride(),
+        SCALED_COLUMNS=group, BYTES=width // 2, PAIRED=_packed_linear.paired(product.x),
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ rows of a dense product. The rows of experts are gathered, which takes four warp
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -24,18 +23,6 @@ OUTPUTS_OF_BOX = gl.constexpr(128)  # One copy brings so many rows of the weight
 # Registers of a thread. The first of two multiplying warpgroups gets what all others leave of 512 for each 128 threads.
 MULTIPLYING_REGISTERS = gl.constexpr(232)
 LOADING_REGISTERS = gl.constexpr(40)
-
-
-class Order(NamedTuple):
-    """The choices of experts by blocks, as `permute` gives them, for rows of x with top_k choices each."""
-
-    sorted_token_ids: torch.Tensor
-    expert_ids: torch.Tensor
-    top_k: int
-
-    @property
-    def block_size(self) -> int:
-        return len(self.sorted_token_ids) // len(self.expert_ids)
 
 
 def available(device: torch.device) -> bool:

@@ -19,7 +19,6 @@ from vllm_opset.kernels.triton._load_sm90 import (
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
     OUTPUTS_OF_BOX,
-    Order,
     available,
     await_turn,
     barriers,
@@ -30,7 +29,7 @@ from vllm_opset.kernels.triton._load_sm90 import (
     rows_of,
     turns,
 )
-from vllm_opset.kernels.triton._tiles import tile_of
+from vllm_opset.kernels.triton._tiles import Order, tile_of
 from vllm_opset.ops.schemes import MXFP4
 
 WIDTH = gl.constexpr(64)  # A stage has so many columns. They are a line of x.

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_opset.kernels.triton import _launch, launched_for
+from vllm_opset.kernels.triton import launched_for
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._tiles import tile_of
+from vllm_opset.kernels.triton._tiles import Product, tile_of
 from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.schemes import MXFP4, Scheme
 
@@ -38,29 +38,10 @@ def by_columns(scale: torch.Tensor) -> torch.Tensor:
     return scale.mT.contiguous().mT
 
 
-def launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    sorted_token_ids: torch.Tensor,
-    expert_ids: torch.Tensor,
-    out: torch.Tensor,
-    top_k: int,
-    block_size: int,
-    weight_scale: torch.Tensor,
-    tile: dict[str, int],
-    read_once: bool,
-) -> None:
-    """Writes the product of the contract to out. tile: launch arguments, as for `_grouped_gemm`."""
-    num_outputs, columns = weight.shape[1], x.shape[1]
+def launch(product: Product, weight_scale: torch.Tensor, tile: dict[str, int]) -> None:
+    """Writes the product of the contract."""
     tile = tile | {"BLOCK_K": max(LEAST_COLUMNS, tile["BLOCK_K"])}
-    tiles = _launch.cdiv(block_size, tile["BLOCK_M"])
-    num_tiles = len(expert_ids) * tiles
-    _mxfp4_grouped_gemm[(num_tiles * _launch.cdiv(num_outputs, tile["BLOCK_N"]),)](
-        x, x.stride(0), weight, bias, weight_scale, *weight_scale.stride(), sorted_token_ids, expert_ids, out, len(out),
-        num_tiles, top_k, OUTPUTS=num_outputs, COLUMNS=columns, GROUP_SIZE=GROUP_SIZE, BLOCK_SIZE=block_size,
-        TILES=tiles, READ_ONCE=read_once, **tile, **_launch.launch_options(x.device),
-    )  # fmt: skip
+    product.launch(_mxfp4_grouped_gemm, tile, weight_scale, *weight_scale.stride(), GROUP_SIZE=GROUP_SIZE)
 
 
 @triton.jit(do_not_specialize=["num_choices", "num_tiles"])

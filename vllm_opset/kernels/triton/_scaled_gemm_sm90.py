@@ -21,7 +21,6 @@ from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import (
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
-    Order,
     available,
     await_turn,
     barriers,
@@ -32,7 +31,7 @@ from vllm_opset.kernels.triton._load_sm90 import (
     rows_of,
     turns,
 )
-from vllm_opset.kernels.triton._tiles import tile_of
+from vllm_opset.kernels.triton._tiles import Order, tile_of
 from vllm_opset.ops.schemes import FP8, WHOLE, GroupShape, group_of
 
 OUT_BYTES = 2  # Results of 32 bits do not fit shared memory beside the ring.

@@ -11,41 +11,24 @@ import triton.language as tl
 from vllm_opset.kernels.triton import _launch, _scaled_linear
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._scaled_linear import LEAST_COLUMNS, bits, product_of, scale_group
-from vllm_opset.kernels.triton._tiles import tile_of
+from vllm_opset.kernels.triton._tiles import Product, tile_of
 from vllm_opset.targets import FP8 as FP8_FEATURE
 
 supports = _scaled_linear.supports
 
 
-def launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    sorted_token_ids: torch.Tensor,
-    expert_ids: torch.Tensor,
-    out: torch.Tensor,
-    top_k: int,
-    block_size: int,
-    weight_scale: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    tile: dict[str, int],
-    read_once: bool,
-) -> None:
-    """Writes the product of the contract to out. tile: launch arguments, as for `_grouped_gemm`."""
-    num_outputs, columns = weight.shape[1:]
+def launch(product: Product, weight_scale: torch.Tensor, x_scale: torch.Tensor | None, tile: dict[str, int]) -> None:
+    """Writes the product of the contract."""
+    x, weight, columns = product.x, product.weight, product.x.shape[1]
     (w_rows, w_columns), w_strides = scale_group(weight[0], weight_scale[0])
     (_, x_columns), x_strides = ((1, columns), (0, 0)) if x_scale is None else scale_group(x, x_scale)
     widths = [width for width in (w_columns, x_columns) if width < columns]
     tile = tile | {"BLOCK_K": max(LEAST_COLUMNS, min(tile["BLOCK_K"], *widths)) if widths else tile["BLOCK_K"]}
-    native = FP8_FEATURE in _launch.target(x.device).features and out.dtype is not torch.float32
-    tiles = _launch.cdiv(block_size, tile["BLOCK_M"])
-    num_tiles = len(expert_ids) * tiles
-    _scaled_grouped_gemm[(num_tiles * _launch.cdiv(num_outputs, tile["BLOCK_N"]),)](
-        bits(x), x.stride(0), bits(weight), bias, weight_scale, weight_scale.stride(0), *w_strides, x_scale, *x_strides,
-        sorted_token_ids, expert_ids, out, len(out), num_tiles, top_k,
-        OUTPUTS=num_outputs, COLUMNS=columns, W_ROWS=w_rows, W_COLUMNS=w_columns, X_COLUMNS=x_columns,
-        BY_BLOCKS=bool(widths), NATIVE=x_scale is not None and native,
-        BLOCK_SIZE=block_size, TILES=tiles, READ_ONCE=read_once, **tile, **_launch.launch_options(x.device),
+    native = FP8_FEATURE in _launch.target(x.device).features and product.out.dtype is not torch.float32
+    product._replace(x=bits(x), weight=bits(weight)).launch(
+        _scaled_grouped_gemm, tile, weight_scale, weight_scale.stride(0), *w_strides, x_scale, *x_strides,
+        W_ROWS=w_rows, W_COLUMNS=w_columns, X_COLUMNS=x_columns, BY_BLOCKS=bool(widths),
+        NATIVE=x_scale is not None and native,
     )  # fmt: skip
 
 

@@ -27,9 +27,8 @@ from vllm_opset.kernels.triton import (
     _supports,
 )
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import Order
 from vllm_opset.kernels.triton._scaled_gemm_sm90 import Operands
-from vllm_opset.kernels.triton._tiles import tile_of
+from vllm_opset.kernels.triton._tiles import Order, Product, tile_of
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
 from vllm_opset.ops.moe.grouped_gemm import GroupedGemmProblem, check_arguments
 from vllm_opset.ops.schemes import MXFP4, PACKED, UINT4, Scheme, is_mxfp4
@@ -105,9 +104,7 @@ def grouped_gemm(
     block_size = check_arguments(
         x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype, weight_zero_point
     )
-    num_outputs, columns = weight.shape[1], x.shape[1]
-    num_choices = x.shape[0] * top_k
-    out = x.new_empty((num_choices, num_outputs), dtype=out_dtype or x.dtype)
+    out = x.new_empty((len(x) * top_k, weight.shape[1]), dtype=out_dtype or x.dtype)
     if not len(expert_ids):
         return out
     mxfp4, order = is_mxfp4(weight, weight_scale), Order(sorted_token_ids, expert_ids, top_k)
@@ -119,32 +116,16 @@ def grouped_gemm(
         operands = Operands(x, weight, weight_scale, x_scale, out_dtype)
         _scaled_gemm_sm90.scaled_grouped_gemm(operands, bias, out, order)
         return out
-    launch = _tile(picked, block_size, len(expert_ids), weight, weight_scale)
+    tile = _tile(picked, block_size, len(expert_ids), weight, weight_scale)
+    product = Product(x, weight, bias, order, out, read_once=picked == "decode")
     if mxfp4:
-        _mxfp4_grouped_gemm.launch(
-            x, weight, bias, sorted_token_ids, expert_ids, out, top_k, block_size, weight_scale, launch,
-            read_once=picked == "decode",
-        )  # fmt: skip
-        return out
-    if weight.dtype is PACKED:
-        _int4_grouped_gemm.launch(
-            x, weight, bias, sorted_token_ids, expert_ids, out, top_k, block_size, weight_scale, weight_zero_point,
-            launch, read_once=picked == "decode",
-        )  # fmt: skip
-        return out
-    if weight_scale is not None:
-        _scaled_grouped_gemm.launch(
-            x, weight, bias, sorted_token_ids, expert_ids, out, top_k, block_size, weight_scale, x_scale, launch,
-            read_once=picked == "decode",
-        )  # fmt: skip
-        return out
-    tiles = _launch.cdiv(block_size, launch["BLOCK_M"])
-    num_tiles = len(expert_ids) * tiles
-    _grouped_gemm[(num_tiles * _launch.cdiv(num_outputs, launch["BLOCK_N"]),)](
-        x, x.stride(0), weight, bias, sorted_token_ids, expert_ids, out, num_choices, num_tiles, top_k,
-        OUTPUTS=num_outputs, COLUMNS=columns, BLOCK_SIZE=block_size, TILES=tiles, READ_ONCE=picked == "decode",
-        **launch, **_launch.launch_options(x.device),
-    )  # fmt: skip
+        _mxfp4_grouped_gemm.launch(product, weight_scale, tile)
+    elif weight.dtype is PACKED:
+        _int4_grouped_gemm.launch(product, weight_scale, weight_zero_point, tile)
+    elif weight_scale is not None:
+        _scaled_grouped_gemm.launch(product, weight_scale, x_scale, tile)
+    else:
+        product.launch(_grouped_gemm, tile)
     return out
 
 
