@@ -15,6 +15,7 @@ from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
 from vllm_opset.ops.gemm._quantised import BLOCK, ROUNDED_FACTORS, TOKEN_BLOCK
 from vllm_opset.ops.moe import _activations, _quantised
+from vllm_opset.ops.moe._experts_inputs import experts_arguments
 from vllm_opset.ops.moe.permute import ABSENT, choices, map_of_half, places
 from vllm_opset.ops.schemes import (
     FP4,
@@ -223,37 +224,6 @@ def _(hidden_states, w1, w2, topk_weights, topk_ids, *_, w1_scale=None, w2_scale
     )
 
 
-def _arguments(
-    name, ids, device, dtype, num_experts, hidden_size, width, *, bias=False, shared=False, here=None, on="cpu", **how
-):
-    """here: the number of experts whose weights there are, by default all. how: keyword arguments of the op."""
-    rng = _samples.generator(name, on)
-    here = num_experts if here is None else here
-    halves = 2 if how.get("activation", "silu") in _activations.GATED else 1
-
-    def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
-        return _samples.normal(shape, dtype, device, rng, std)
-
-    hidden_states = normal(len(ids), hidden_size)
-    w1, w2 = (
-        normal(here, halves * width, hidden_size, std=hidden_size**-0.5),
-        normal(here, hidden_size, width, std=width**-0.5),
-    )
-    if bias:
-        how |= {"w1_bias": normal(here, halves * width), "w2_bias": normal(here, hidden_size)}
-    if shared:
-        how["shared_output"] = normal(len(ids), hidden_size)
-    weights = torch.rand(ids.shape, generator=rng, device=rng.device).to(device)
-    if ids.shape[1] > 1:  # the weight of a single choice would be 1, as if there were none
-        weights /= weights.sum(dim=-1, keepdim=True)
-    if here == num_experts:
-        # The weights of experts without tokens, and the tokens of padded rows, must not be seen in other rows.
-        absent = sorted(set(range(num_experts)) - set(ids.flatten().tolist()))
-        w1[absent], w2[absent] = torch.nan, torch.nan
-    hidden_states[(ids < 0).all(dim=1)] = torch.nan
-    return (hidden_states, w1, w2, weights, ids), how
-
-
 @fused_experts.sample_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(name: str, num_tokens: int, num_experts: int, top_k: int, *shape: int, mapped=False, **how) -> Sample:
@@ -263,14 +233,14 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
             ids = choices(name, num_tokens, num_experts, top_k, device)
             where = {"expert_map": map_of_half(num_experts, device)} if mapped else {}
             here = num_experts // 2 if mapped else num_experts
-            return _arguments(name, ids, device, dtype, num_experts, *shape, here=here, **where, **how)
+            return experts_arguments(name, ids, device, dtype, num_experts, *shape, here=here, **where, **how)
 
         return Sample(name, make)
 
     def given(name: str, ids: list[list[int]], num_experts: int, *shape: int, **how) -> Sample:
         def make():
             tensor = torch.tensor(ids, dtype=torch.int32, device=device)
-            return _arguments(name, tensor, device, dtype, num_experts, *shape, **how)
+            return experts_arguments(name, tensor, device, dtype, num_experts, *shape, **how)
 
         return Sample(name, make)
 
@@ -383,7 +353,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
         def make():
             ids = choices(name, num_tokens, num_experts, top_k, device)
-            arguments = _arguments(name, ids, device, dtype, num_experts, hidden_size, width, on=device)
+            arguments = experts_arguments(name, ids, device, dtype, num_experts, hidden_size, width, on=device)
             return _quantised.rounded(*arguments, BLOCK, TOKEN_BLOCK, FP8) if fp8 else arguments
 
         return Sample(f"{name}, fp8 by blocks" if fp8 else name, make)
