@@ -175,7 +175,7 @@ def _any_layer(*layer: object, **how: object) -> bool:
 
 @patch(
     has(f"{OF_INT4_EXPERTS}_marlin.CompressedTensorsWNA16MarlinMoEMethod"),
-    last=(0, 27),
+    last=(0, 26),
     changes=(f"{OF_INT4_EXPERTS}_marlin.CompressedTensorsWNA16MarlinMoEMethod",),
     worker=WITHOUT_KERNELS,
 )
