@@ -14,6 +14,8 @@ from vllm_opset import kernel, ops, parity
 from vllm_opset.ops import _samples
 from vllm_opset.ops.attention._paged_inputs import PagedCase
 from vllm_opset.ops.contract import Sample
+from vllm_opset.ops.moe._experts_inputs import experts_arguments
+from vllm_opset.ops.moe.permute import choices
 
 # A user may have no compiler; then torch kernels serve instead. .ci/run requires one, so it skips nothing here.
 if reason := kernel.unavailable().get("cpp"):
@@ -40,12 +42,16 @@ def large_inputs(name: str) -> tuple:
         return (x, weight * 512**-0.5, bias), {}
     if name == "paged_attention":
         return PagedCase(((1, 300), (3, 70), (1, 1)) * 8).make(name, "cpu", torch.bfloat16)
+    if name == "fused_experts":
+        ids = choices(name, TOKENS, 8, 2, "cpu")
+        return experts_arguments(name, ids, "cpu", torch.bfloat16, 8, 128, 72, shared=True)
     heads = normal(TOKENS, HEADS * HEAD_SIZE), normal(TOKENS, KV_HEADS, HEAD_SIZE), normal(TOKENS, KV_HEADS, HEAD_SIZE)
     query, key, value = heads
     return {
         "rms_norm": lambda: (query, normal(HEADS * HEAD_SIZE), 1e-6),
         "fused_add_rms_norm": lambda: (query, normal(TOKENS, HEADS * HEAD_SIZE) + 1, None, 1e-6),
         "silu_and_mul": lambda: (query,),
+        "route": lambda: (normal(TOKENS, 64), 8),
         "rotary_embedding": lambda: (torch.arange(TOKENS), query, key, HEAD_SIZE, normal(TOKENS, HEAD_SIZE).tanh()),
         "reshape_and_cache": lambda: (
             key, value, torch.zeros(SLOTS // 16, KV_HEADS, 16, 2 * HEAD_SIZE, dtype=torch.bfloat16),
@@ -67,7 +73,8 @@ def test_several_threads_give_the_same_bits(name, two_threads):
     def run():
         args, options = large_inputs(name)
         returned = kernel.kernels_of(name)["cpp"].run(*args, **options)
-        tensors = [value for value in (*args, returned) if isinstance(value, torch.Tensor)]
+        returned = returned if isinstance(returned, tuple) else (returned,)
+        tensors = [value for value in (*args, *returned) if isinstance(value, torch.Tensor)]
         return [tensor.clone() for tensor in tensors]
 
     several = run()
@@ -131,3 +138,20 @@ def test_the_first_slot_beyond_the_cache_is_refused_before_anything_is_written()
     with pytest.raises(IndexError):
         kernel.kernels_of("reshape_and_cache")["cpp"].run(key, value, cache, torch.tensor([3, 4 * 16]))
     assert not cache.any()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 9, 16, 17, 32, 33])
+def test_linear_agrees_with_the_reference_for_each_number_of_tokens(num_tokens):
+    """The kernel multiplies few, some and many tokens in different ways."""
+    x, weight, bias = large_inputs("linear")[0]
+    sample = Sample("tokens", lambda: ((x.repeat(2, 1)[:num_tokens], weight, bias), {}))
+    check = parity.check_sample(ops.linear, kernel.kernels_of("linear")["cpp"], sample, torch.float32)
+    assert check.outcome == "passed", check
+
+
+@pytest.mark.parametrize("lost", [-2, 8])
+def test_an_expert_that_does_not_exist_is_an_error(lost):
+    (hidden_states, w1, w2, weights, ids), how = large_inputs("fused_experts")
+    ids[3, 1] = lost
+    with pytest.raises(IndexError, match=f"expert {lost} of choice 7 is not one of 8"):
+        kernel.kernels_of("fused_experts")["cpp"].run(hidden_states, w1, w2, weights, ids, **how)

@@ -1,9 +1,10 @@
 // linear in fp32 for a few tokens: it reads the weight once for all of them, without packing.
-#include "_vector.h"
+#include "_dot.h"
 
 namespace opset {
 namespace {
 
+constexpr int64_t BLOCK = 32;  // rows of the weight that one thread multiplies at a time
 constexpr int64_t PREFETCH_DISTANCE = 64;   // elements of a row that are prefetched before they are needed
 constexpr int64_t CHAIN = 256;  // products in one sequential sum, because rounding errors grow with its length
 
@@ -51,13 +52,27 @@ void multiply_all(const float* x, const float* weight, const float* bias, float*
     }
 }
 
+// For so few tokens that lanes for each of them would be idle.
+void multiply_along_rows(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t in,
+                         int64_t out, int64_t x_token) {
+    std::vector<const float*> rows(tokens);
+    for (int64_t token = 0; token < tokens; token++) rows[token] = x + token * x_token;
+#pragma omp parallel for schedule(static) if (out * in > WORTH_THREADS)
+    for (int64_t begin = 0; begin < out; begin += BLOCK)
+        multiply_rows(weight + begin * in, std::min(BLOCK, out - begin), rows.data(), tokens, in,
+                      [&](int64_t row, int64_t token, float product) {
+                          y[token * out + begin + row] = bias ? product + bias[begin + row] : product;
+                      });
+}
+
 }  // namespace
 
 // x: [tokens, in] with at most 2 * LANES rows and row stride x_token. weight: [out, in], y: [tokens, out], both
 // contiguous. bias: [out], contiguous, or null.
 extern "C" void linear(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t in,
                        int64_t out, int64_t x_token) {
-    if (tokens <= LANES) multiply_all<1>(x, weight, bias, y, tokens, in, out, x_token);
+    if (tokens <= LANES / 2) multiply_along_rows(x, weight, bias, y, tokens, in, out, x_token);
+    else if (tokens <= LANES) multiply_all<1>(x, weight, bias, y, tokens, in, out, x_token);
     else multiply_all<2>(x, weight, bias, y, tokens, in, out, x_token);
 }
 

@@ -1,0 +1,95 @@
+"""fused_experts in C++: each weight of an expert that has tokens is read once, where it is.
+
+Quantised weights are dequantised once, as by kernels/cpu. The activation between the products is C++ for SiLU, and
+otherwise PyTorch's.
+"""
+
+import torch
+
+from vllm_opset import ops
+from vllm_opset.kernel import kernel
+from vllm_opset.kernels.cpp._build import INT, POINTER, TYPES, function
+from vllm_opset.kernels.cpp.rms_norm import supports_type
+from vllm_opset.kernels.cpp.silu_and_mul import silu_and_mul
+from vllm_opset.kernels.cpu import fused_experts as in_torch
+from vllm_opset.ops.moe import _activations
+from vllm_opset.ops.moe._quantised import as_stored
+from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
+
+PREPARE = {"w1": in_torch.dequantised_w1, "w2": in_torch.dequantised_w2}
+
+up = function("experts_up", INT, *[POINTER] * 6, *[INT] * 7, returns=INT)
+down = function("experts_down", INT, *[POINTER] * 8, *[INT] * 6)
+
+
+def supports(problem: FusedExpertsProblem) -> str | None:
+    """fp32 and bf16; fp8 e4m3, int8, int4 and MXFP4 weights, dequantised once."""
+    return supports_type(problem) or in_torch.supports(problem)
+
+
+@kernel(ops.fused_experts, name="cpp", supports=supports, prepare=PREPARE)
+def fused_experts(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "silu",
+    w1_bias: torch.Tensor | None = None,
+    w2_bias: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
+    swiglu_beta: float | None = None,
+    shared_output: torch.Tensor | None = None,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    quant_dtype: torch.dtype | None = None,
+    group_shape: list[int] | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+    w1_zero_point: torch.Tensor | None = None,
+    w2_zero_point: torch.Tensor | None = None,
+) -> torch.Tensor:
+    act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
+    check_arguments(
+        hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
+        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale, w1_zero_point,
+        w2_zero_point,
+    )  # fmt: skip
+    x = hidden_states
+    if apply_router_weight_on_input:
+        x, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
+    x = as_stored(x, quant_dtype, group_shape, a1_scale)
+    chosen = (
+        topk_ids.data_ptr(), _address(expert_map), 0 if expert_map is None else len(expert_map), *topk_ids.shape,
+        len(w1),
+    )  # fmt: skip
+    middle = _up(x, w1, w1_bias, chosen, topk_ids)
+    middle = silu_and_mul(middle) if act is ops.silu_and_mul else act(middle, **parameters)
+    middle = as_stored(middle, quant_dtype, group_shape, a2_scale)
+    y = torch.empty(x.shape, dtype=x.dtype)
+    down(
+        TYPES[x.dtype], middle.data_ptr(), w2.data_ptr(), _address(w2_bias), topk_weights.data_ptr(),
+        _address(shared_output), y.data_ptr(), *chosen, w2.shape[2], w2.shape[1],
+    )  # fmt: skip
+    return y
+
+
+def _up(x: torch.Tensor, w1: torch.Tensor, bias: torch.Tensor | None, chosen: tuple, topk_ids: torch.Tensor):
+    """The first product, a row for each choice. The rows of absent experts hold anything."""
+    _, out_features, in_features = w1.shape
+    y = torch.empty((topk_ids.numel(), out_features), dtype=x.dtype)
+    lost = up(
+        TYPES[x.dtype], x.data_ptr(), w1.data_ptr(), _address(bias), y.data_ptr(), *chosen, in_features, out_features,
+        x.stride(0),
+    )  # fmt: skip
+    if lost >= 0:
+        raise IndexError(f"expert {topk_ids.flatten()[lost]} of choice {lost} is not one of {len(w1)}")
+    return y
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
