@@ -1,6 +1,6 @@
 """Products of few tokens on a Hopper GPU by `decode_sm90`: all of its tiles, and how its programs share the work.
 
-What it takes, and how much of it each program does, is tested without a GPU.
+Two things are tested without a GPU: which calls it takes, and how much of them each program does.
 """
 
 import itertools

@@ -2,8 +2,8 @@
 
 Outputs are the rows of wgmma's products and tokens are their columns, so eight tokens need no more products than there
 are weights. The copy engine (TMA) brings the weight in units: 128 bytes, or some such lines, of each row of a tile. All
-programs take equally many units, one after the other, so few outputs keep all multiprocessors busy as well. Where
-several programs share a tile, the last one of them adds their sums, always in the same order.
+programs take equally many units, one after the other, so few outputs keep all multiprocessors busy as well. Several
+programs may share a tile. The last one of them then adds their sums, always in the same order.
 
 By blocks, each product of 128 columns in fp8 starts from zero, and is multiplied by its scales and added in fp32. By
 rows, tensor cores add the products, as in `_scaled_gemm_sm90`.
