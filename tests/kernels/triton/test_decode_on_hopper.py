@@ -71,8 +71,9 @@ def test_it_takes_few_tokens_that_the_copy_engine_can_read():
         assert _picked(8) == "torch"
 
 
-def test_it_is_taken_only_where_a_user_asks_for_it():
-    assert [_picked(tokens, wanted=None) for tokens in (1, 2, 64)] == ["one_row", "torch", "torch"]
+def test_it_is_taken_for_few_tokens():
+    picked = [_picked(tokens, wanted=None) for tokens in (1, 2, 16, 17)]
+    assert picked == ["one_row", "decode_sm90", "decode_sm90", "torch"]
 
 
 @pytest.mark.parametrize("piece_units", [0, 2, 100])

@@ -300,7 +300,9 @@ def _groups(call: Operands) -> tuple[GroupShape, GroupShape]:
 
 
 def by_blocks(call: Operands) -> bool:
-    return _groups(call) == (TOKEN_BLOCKS, BLOCKS)
+    of_x, of_weight = _groups(call)
+    # The scales of one token are those of whole columns as well.
+    return of_x in (TOKEN_BLOCKS, GroupShape(WHOLE, TOKEN_BLOCKS.columns)) and of_weight == BLOCKS
 
 
 def by_rows(call: Operands) -> bool:
