@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_opset import targets
-from vllm_opset.kernels.triton import _packed_linear, _packed_linear_sm80, linear
+from vllm_opset.kernels.triton import _load_sm90, _packed_linear, _packed_linear_sm80, linear
 from vllm_opset.targets import Target
 
 
@@ -31,3 +31,25 @@ def test_the_variant_of_int4(variant, num_tokens, columns, groups, how, monkeypa
     with targets.instead(how.get("target", Target("nvidia", "sm90"))):
         call = linear.describe(x, weight, None, scale)
     assert linear.VARIANTS.pick(call) == variant
+
+
+@pytest.mark.parametrize(
+    ("able", "columns", "groups", "how"),
+    [
+        (True, 256, 2, {}),
+        (True, 160, 1, {}),  # the last stage ends beyond the columns
+        (False, 256, 4, {}),  # two scales in a stage
+        (False, 256, 2, {"dtype": torch.float32}),
+        (False, 256, 2, {"stride": 260}),  # rows that the copy engine does not take
+        (False, 256, 2, {"target": Target("nvidia", "sm80")}),
+    ],
+)
+def test_the_kernel_for_hopper_runs_only_where_it_is_named(able, columns, groups, how, monkeypatch):
+    for module in (_load_sm90, _packed_linear, _packed_linear_sm80):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    x = torch.zeros(2, how.get("stride", columns), dtype=how.get("dtype", torch.bfloat16))[:, :columns]
+    weight, scale = torch.zeros(48, columns // 2, dtype=torch.uint8), torch.ones(48, groups)
+    with targets.instead(how.get("target", Target("nvidia", "sm90"))):
+        call = linear.describe(x, weight, None, scale)
+    assert ("packed_sm90" in linear.VARIANTS.able(call)) == able
+    assert linear.VARIANTS.pick(call) != "packed_sm90"

@@ -64,7 +64,7 @@ def ring_linear(
     out, partials, counters = x.new_empty((*x.shape[:-1], outputs)), None, None
     if splits > 1:
         partials = x.new_empty((splits, len(rows), outputs), dtype=torch.float32)
-        counters = _zeros(x.device, grid[0] * grid[1])
+        counters = zeros(x.device, grid[0] * grid[1])
     _multiply_ring[(*grid, splits)](
         rows, weight, weight_scale, weight_zero_point, bias, out, partials, counters, len(rows), outputs, columns,
         split_tiles, rows.stride(0), weight.stride(0), *weight_scale.stride(),
@@ -74,7 +74,7 @@ def ring_linear(
     return out
 
 
-def _zeros(device: torch.device, number: int) -> torch.Tensor:
+def zeros(device: torch.device, number: int) -> torch.Tensor:
     """Counters that each launch leaves at zero, for the launches of a stream, which run one after the other.
 
     Those that are made while a CUDA graph is captured belong to the graph, which sets them to zero.

@@ -1,7 +1,8 @@
 """linear for one row, the decode step of a single request, and for quantised weights. PyTorch does the rest.
 
 int4 weights have three variants. `ring` multiplies by few tokens on NVIDIA GPUs (`_packed_linear_sm80`). `packed` does
-so on every GPU and for all groups, and `dequantised` multiplies by many tokens (`_packed_linear`).
+so on every GPU and for all groups, and `dequantised` multiplies by many tokens (`_packed_linear`). `packed_sm90`
+(`_packed_gemm_sm90`) multiplies on Hopper GPUs. It was not run on one yet, so it runs only where it is named.
 
 fp8 weights have two variants. `scaled_sm90` multiplies by many tokens on Hopper GPUs (`_scaled_gemm_sm90`). `scaled`
 does all else, and serves int8 weights as well (`_scaled_linear`).
@@ -20,6 +21,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import (
     _launch,
+    _packed_gemm_sm90,
     _packed_linear,
     _packed_linear_sm80,
     _scaled_gemm_sm90,
@@ -39,7 +41,7 @@ class Call(NamedTuple):
     multiply them.
 
     few: whether x has few rows. `ring` and `packed` then suit a packed weight, and `scaled` a scaled one.
-    ring: whether `ring` can multiply a packed weight.
+    ring, packed_hopper: whether `ring` and `packed_sm90` can multiply a packed weight.
     one_row: whether x has one row, and the weight's rows are contiguous.
     """
 
@@ -48,6 +50,7 @@ class Call(NamedTuple):
     hopper: bool
     few: bool
     ring: bool
+    packed_hopper: bool
     one_row: bool
 
 
@@ -60,7 +63,8 @@ def describe(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=No
     else:
         few = hopper and rows <= _scaled_linear.most_tokens_beside_sm90(x.device)
     ring = packed and _packed_linear_sm80.fits(x, weight, weight_scale)
-    return Call(scaled, packed, hopper, few, ring, rows == 1 and weight.stride(1) == 1)
+    packed_hopper = packed and _packed_gemm_sm90.fits(x, weight, weight_scale)
+    return Call(scaled, packed, hopper, few, ring, packed_hopper, rows == 1 and weight.stride(1) == 1)
 
 
 def supports(problem: LinearProblem) -> str | None:
@@ -74,6 +78,7 @@ VARIANTS = Variants(
     describe,
     Variant("ring", can=lambda call: call.ring, suits=lambda call: call.few),
     Variant("packed", can=lambda call: call.packed, suits=lambda call: call.few),
+    Variant("packed_sm90", can=lambda call: call.packed_hopper, suits=lambda call: False),
     Variant("dequantised", can=lambda call: call.packed),
     Variant("scaled_sm90", can=lambda call: call.hopper, suits=lambda call: not call.few),
     Variant("scaled", can=lambda call: call.scaled),
@@ -99,6 +104,8 @@ def linear(
         return _packed_linear_sm80.ring_linear(x, weight, bias, weight_scale, weight_zero_point)
     if picked == "packed":
         return _packed_linear.packed_linear(x, weight, bias, weight_scale, weight_zero_point)
+    if picked == "packed_sm90":
+        return _packed_gemm_sm90.packed_gemm(x, weight, bias, weight_scale, weight_zero_point)
     if picked == "dequantised":
         return _packed_linear.dequantised_linear(x, weight, bias, weight_scale, weight_zero_point)
     if picked == "scaled_sm90":
