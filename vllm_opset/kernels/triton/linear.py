@@ -41,7 +41,8 @@ class Call(NamedTuple):
     multiply them.
 
     few: whether x has few rows. `ring` and `packed` then suit a packed weight, and `scaled` a scaled one.
-    ring, packed_hopper: whether `ring` and `packed_sm90` can multiply a packed weight.
+    ring: whether `ring` can multiply a packed weight.
+    packed_hopper: whether `packed_sm90` can.
     one_row: whether x has one row, and the weight's rows are contiguous.
     """
 
