@@ -1,7 +1,8 @@
 """linear for one row and a few, as in decode steps, and for quantised weights. PyTorch does the rest.
 
-int4 weights have three variants. `ring` multiplies by few tokens on NVIDIA GPUs (`_packed_linear_sm80`). `packed` does
-so on every GPU and for all groups, and `dequantised` multiplies by many tokens (`_packed_linear`).
+int4 weights have four variants. `ring` multiplies by few tokens on NVIDIA GPUs (`_packed_linear_sm80`), and
+`packed_sm90` by some more on Hopper GPUs (`_packed_gemm_sm90`). `packed` multiplies by few tokens on every GPU and for
+all groups, and `dequantised` by many (`_packed_linear`).
 
 fp8 weights have three variants. On Hopper GPUs, `decode_sm90` multiplies by few tokens (`_decode_sm90`), and
 `scaled_sm90` by many (`_scaled_gemm_sm90`). `scaled` does all else, and serves int8 weights as well (`_scaled_linear`).
@@ -21,6 +22,7 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import (
     _decode_sm90,
     _launch,
+    _packed_gemm_sm90,
     _packed_linear,
     _packed_linear_sm80,
     _scaled_gemm_sm90,
@@ -41,6 +43,7 @@ class Call(NamedTuple):
 
     few: whether x has few rows. `ring` and `packed` then suit a packed weight, and `scaled` a scaled one.
     ring: whether `ring` can multiply a packed weight.
+    packed_hopper: whether `packed_sm90` can, and packed_suits: whether it is the fastest.
     one_row: whether x has one row, and the weight's rows are contiguous.
     """
 
@@ -51,6 +54,8 @@ class Call(NamedTuple):
     decode_suits: bool
     few: bool
     ring: bool
+    packed_hopper: bool
+    packed_suits: bool
     one_row: bool
 
 
@@ -66,7 +71,10 @@ def describe(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=No
         few = hopper and rows <= _scaled_linear.most_tokens_beside_sm90(x.device)
     ring = packed and _packed_linear_sm80.fits(x, weight, weight_scale)
     decode_suits = decode and _decode_sm90.suits(operands)
-    return Call(scaled, packed, hopper, decode, decode_suits, few, ring, rows == 1 and weight.stride(1) == 1)
+    packed_hopper = packed and _packed_gemm_sm90.fits(x, weight, weight_scale)
+    packed_suits = packed_hopper and _packed_gemm_sm90.suits(x)
+    one_row = rows == 1 and weight.stride(1) == 1
+    return Call(scaled, packed, hopper, decode, decode_suits, few, ring, packed_hopper, packed_suits, one_row)
 
 
 def supports(problem: LinearProblem) -> str | None:
@@ -78,6 +86,7 @@ def supports(problem: LinearProblem) -> str | None:
 
 VARIANTS = Variants(
     describe,
+    Variant("packed_sm90", can=lambda call: call.packed_hopper, suits=lambda call: call.packed_suits),
     Variant("ring", can=lambda call: call.ring, suits=lambda call: call.few),
     Variant("packed", can=lambda call: call.packed, suits=lambda call: call.few),
     Variant("dequantised", can=lambda call: call.packed),
@@ -106,6 +115,8 @@ def linear(
         return _packed_linear_sm80.ring_linear(x, weight, bias, weight_scale, weight_zero_point)
     if picked == "packed":
         return _packed_linear.packed_linear(x, weight, bias, weight_scale, weight_zero_point)
+    if picked == "packed_sm90":
+        return _packed_gemm_sm90.packed_gemm(x, weight, bias, weight_scale, weight_zero_point)
     if picked == "dequantised":
         return _packed_linear.dequantised_linear(x, weight, bias, weight_scale, weight_zero_point)
     if picked == "decode_sm90":
