@@ -54,7 +54,7 @@ def test_every_launch_multiplies_fp8(groups, launch):
         weight, scale = quantised_normal((outputs, columns), groups[0], "cuda", rng, columns**-0.5)
         bias = torch.randn(outputs, generator=rng, device="cuda").bfloat16()
         arguments = (x, weight, bias, scale, x_scale, torch.bfloat16)
-        with _launch.trial("linear_scaled_decode_sm90", launch):
+        with _launch.trial("scaled_linear_decode_sm90", launch):
             got = kernels_of("linear")["triton"].run(*arguments, variant="decode_sm90")
         torch.testing.assert_close(got, ops.linear(*arguments), rtol=2**-6, atol=2**-5)
 

@@ -239,14 +239,14 @@ def can(call: Operands) -> bool:
 
 def suits(call: Operands) -> bool:
     """Whether this kernel is the fastest for what it can multiply."""
-    values = _launch.parameters("linear_decode", call.x.device, 0)
+    values = _launch.parameters("tokens_linear_decode_sm90", call.x.device, 0)
     return num_rows(call.x) <= values["most_tokens" if call.weight_scale is None else "most_scaled_tokens"]
 
 
 def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
     """The product of the contract, for arguments that were checked."""
     x, weight, weight_scale, x_scale, out_dtype = call
-    launch = "linear_decode_sm90" if weight_scale is None else "linear_scaled_decode_sm90"
+    launch = "linear_decode_sm90" if weight_scale is None else "scaled_linear_decode_sm90"
     rows, (num_outputs, columns) = _rows(x), weight.shape
     values = _launch.parameters(launch, x.device, len(rows))
     width, tokens = LINE.value // x.element_size(), max(_launch.next_power_of_2(len(rows)), FEWEST_TOKENS)

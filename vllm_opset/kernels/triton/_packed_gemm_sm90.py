@@ -349,7 +349,7 @@ def fits(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> b
 
 def suits(x: torch.Tensor) -> bool:
     """Whether this is the fastest variant for what it can multiply."""
-    bounds = _launch.parameters("linear_packed_hopper", x.device, 0)
+    bounds = _launch.parameters("tokens_linear_packed_sm90", x.device, 0)
     return bounds["least_tokens"] <= num_rows(x) <= bounds["most_tokens"]
 
 
