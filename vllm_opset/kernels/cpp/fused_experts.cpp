@@ -24,7 +24,7 @@ struct Choices {
     int64_t lost() const {
         const int64_t known = map ? map_size : experts;
         for (int64_t choice = 0; choice < number(); choice++)
-            if (ids[choice] < -1 || ids[choice] >= known) return choice;
+            if (ids[choice] < -1 || ids[choice] >= known || place(choice) >= experts) return choice;
         return -1;
     }
 };

@@ -87,7 +87,7 @@ def _up(x: torch.Tensor, w1: torch.Tensor, bias: torch.Tensor | None, chosen: tu
         x.stride(0),
     )  # fmt: skip
     if lost >= 0:
-        raise IndexError(f"expert {topk_ids.flatten()[lost]} of choice {lost} is not one of {len(w1)}")
+        raise IndexError(f"choice {lost} is expert {topk_ids.flatten()[lost]}, which does not exist")
     return y
 
 

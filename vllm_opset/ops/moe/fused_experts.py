@@ -91,8 +91,8 @@ def fused_experts(
     `hidden_states`: [num_tokens, hidden_size], rows dense. `w1`: [num_experts, 2 * d, hidden_size] for a gated
     activation. Its gate comes first ("swigluoai": gate and up alternate). Without a gate, it has d rows for an expert.
     `w2`: [num_experts, hidden_size, d]. `w1_bias` and `w2_bias`: a row for each expert, one element for each row of its
-    weight. `shared_output`: [num_tokens, hidden_size], the result of shared experts. All have hidden_states' dtype, and
-    weights and biases are contiguous. `topk_weights`: fp32, `topk_ids`: int32, both contiguous [num_tokens, top_k].
+    weight. `shared_output`: [num_tokens, hidden_size], the result of shared experts. All have hidden_states' dtype. All
+    but hidden_states are contiguous. `topk_weights`: fp32, `topk_ids`: int32, both contiguous [num_tokens, top_k].
 
     `activation`: a name of vLLM's `MoEActivation`. `swiglu_limit`, `swiglu_alpha`, `swiglu_beta`: its parameters, None
     for the defaults; "silu" with a limit clamps gate and up. `expert_map`: see `permute`. Choices of absent experts and
