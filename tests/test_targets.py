@@ -11,7 +11,7 @@ from vllm_opset import ops, targets
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.gemm.linear import LinearProblem
-from vllm_opset.targets import FP8, INT8, ONEDNN, PDL, WGMMA, Target
+from vllm_opset.targets import AMX, FP8, INT8, ONEDNN, PDL, WGMMA, Target
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,24 @@ def test_linear_on_a_processor_is_refused_by_the_problems_target_alone(dtype):
     assert reason() == "this PyTorch has no oneDNN"
     assert reason(*ONEDNN) is None
     assert dtype is torch.float32 or reason(torch.float32) == f"oneDNN does not multiply in {dtype} on this processor"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "features", "rows", "packs"),
+    [
+        ("x86_64", (), 4096, True),
+        ("x86_64", (ONEDNN[torch.bfloat16],), 4096, True),
+        ("x86_64", (AMX,), 256, True),
+        ("x86_64", (AMX,), 272, False),
+        ("aarch64", (), 256, True),
+        ("aarch64", (), 272, False),
+    ],
+)
+def test_large_weights_in_bf16_go_to_matrix_instructions(architecture, features, rows, packs):
+    """The limit of 512 KiB is 256 rows of 1,024 columns."""
+    target = Target("cpu", architecture, frozenset(features))
+    reason = kernels_of("linear")["cpp"].supports(LinearProblem("cpu", torch.bfloat16, 1024, rows, target=target))
+    assert (reason is None) is packs
 
 
 @pytest.mark.parametrize("op", ops.ALL, ids=str)

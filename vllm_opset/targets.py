@@ -18,6 +18,7 @@ FP8 = "fp8"  # converts to and from e4m3
 INT8 = "int8"  # multiplies matrices of it
 PDL = "pdl"  # programmatic dependent launch
 WGMMA = "wgmma"  # Hopper's matrix instructions and copy engine
+AMX = "amx"  # Intel's matrix instructions, in which oneDNN multiplies bf16
 # The dtypes in which oneDNN multiplies matrices on the processor. Without fp32, PyTorch has no oneDNN.
 ONEDNN = {torch.float32: "onednn_fp32", torch.bfloat16: "onednn_bf16", torch.float16: "onednn_fp16"}
 # The families of Ascend NPUs by the prefixes of their names. 910B and 910_93 come before the older 910.
@@ -108,7 +109,7 @@ def _found(device_type: str) -> Target:
         return Target("huawei", soc(torch.npu.get_device_name()), npu_features())
     if device_type == "npu":
         return Target("huawei", "npu")  # absent
-    return Target("cpu", platform.machine(), _onednn_dtypes())
+    return Target("cpu", platform.machine(), _onednn_features())
 
 
 def npu_features() -> frozenset[str]:
@@ -118,9 +119,11 @@ def npu_features() -> frozenset[str]:
     return operators | ({INT8} if "npu::npu_quant_matmul" in operators else set())
 
 
-def _onednn_dtypes() -> frozenset[str]:
+def _onednn_features() -> frozenset[str]:
     if not torch.backends.mkldnn.is_available():
         return frozenset()
     onednn = torch.ops.mkldnn
     halves = {torch.bfloat16: onednn._is_mkldnn_bf16_supported, torch.float16: onednn._is_mkldnn_fp16_supported}
-    return frozenset(ONEDNN[dtype] for dtype in (torch.float32, *(half for half, has in halves.items() if has())))
+    dtypes = {ONEDNN[dtype] for dtype in (torch.float32, *(half for half, has in halves.items() if has()))}
+    multiplies_tiles = ONEDNN[torch.bfloat16] in dtypes and torch.cpu._is_amx_tile_supported()
+    return frozenset(dtypes | ({AMX} if multiplies_tiles else set()))

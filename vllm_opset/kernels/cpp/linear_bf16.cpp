@@ -1,0 +1,79 @@
+// linear in bf16 with a packed weight: LANES rows of the weight side by side, in pairs of columns.
+#include "_vector.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace opset {
+namespace {
+
+typedef uint32_t Pairs __attribute__((vector_size(64)));  // a pair of columns of LANES rows, the first in the low half
+
+// Panels of LANES rows, and tokens, that are multiplied at a time. Their sums must fit the registers.
+#ifdef __AVX512F__
+constexpr int PANELS = 4, TOKENS = 6;
+#else
+constexpr int PANELS = 1, TOKENS = 4;
+#endif
+constexpr int64_t WORTH_PRODUCTS = 32 * WORTH_THREADS;  // products that take as long as elements of other kernels
+
+// Adds the products of both columns to the sums of the rows.
+inline void add(Floats& sums, Pairs weight, uint32_t x) {
+#ifdef __AVX512BF16__
+    sums = Floats(_mm512_dpbf16_ps(__m512(sums), bits_of<__m512bh>(weight), bits_of<__m512bh>(Pairs{} + x)));
+#else
+    sums += bits_of<Floats>(weight << 16) * bits_of<float>(x << 16);
+    sums += bits_of<Floats>(weight & 0xffff0000u) * bits_of<float>(x & 0xffff0000u);
+#endif
+}
+
+// y[token][row] for the rows of P panels and T tokens.
+template <int P, int T>
+void multiply(const bfloat16* x, const bfloat16* weight, const bfloat16* bias, bfloat16* y, int64_t in, int64_t out,
+              int64_t x_token) {
+    Floats sums[P][T] = {};
+    for (int64_t column = 0; column < in; column += 2) {
+        Pairs pairs[P];
+        for (int panel = 0; panel < P; panel++)
+            std::memcpy(&pairs[panel], weight + (panel * in + column) * LANES, sizeof(Pairs));
+        for (int token = 0; token < T; token++) {
+            uint32_t inputs;
+            std::memcpy(&inputs, x + token * x_token + column, sizeof inputs);
+            for (int panel = 0; panel < P; panel++) add(sums[panel][token], pairs[panel], inputs);
+        }
+    }
+    for (int token = 0; token < T; token++)
+        for (int panel = 0; panel < P; panel++) {
+            Floats sum = sums[panel][token];
+            if (bias) sum += load(bias + panel * LANES);
+            store(y + token * out + panel * LANES, sum);
+        }
+}
+
+// Calls f with `number` as a constant, which is at most MOST.
+template <int MOST, class F>
+void with_constant(int64_t number, F f) {
+    if (number == MOST) f(std::integral_constant<int, MOST>());
+    else if constexpr (MOST > 1) with_constant<MOST - 1>(number, f);
+}
+
+}  // namespace
+
+// x: [tokens, in] with row stride x_token. weight: [out / LANES, in / 2, LANES, 2]. y: [tokens, out]. bias: [out] or
+// null. All but x are contiguous.
+extern "C" void linear_bf16(const bfloat16* x, const bfloat16* weight, const bfloat16* bias, bfloat16* y,
+                            int64_t tokens, int64_t in, int64_t out, int64_t x_token) {
+#pragma omp parallel for schedule(static) if (tokens * in * out > WORTH_PRODUCTS)
+    for (int64_t row = 0; row < out; row += PANELS * LANES)
+        with_constant<PANELS>(std::min<int64_t>(PANELS, (out - row) / LANES), [&](auto panels) {
+            for (int64_t token = 0; token < tokens; token += TOKENS)
+                with_constant<TOKENS>(std::min<int64_t>(TOKENS, tokens - token), [&](auto number) {
+                    multiply<decltype(panels)::value, decltype(number)::value>(
+                        x + token * x_token, weight + row * in, bias ? bias + row : nullptr, y + token * out + row, in,
+                        out, x_token);
+                });
+        });
+}
+
+}  // namespace opset
