@@ -1,15 +1,21 @@
-"""A worker on a CPU that fuses like the worker on GPUs, so that tests can try fusing on whole models."""
+"""Workers on a CPU that fuse more or less than its own, so that tests can compare whole models."""
 
-from vllm_opset.model import fusion, quantised_inputs
+from vllm_opset.model import quantised_inputs
 from vllm_opset.model.warm_up import step_of_few_tokens
 from vllm_opset.platform.cpu.worker import OpsetCpuWorker
 
 
+class SeparateWorker(OpsetCpuWorker):
+    """A worker whose layers run one after the other."""
+
+    def fuse(self) -> None:
+        pass
+
+
 class FusingWorker(OpsetCpuWorker):
-    def load_model(self, **kwargs) -> None:
-        super().load_model(**kwargs)
+    def fuse(self) -> None:
         self.parameters_before = {name for name, _ in self.model_runner.get_model().named_parameters()}
-        fusion.bind(self.model_runner.get_model(), self.vllm_config)
+        super().fuse()
 
     def lost_parameters(self) -> list[str]:
         """The parameters that no longer have the name that a checkpoint uses for them."""

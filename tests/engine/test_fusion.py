@@ -41,7 +41,7 @@ def embedded(llm) -> torch.Tensor:
 
 def without_fusing(engine, path, ask=generated, parts=PARTS, **arguments):
     """The answers without fusion. The engine is gone before the next one starts."""
-    with engine(path, **{"max_num_batched_tokens": 64, **arguments}) as llm:
+    with engine(path, worker_cls="fusing_worker.SeparateWorker", **{"max_num_batched_tokens": 64, **arguments}) as llm:
         answers = ask(llm)
         assert served(llm).keys() >= parts
     return answers
@@ -144,6 +144,7 @@ OTHERWISE = {
     "norms switched off": lambda layer: (vars(layer.q_norm), "opset_is_wanted", False),
     "norms of different epsilons": lambda layer: (vars(layer.k_norm), "variance_epsilon", 1e-3),
     "a norm of all heads": lambda layer: (layer.q_norm._parameters, "weight", torch.nn.Parameter(torch.ones(128))),
+    "a dtype without a kernel": lambda layer: (vars(layer.attn.impl), "dtype", torch.float64),
 }
 
 
@@ -151,7 +152,7 @@ def test_layers_whose_parts_cannot_be_one_launch(engine, tmp_path):
     from vllm_opset.model import fusion
 
     models.build("qwen3", tmp_path)
-    with engine(tmp_path) as llm:
+    with engine(tmp_path, worker_cls="fusing_worker.SeparateWorker") as llm:
         model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         layer = model.model.layers[0].self_attn
         rope = fusion._rope_of(layer)

@@ -19,12 +19,15 @@ from torch import nn
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.forward_context import BatchDescriptor, get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
 from vllm_opset import ops, selection
-from vllm_opset.attention.impl import OpsetAttentionImpl
+from vllm_opset.attention.impl import FP8, OpsetAttentionImpl
 from vllm_opset.model.layers import RMSNormLayer, RotaryEmbeddingLayer
 from vllm_opset.model.weights import offloads
+from vllm_opset.ops.contract import Op
+from vllm_opset.ops.rope._fused_rope import FusedRopeProblem
 
 TRIED_POSITIONS = (3, 0, 7, 12, 1)
 
@@ -51,17 +54,22 @@ class DeferredRotaryEmbedding(nn.Module):
         """The positions of the current step. They lie at the address they had when its pieces were captured."""
         return self.positions[_pieces()]
 
+    def problem(self, **problem) -> tuple[Op, FusedRopeProblem]:
+        """The op that does the work, and its problem. problem: the fields that the attention's layer knows."""
+        problem |= {"rotary_dim": self.rotary.rotary_dim, "is_neox_style": self.rotary.is_neox_style}
+        if self.norms is None:
+            return ops.rope_cache, FusedRopeProblem(**problem)
+        return ops.qk_norm_rope_cache, FusedRopeProblem(**problem, weight_dtype=self.norms[0].weight.dtype)
+
     def cache_write(self, *, block_size: int, **problem) -> Callable[..., None]:
         """See `attention.impl.Deferred`."""
         table, neox = self.rotary.cos_sin_cache, self.rotary.is_neox_style
-        problem |= {"rotary_dim": self.rotary.rotary_dim, "is_neox_style": neox}
-        op, norm = ops.rope_cache, ((), {})
+        parameters, offset = (), {}
         if self.norms is not None:
             q_norm, k_norm = self.norms
-            op = ops.qk_norm_rope_cache
-            problem["weight_dtype"] = q_norm.weight.dtype
-            norm = (q_norm.weight, k_norm.weight, q_norm.variance_epsilon), {"weight_offset": q_norm.weight_offset}
-        run, (parameters, offset) = selection.select(op, op.problem(**problem)).run, norm
+            parameters = q_norm.weight, k_norm.weight, q_norm.variance_epsilon
+            offset = {"weight_offset": q_norm.weight_offset}
+        run = selection.select(*self.problem(**problem)).run
 
         def write(query, key, value, kv_cache, slot_mapping, **scales) -> None:
             positions = self.current_positions()
@@ -127,7 +135,23 @@ def _rope_of(module: nn.Module) -> DeferredRotaryEmbedding | None:
     norms = children.get("q_norm"), children.get("k_norm")
     if norms != (None, None) and not _are_of_a_head(norms, attention.impl.head_size):
         return None
-    return DeferredRotaryEmbedding(rotary, norms if norms[0] else None) if attention.impl.writes_cache else None
+    if not attention.impl.writes_cache:
+        return None
+    rope = DeferredRotaryEmbedding(rotary, norms if norms[0] else None)
+    return rope if _has_kernel(rope, attention.impl) else None
+
+
+def _has_kernel(rope: DeferredRotaryEmbedding, impl: OpsetAttentionImpl) -> bool:
+    """Whether a kernel does the work in one pass. The reference would be slower than the kernels of the parts."""
+    op, problem = rope.problem(
+        device=current_platform.device_type,
+        dtype=impl.dtype,
+        kv_cache_dtype=FP8 if impl.caches_fp8 else impl.dtype,
+        num_heads=impl.num_heads,
+        num_kv_heads=impl.num_kv_heads,
+        head_size=impl.head_size,
+    )
+    return selection.why_no_kernel(op, problem) is None
 
 
 def _are_of_a_head(norms: tuple, head_size: int) -> bool:

@@ -16,6 +16,7 @@ from vllm_opset.ops.attention._paged_inputs import PagedCase
 from vllm_opset.ops.contract import Sample
 from vllm_opset.ops.moe._experts_inputs import experts_arguments
 from vllm_opset.ops.moe.permute import choices
+from vllm_opset.ops.rope._fused_rope import RopeCase
 
 # A user may have no compiler; then torch kernels serve instead. .ci/run requires one, so it skips nothing here.
 if reason := kernel.unavailable().get("cpp"):
@@ -32,14 +33,25 @@ def normal(*shape: int) -> torch.Tensor:
     return _samples.normal(shape, torch.bfloat16, "cpu", _samples.generator(f"large {shape}"))
 
 
+def linear_inputs(dtype: torch.dtype) -> tuple:
+    x, weight, bias = (
+        _samples.normal(shape, dtype, "cpu", _samples.generator(f"linear {shape}"))
+        for shape in ((24, 250), (1040, 250), (1040,))
+    )
+    return (x, weight * 250**-0.5, bias), {}
+
+
 def large_inputs(name: str) -> tuple:
-    """Inputs that occupy more than one thread, in bf16 except for linear."""
+    """Inputs that occupy more than one thread, in bf16."""
     if name == "linear":
-        x, weight, bias = (
-            _samples.normal(shape, torch.float32, "cpu", _samples.generator(f"linear {shape}"))
-            for shape in ((24, 512), (1030, 512), (1030,))
-        )
-        return (x, weight * 512**-0.5, bias), {}
+        return linear_inputs(torch.bfloat16)
+    if name in ("rope_cache", "qk_norm_rope_cache"):
+        case = RopeCase(slots=tuple(range(100, 100 + TOKENS)), heads=HEADS, num_blocks=SLOTS // 16)
+        rng = _samples.generator(name)
+        tokens = case.query_key_value(rng, "cpu", torch.bfloat16)
+        rest, _ = case.rest(rng, "cpu", torch.bfloat16)
+        weights = (normal(HEAD_SIZE), normal(HEAD_SIZE) + 1, 1e-6) if name == "qk_norm_rope_cache" else ()
+        return (*tokens, *weights, *rest), {}
     if name == "paged_attention":
         return PagedCase(((1, 300), (3, 70), (1, 1)) * 8).make(name, "cpu", torch.bfloat16)
     if name == "fused_experts":
@@ -72,10 +84,10 @@ def two_threads():
 def test_several_threads_give_the_same_bits(name, two_threads):
     def run():
         args, options = large_inputs(name)
-        returned = kernel.kernels_of(name)["cpp"].run(*args, **options)
+        returned = kernel.kernels_of(name)["cpp"].call(*args, **options)
         returned = returned if isinstance(returned, tuple) else (returned,)
         tensors = [value for value in (*args, *returned) if isinstance(value, torch.Tensor)]
-        return [tensor.clone() for tensor in tensors]
+        return [tensor.nan_to_num() for tensor in tensors]
 
     several = run()
     torch.set_num_threads(1)
@@ -140,12 +152,16 @@ def test_the_first_slot_beyond_the_cache_is_refused_before_anything_is_written()
     assert not cache.any()
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 8, 9, 16, 17, 32, 33])
-def test_linear_agrees_with_the_reference_for_each_number_of_tokens(num_tokens):
-    """The kernel multiplies few, some and many tokens in different ways."""
-    x, weight, bias = large_inputs("linear")[0]
-    sample = Sample("tokens", lambda: ((x.repeat(2, 1)[:num_tokens], weight, bias), {}))
-    check = parity.check_sample(ops.linear, kernel.kernels_of("linear")["cpp"], sample, torch.float32)
+@pytest.mark.parametrize(
+    ("dtype", "rows"),
+    [(torch.float32, 1030), (torch.bfloat16, 16), (torch.bfloat16, 80), (torch.bfloat16, 1040)],
+)
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33])
+def test_linear_agrees_with_the_reference_for_each_number_of_tokens(dtype, num_tokens, rows):
+    """The kernel multiplies few, some and many tokens in different ways, and the last rows of a weight by themselves."""
+    x, weight, bias = linear_inputs(dtype)[0]
+    sample = Sample("tokens", lambda: ((x.repeat(2, 1)[:num_tokens], weight[:rows], bias[:rows]), {}))
+    check = parity.check_sample(ops.linear, kernel.kernels_of("linear")["cpp"], sample, dtype)
     assert check.outcome == "passed", check
 
 
@@ -153,5 +169,42 @@ def test_linear_agrees_with_the_reference_for_each_number_of_tokens(num_tokens):
 def test_an_expert_that_does_not_exist_is_an_error(lost):
     (hidden_states, w1, w2, weights, ids), how = large_inputs("fused_experts")
     ids[3, 1] = lost
-    with pytest.raises(IndexError, match=f"expert {lost} of choice 7 is not one of 8"):
+    with pytest.raises(IndexError, match=f"choice 7 is expert {lost}, which does not exist"):
         kernel.kernels_of("fused_experts")["cpp"].run(hidden_states, w1, w2, weights, ids, **how)
+
+
+def test_a_map_to_an_expert_that_is_not_here_is_an_error():
+    (hidden_states, w1, w2, weights, ids), how = large_inputs("fused_experts")
+    expert_map = torch.arange(8, dtype=torch.int32)
+    expert_map[ids[0, 0]] = 8
+    with pytest.raises(IndexError, match=f"choice 0 is expert {ids[0, 0]}, which does not exist"):
+        kernel.kernels_of("fused_experts")["cpp"].run(hidden_states, w1, w2, weights, ids, expert_map=expert_map, **how)
+
+
+@pytest.mark.parametrize("name", ["rope_cache", "qk_norm_rope_cache"])
+@pytest.mark.parametrize(
+    ("row", "wrong", "message"),
+    [(-5, 128, "position 128 of token 9"), (-5, -1, "position -1 of token 9"), (-1, SLOTS, "slot 1024 of token 9")],
+)
+def test_a_row_that_does_not_exist_is_refused_before_anything_is_written(name, row, wrong, message):
+    args, _ = large_inputs(name)
+    args[row][9] = wrong
+    before = args[0].clone()
+    with pytest.raises(IndexError, match=message):
+        kernel.kernels_of(name)["cpp"].run(*args)
+    assert torch.equal(args[0], before) and args[-2].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["rope_cache", "qk_norm_rope_cache"])
+@pytest.mark.parametrize("strided", ["query", "key", "value", "table"])
+def test_tensors_with_other_strides_are_rotated_as_well(name, strided):
+    """The library reads dense heads and a contiguous table."""
+    place = {"query": 0, "key": 1, "value": 2, "table": -4}[strided]
+    results = []
+    for layout in (lambda x: x, lambda x: x.mT.contiguous().mT):
+        args = [*large_inputs(name)[0]]
+        args[place] = layout(args[place])
+        kernel.kernels_of(name)["cpp"].run(*args)
+        results.append((args[0], args[-2].nan_to_num()))
+    for dense, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, dense, rtol=2**-7, atol=2**-7)

@@ -1,42 +1,8 @@
 // rms_norm and fused_add_rms_norm, which differ only in the input of the norm.
-#include "_types.h"
+#include "_norm.h"
 
 namespace opset {
 namespace {
-
-template <class E, class W>
-inline void scale_row(const float* x, float factor, const W* weight, float offset, int64_t size, E* y) {
-    if (weight) {
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) y[i] = narrow<E>(x[i] * factor * (widen(weight[i]) + offset));
-    } else {
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) y[i] = narrow<E>(x[i] * factor);
-    }
-}
-
-// Writes the row to `wide` as fp32. If there is a residual, adds it and stores the sum in it. Returns the sum of
-// squares.
-template <class E>
-inline float widen_row(const E* x, E* residual, int64_t size, float* wide) {
-    float squares = 0;
-    if (residual) {
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < size; i++) {
-            const float sum = widen(x[i]) + widen(residual[i]);
-            residual[i] = narrow<E>(sum);
-            wide[i] = sum;
-            squares += sum * sum;
-        }
-    } else {
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < size; i++) {
-            wide[i] = widen(x[i]);
-            squares += wide[i] * wide[i];
-        }
-    }
-    return squares;
-}
 
 template <class E, class W>
 void norm(const E* x, E* residual, const W* weight, E* y, int64_t outer, int64_t inner, int64_t size, int64_t x_outer,

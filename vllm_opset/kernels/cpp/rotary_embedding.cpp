@@ -1,21 +1,8 @@
 // rotary_embedding, in place.
-#include "_types.h"
+#include "_rotate.h"
 
 namespace opset {
 namespace {
-
-// Pair i of a head is elements (i, i + half) in NeoX style, (2i, 2i + 1) otherwise.
-template <bool NEOX, class E, class C>
-inline void rotate(E* head, const C* cos, const C* sin, int64_t half) {
-#pragma omp simd
-    for (int64_t i = 0; i < half; i++) {
-        E& first = head[NEOX ? i : 2 * i];
-        E& second = head[NEOX ? i + half : 2 * i + 1];
-        const float a = widen(first), b = widen(second), c = widen(cos[i]), s = widen(sin[i]);
-        first = narrow<E>(a * c - b * s);
-        second = narrow<E>(b * c + a * s);
-    }
-}
 
 template <class E, class C>
 void rotate_all(E* x, const int64_t* positions, const C* table, int64_t tokens, int64_t heads, int64_t x_token,
@@ -23,11 +10,8 @@ void rotate_all(E* x, const int64_t* positions, const C* table, int64_t tokens, 
 #pragma omp parallel for schedule(static) if (tokens * heads * half > WORTH_THREADS)
     for (int64_t token = 0; token < tokens; token++) {
         const C* cos = table + positions[token] * 2 * half;
-        for (int64_t head = 0; head < heads; head++) {
-            E* at = x + token * x_token + head * x_head;
-            if (neox) rotate<true>(at, cos, cos + half, half);
-            else rotate<false>(at, cos, cos + half, half);
-        }
+        for (int64_t head = 0; head < heads; head++)
+            rotate(x + token * x_token + head * x_head, cos, cos + half, half, neox);
     }
 }
 

@@ -8,7 +8,7 @@ from vllm.v1.utils import report_usage_stats
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_opset.model import packed_linear
+from vllm_opset.model import fusion, packed_linear
 from vllm_opset.platform import quantised_weights, second_runner
 from vllm_opset.platform.cpu import kv_memory, runner_kernels, threads
 from vllm_opset.platform.worker import OpsetWorker
@@ -48,7 +48,12 @@ class OpsetCpuWorker(OpsetWorker):
     def load_model(self, **kwargs) -> None:
         quantised_weights.register(self.model_config)
         super().load_model(**kwargs)
+        self.fuse()
         packed_linear.bind(self.model_runner.get_model())
+
+    def fuse(self) -> None:
+        """Let one kernel do the work of several layers, where it can."""
+        fusion.bind(self.model_runner.get_model(), self.vllm_config)
 
     def determine_available_memory(self) -> int:
         return kv_memory.budget(self.vllm_config, self.get_kv_cache_spec().values())
