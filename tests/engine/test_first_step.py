@@ -29,20 +29,20 @@ def test_what_requests_call_was_called_before(engine, tmp_path, monkeypatch):
         assert before and not called()
         generate(llm, models.prompts())
         generate(llm, models.prompts(), temperature=1, top_k=5, top_p=0.9, seed=1, repetition_penalty=1.5)
-        assert called() == before
+        assert called() and called() <= before  # the parts of fused layers were called when fusing was tried out
 
 
 def test_a_kernel_that_fails_ends_the_start(engine, tmp_path, monkeypatch):
-    def reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=None, v_scale=None):
-        raise NotImplementedError("not for this cache")
+    def silu_and_mul(x):
+        raise NotImplementedError("not for this width")
 
     monkeypatch.setattr(registry, "_registry", {op: dict(known) for op, known in registry._registry.items()})
-    registry.kernel(ops.reshape_and_cache, name="failing")(reshape_and_cache)
+    registry.kernel(ops.silu_and_mul, name="failing")(silu_and_mul)
     models.build("qwen3", tmp_path)
-    config = {"opset": {"kernels": {"reshape_and_cache": "failing"}}}
+    config = {"opset": {"kernels": {"silu_and_mul": "failing"}}}
     with (
-        pytest.raises(NotImplementedError, match="not for this cache") as failure,
+        pytest.raises(NotImplementedError, match="not for this width") as failure,
         engine(tmp_path, additional_config=config),
     ):
         pytest.fail("the engine has started")
-    assert "vllm-opset: reshape_and_cache=failing of test_first_step raised this" in failure.value.__notes__[0]
+    assert "vllm-opset: silu_and_mul=failing of test_first_step raised this" in failure.value.__notes__[0]

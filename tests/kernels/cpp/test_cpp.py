@@ -158,7 +158,7 @@ def test_the_first_slot_beyond_the_cache_is_refused_before_anything_is_written()
 )
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33])
 def test_linear_agrees_with_the_reference_for_each_number_of_tokens(dtype, num_tokens, rows):
-    """The kernel multiplies few, some and many tokens in different ways, and the last rows of a weight by themselves."""
+    """The kernel multiplies few, some and many tokens in different ways, and the last rows of a weight on their own."""
     x, weight, bias = linear_inputs(dtype)[0]
     sample = Sample("tokens", lambda: ((x.repeat(2, 1)[:num_tokens], weight[:rows], bias[:rows]), {}))
     check = parity.check_sample(ops.linear, kernel.kernels_of("linear")["cpp"], sample, dtype)
