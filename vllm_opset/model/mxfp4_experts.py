@@ -61,8 +61,7 @@ class OpsetMxfp4ExpertsMethod(GptOssMxfp4MoEMethod):
         for bias in (layer.w13_bias, layer.w2_bias):
             bias.data = bias.data.to(self.moe.in_dtype)
         scales = {"w1_scale": layer.w13_weight_scale.data, "w2_scale": layer.w2_weight_scale.data}
-        self.opset_experts = Experts(layer, self.moe, Scheme(MXFP4), **scales, out_dtype=self.moe.in_dtype)
-        prepared = self.opset_experts.prepare()
+        prepared = Experts(layer, self.moe, Scheme(MXFP4), **scales, out_dtype=self.moe.in_dtype).prepare()
         layer.w13_weight_scale.data, layer.w2_weight_scale.data = prepared["w1_scale"], prepared["w2_scale"]
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
@@ -75,7 +74,7 @@ class OpsetMxfp4ExpertsMethod(GptOssMxfp4MoEMethod):
         router_logits: torch.Tensor,
         input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.opset_experts(x, router_logits)
+        return layer.opset_experts(x, router_logits)
 
 
 class OpsetMxfp4Config(GptOssMxfp4Config):
