@@ -23,13 +23,18 @@ KIB, GIB = 2**10, 2**30
 # Bytes of one token, from the published configurations.
 KV_BYTES = {
     "gemma-2-9b": 336,
+    "gpt-oss-20b": 48,
     "llama-3.1-8b": 128,
+    "llama-3.1-8b-awq": 128,
     "llama-3.2-1b": 32,
     "mistral-7b": 128,
     "qwen3-0.6b": 112,
     "qwen3-14b": 160,
     "qwen3-30b-a3b": 96,
+    "qwen3-30b-a3b-fp8": 96,
     "qwen3-8b": 144,
+    "qwen3-8b-fp8": 144,
+    "qwen3-8b-fp8-channel": 144,
     "tiny": 2,
 }
 
@@ -94,6 +99,13 @@ def test_all_requests_of_a_case_fit_into_the_cache(name):
     for case in shape.cases:
         tokens = shape.kv_cache_bytes([case]) // (KV_BYTES[name] * KIB)
         assert tokens >= max(sum(case.lengths_at_once()), shape.max_model_len)
+
+
+def test_a_shape_has_what_it_shares_with_its_base():
+    base, shape = shapes.load("qwen3-8b"), shapes.load("qwen3-8b-fp8")
+    scheme = shape.config["quantization_config"]
+    assert shape.config == base.config | {"quantization_config": scheme} and scheme["quant_method"] == "fp8"
+    assert shape.name == "Qwen3-8B in block fp8" and shape.cases == base.cases
 
 
 def test_cases_are_those_that_the_context_has_room_for():

@@ -60,6 +60,7 @@ def test_prompts_are_replayed_in_pieces(qwen, engine, monkeypatch):
     replay, breaks = Capture.replay, []
     monkeypatch.setattr(Capture, "replay", lambda self: breaks.append(self.num_eager_breaks) or replay(self))
     with engine(qwen[0]) as llm:
+        breaks.clear()  # vLLM's second runner replays a step when it starts
         generate(llm, models.prompts()[1:2], max_tokens=4)
     # Some releases use this class for the whole graphs of decode too.
     assert breaks[0] == qwen[1].config.num_hidden_layers and not any(breaks[1:])

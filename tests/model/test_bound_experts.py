@@ -8,17 +8,22 @@ import torch
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import MoERunner
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulatorRouter
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization import fp8
 
 from vllm_opset.model import bound_experts, experts
+from vllm_opset.model.fp8_linear import scaled_fp8_quant
+from vllm_opset.model.quantised_experts import OpsetQuantisedExperts
 
 pytestmark = [pytest.mark.window, pytest.mark.usefixtures("alone")]
 
 # Releases after 0.27 call it a factory.
 FusedMoE = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, WIDTH = 8, 3, 32, 16
+BLOCK = 128
 
 
 @pytest.fixture
@@ -41,10 +46,11 @@ def layer(monkeypatch) -> Callable[..., MoERunner]:
     return layer
 
 
-def by_hand(layer: MoERunner, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def by_hand(
+    w13: torch.Tensor, w2: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
     """The experts' results, one token and expert after the other, in fp64."""
-    found = torch.zeros_like(x, dtype=torch.float64)
-    w13, w2 = layer.routed_experts.w13_weight.double(), layer.routed_experts.w2_weight.double()
+    found, w13, w2 = torch.zeros_like(x, dtype=torch.float64), w13.double(), w2.double()
     for token in range(len(x)):
         for weight, expert in zip(weights[token], ids[token], strict=True):
             gate, up = (w13[expert] @ x[token].double()).chunk(2)
@@ -66,7 +72,9 @@ def test_bound_experts_compute_what_the_formula_says(num_tokens, renormalize, la
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     assert shared is None
-    torch.testing.assert_close(found.double(), by_hand(made, x, weights, ids), rtol=1e-5, atol=1e-6)
+    layer = made.routed_experts
+    expected = by_hand(layer.w13_weight, layer.w2_weight, x, weights, ids)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_that_vllm_loads_again_are_used(layer):
@@ -86,6 +94,59 @@ def test_the_warm_up_reaches_bound_experts(layer, monkeypatch):
     monkeypatch.setattr(experts.Experts, "__call__", lambda self, x, logits: sizes.append(len(x)))
     experts.multiply(model, 10)
     assert sizes == [1, 2, 4, 8, 10]
+
+
+@pytest.fixture
+def fp8_layer(monkeypatch) -> Callable[..., MoERunner]:
+    """`fp8_layer(block)`: experts with fp8 weights by vLLM's method, as on a GPU where its Triton kernels compute them.
+
+    block: the sizes of the blocks that share a scale, or None for a scale per expert.
+    """
+    monkeypatch.setattr(fp8, "select_fp8_moe_backend", lambda *_, **__: (Fp8MoeBackend.TRITON, OpsetQuantisedExperts))
+    monkeypatch.setattr("vllm._custom_ops.scaled_fp8_quant", scaled_fp8_quant)
+    numbers = iter(range(100))
+
+    def layer(block: list[int] | None) -> MoERunner:
+        config = fp8.Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=block)
+        sizes = {"num_experts": 4, "top_k": 2, "hidden_size": BLOCK, "intermediate_size": BLOCK}
+        made = FusedMoE(**sizes, prefix=f"fp8.{next(numbers)}", params_dtype=torch.bfloat16, quant_config=config)
+        for name, parameter in made.routed_experts.named_parameters():
+            random = torch.randn(parameter.shape)
+            parameter.data.copy_((random.abs() if "scale" in name else random).to(parameter.dtype))
+        method = made.routed_experts.quant_method
+        method.process_weights_after_loading(made.routed_experts)
+        method.moe_kernel = None  # vLLM's own, which needs a GPU
+        return made
+
+    return layer
+
+
+def dequantised(layer: torch.nn.Module, weight: str) -> torch.Tensor:
+    """A weight of experts, with a scale for each expert or for each block of one."""
+    stored = getattr(layer, f"{weight}_weight").float()
+    if hasattr(layer, f"{weight}_weight_scale_inv"):
+        scale = getattr(layer, f"{weight}_weight_scale_inv").repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+        return stored * scale
+    return stored * getattr(layer, f"{weight}_weight_scale").view(-1, 1, 1)
+
+
+@pytest.mark.parametrize("block", [[BLOCK, BLOCK], None], ids=["blocks", "per tensor"])
+def test_bound_experts_with_fp8_weights_compute_what_the_formula_says(block, fp8_layer):
+    made = fp8_layer(block)
+    layer, logits, x = made.routed_experts, torch.randn(5, 4), torch.randn(5, BLOCK).bfloat16()
+    w13, w2 = dequantised(layer, "w13"), dequantised(layer, "w2")
+    assert not bound_experts.bind(torch.nn.ModuleList([made]))
+    assert type(made._quant_method) is fp8.Fp8MoEMethod and made.is_monolithic
+    weights, ids = logits.double().softmax(-1).topk(2)
+    expected = by_hand(w13, w2, x, weights / weights.sum(-1, keepdim=True), ids)
+    found = made._quant_method.apply_monolithic(layer, x, logits)
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+
+
+def test_experts_with_fp8_weights_for_another_kernel_keep_vllms(fp8_layer):
+    made = fp8_layer(None)
+    made._quant_method.fp8_backend = Fp8MoeBackend.DEEPGEMM
+    assert list(bound_experts.bind(torch.nn.ModuleList([made]))) == ["weights that are stored for DEEPGEMM"]
 
 
 def _of_another_method(made: MoERunner) -> None:

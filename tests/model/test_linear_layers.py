@@ -184,16 +184,16 @@ def seeing(run, seen_by: list, what: str | None = None):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_warm_up_multiplies_one_row_by_each_kind(compiled, reference, monkeypatch):
+def test_a_warm_up_multiplies_few_rows_by_each_kind(compiled, reference, monkeypatch):
     model, rows = layers(), []
     model["again"] = ReplicatedLinear(48, 64)
     for name in ("replicated", "head"):
         choice = linear.choice(model[name].weight)
         monkeypatch.setattr(choice, "run", seeing(choice.run, rows))
     linear.bind(model, compiled)
-    linear.multiply_one_row(model)
-    # One call each for [64, 48] with a bias, [64, 48] without, and the head's [128, 48].
-    assert rows == [1, 1, 1]
+    linear.multiply(model, 6)
+    # For [64, 48] with a bias, [64, 48] without, and the head's [128, 48].
+    assert rows == 3 * [1, 2, 4, 6]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -216,7 +216,7 @@ def test_a_kernel_may_prepare_weights_on_every_device(compiled, monkeypatch):
     for name, layer in model.items():
         assert torch.equal(layer.quant_method.apply(layer, x, None), before[name])
         assert bool(layer.weight.numel()) == (name in ("head", "embedding"))
-    linear.multiply_one_row(model)
+    linear.multiply(model, 1)
     layer = model["row"]
     layer.weight.data = torch.eye(64, 48)
     packed_linear.refresh(model)
@@ -230,4 +230,4 @@ def test_convolutions_keep_their_method(compiled, reference):
     model["row"].weight.data = model["row"].weight.data.unsqueeze(1)
     linear.bind(model, compiled)
     assert type(model["row"].quant_method) is UnquantizedLinearMethod
-    linear.multiply_one_row(model)
+    linear.multiply(model, 1)

@@ -50,10 +50,19 @@ def load(name: str) -> Shape:
     """The shape of that name, in upper or lower case. Raises ValueError, which suggests the nearest name."""
     if name.lower() not in names():
         raise ValueError(f"unknown: {name!r}; {nearest(name.lower(), names())}")
-    shape = yaml.safe_load((FOLDER / "models" / f"{name.lower()}.yaml").read_text())
+    shape = _read(name.lower())
     longest = shape["config"]["max_position_embeddings"]
     fitting = (case for case in cases.load(shape["cases"]) if case.length <= longest)
     return Shape(shape["name"], shape["config"], tuple(fitting))
+
+
+def _read(name: str) -> dict:
+    """A file of `models`. Where it names a base, it has only what differs from that file."""
+    shape = yaml.safe_load((FOLDER / "models" / f"{name}.yaml").read_text())
+    if "base" not in shape:
+        return shape
+    base = _read(shape["base"])
+    return base | shape | {"config": base["config"] | shape["config"]}
 
 
 def _blocks(tokens: int) -> int:

@@ -9,15 +9,22 @@ from collections import Counter
 
 import torch
 from vllm.model_executor.layers.fused_moe import MoERunner
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, make_fp8_moe_kernel
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_fp8,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
 from vllm_opset.model.experts import ExpertsMethod, why_not
+from vllm_opset.model.quantised_experts import OpsetQuantisedExperts
 
+FP8_METHODS = (Fp8MoEMethod, compressed_tensors_moe_w8a8_fp8.CompressedTensorsW8A8Fp8MoEMethod)
 # The routers that choose by the scores alone, as ops.route does.
 ROUTERS = (CustomRoutingRouter, FusedTopKBiasRouter, FusedTopKRouter, GroupedTopKRouter)
 # What FusedTopKBiasRouter chooses by beside the scores. Releases differ in what it has.
@@ -35,7 +42,7 @@ class BoundExpertsMethod(ExpertsMethod):
 
 
 def bind(model: torch.nn.Module) -> Counter[str]:
-    """Replace the methods of a model that was just loaded, under vLLM's current config.
+    """Let opset compute the experts of a model that was just loaded, under vLLM's current config.
 
     Returns the number of layers that keep vLLM's method, by the reason.
     """
@@ -44,9 +51,24 @@ def bind(model: torch.nn.Module) -> Counter[str]:
         if isinstance(runner, MoERunner):
             if reason := why_vllms(runner):
                 kept[reason] += 1
+            elif isinstance(runner.routed_experts.quant_method, FP8_METHODS):
+                _replace_kernel(runner.routed_experts)
             else:
                 runner._replace_quant_method(BoundExpertsMethod(runner.routed_experts))
     return kept
+
+
+def _replace_kernel(layer: torch.nn.Module) -> None:
+    """Give experts with fp8 weights opset's kernel. vLLM's method makes the same one if weights are loaded again."""
+    method = layer.quant_method
+    method.experts_cls = OpsetQuantisedExperts
+    method.moe_kernel = make_fp8_moe_kernel(
+        moe_quant_config=method.moe_quant_config,
+        moe_config=method.moe,
+        experts_cls=OpsetQuantisedExperts,
+        fp8_backend=method.fp8_backend,
+    )
+    method.moe_kernel.fused_experts.bind(layer)
 
 
 def why_vllms(runner: MoERunner) -> str | None:
@@ -54,11 +76,15 @@ def why_vllms(runner: MoERunner) -> str | None:
     layer, method = runner.routed_experts, runner.routed_experts.quant_method
     if type(runner) is not MoERunner:
         return f"the model's own {type(runner).__name__}"
-    if type(method) is not UnquantizedFusedMoEMethod:
+    if type(method) is UnquantizedFusedMoEMethod:
+        backend, triton = method.unquantized_backend, UnquantizedMoeBackend.TRITON
+    elif isinstance(method, FP8_METHODS):
+        backend, triton = method.fp8_backend, Fp8MoeBackend.TRITON
+    else:
         return f"the weights of {type(method).__name__}"
     # Other kernels of vLLM store the weights in another order.
-    if method.unquantized_backend is not UnquantizedMoeBackend.TRITON:
-        return f"weights that are stored for {method.unquantized_backend.value}"
+    if backend is not triton:
+        return f"weights that are stored for {backend.value}"
     if type(runner.router) not in ROUTERS or any(
         getattr(runner.router, name, None) is not None for name in BESIDE_SCORES
     ):

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from vllm_opset import operators
 from vllm_opset.model.packed_linear import PackedEmbeddingMethod, PackedLinearMethod, choice, replace, run_of
+from vllm_opset.variants import powers_up_to
 
 
 class LinearMethod(UnquantizedLinearMethod):
@@ -66,8 +67,8 @@ def _prepares(layer: torch.nn.Module) -> bool:
     return bool(choice(layer.weight).kernel.prepare)
 
 
-def multiply_one_row(model: torch.nn.Module) -> None:
-    """Multiply one row by a weight of each kind, as a single request does, so that its kernels are compiled."""
+def multiply(model: torch.nn.Module, most_rows: int) -> None:
+    """Multiply 1, 2, 4 … and the most rows by a weight of each kind, so that the kernels of decode are compiled."""
     kinds = {}
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -76,5 +77,6 @@ def multiply_one_row(model: torch.nn.Module) -> None:
             weight = method.weight_of(layer)
             kinds[weight.dtype, weight.shape, getattr(layer, "bias", None) is None] = layer, weight
     for layer, weight in kinds.values():
-        x = torch.zeros(1, weight.shape[1], dtype=layer.weight.dtype, device=weight.device)
-        layer.quant_method.apply(layer, x, getattr(layer, "bias", None))
+        for num_rows in powers_up_to(most_rows):
+            x = torch.zeros(num_rows, weight.shape[1], dtype=layer.weight.dtype, device=weight.device)
+            layer.quant_method.apply(layer, x, getattr(layer, "bias", None))

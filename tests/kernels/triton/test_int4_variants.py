@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_opset import targets
-from vllm_opset.kernels.triton import _packed_linear, _packed_linear_sm80, linear
+from vllm_opset.kernels.triton import _load_sm90, _packed_linear, _packed_linear_sm80, linear
 from vllm_opset.targets import Target
 
 
@@ -12,8 +12,11 @@ from vllm_opset.targets import Target
     ("variant", "num_tokens", "columns", "groups", "how"),
     [
         ("ring", 1, 256, 2, {}),
-        ("ring", 128, 256, 1, {}),
-        ("dequantised", 129, 256, 2, {}),
+        ("ring", 8, 256, 1, {}),
+        ("packed_sm90", 9, 256, 1, {}),
+        ("packed_sm90", 256, 256, 2, {}),
+        ("dequantised", 257, 256, 2, {}),
+        ("ring", 128, 256, 1, {"target": Target("nvidia", "sm80")}),
         ("packed", 1, 256, 4, {}),  # two scales in a tile
         ("packed", 1, 160, 1, {}),  # no whole tiles
         ("packed", 1, 256, 2, {"dtype": torch.float32}),
@@ -23,7 +26,7 @@ from vllm_opset.targets import Target
     ],
 )
 def test_the_variant_of_int4(variant, num_tokens, columns, groups, how, monkeypatch):
-    for module in (_packed_linear, _packed_linear_sm80):
+    for module in (_load_sm90, _packed_linear, _packed_linear_sm80):
         monkeypatch.setattr(module, "INTERPRETED", False)
     dtype, stride, first = how.get("dtype", torch.bfloat16), how.get("stride", columns), how.get("first", 0)
     x = torch.zeros(num_tokens * stride + 16, dtype=dtype)[first:].as_strided((num_tokens, columns), (stride, 1), first)
@@ -31,3 +34,24 @@ def test_the_variant_of_int4(variant, num_tokens, columns, groups, how, monkeypa
     with targets.instead(how.get("target", Target("nvidia", "sm90"))):
         call = linear.describe(x, weight, None, scale)
     assert linear.VARIANTS.pick(call) == variant
+
+
+@pytest.mark.parametrize(
+    ("able", "columns", "groups", "how"),
+    [
+        (True, 256, 2, {}),
+        (True, 160, 1, {}),  # the last stage ends beyond the columns
+        (False, 256, 4, {}),  # two scales in a stage
+        (False, 256, 2, {"dtype": torch.float32}),
+        (False, 256, 2, {"stride": 260}),  # rows that the copy engine does not take
+        (False, 256, 2, {"target": Target("nvidia", "sm80")}),
+    ],
+)
+def test_what_the_kernel_for_hopper_can_multiply(able, columns, groups, how, monkeypatch):
+    for module in (_load_sm90, _packed_linear, _packed_linear_sm80):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    x = torch.zeros(2, how.get("stride", columns), dtype=how.get("dtype", torch.bfloat16))[:, :columns]
+    weight, scale = torch.zeros(48, columns // 2, dtype=torch.uint8), torch.ones(48, groups)
+    with targets.instead(how.get("target", Target("nvidia", "sm90"))):
+        call = linear.describe(x, weight, None, scale)
+    assert ("packed_sm90" in linear.VARIANTS.able(call)) == able

@@ -1,4 +1,4 @@
-"""Products of many tokens on a Hopper GPU, which has its own kernels for fp8 and MXFP4 weights: all of their tiles.
+"""Products of many tokens on a Hopper GPU, which has its own kernels for fp8, MXFP4 and int4 weights: all tiles.
 
 Which calls they take is tested without a GPU.
 """
@@ -24,6 +24,12 @@ TILES = [
 MXFP4_TILES = [
     {"rows": rows, "group": 8, "stages": 4, "ordered": ordered}
     for rows, ordered in itertools.product((64, 128), (0, 1))
+]
+INT4_TILES = [
+    {"tokens": 16, "warpgroups": 4, "parts": 1, "stages": 8, "programs": 132, "registers": 104},
+    {"tokens": 64, "warpgroups": 4, "parts": 1, "stages": 6, "programs": 132, "registers": 104},
+    {"tokens": 64, "warpgroups": 2, "parts": 1, "stages": 6, "programs": 100, "registers": 232},
+    {"tokens": 128, "warpgroups": 2, "parts": 2, "stages": 4, "programs": 132, "registers": 232},
 ]
 # Tensor cores keep 14 bits of the sums of fp8. By blocks, they do so for 128 columns.
 NEAR = {"rtol": 2**-6, "atol": 2**-5}
@@ -87,6 +93,26 @@ def test_experts_by_every_tile(scheme, block_size):
         assert not got[200:240].any()
 
 
+@on_hopper
+@pytest.mark.parametrize("tile", INT4_TILES, ids=lambda tile: "-".join(map(str, tile.values())))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_int4_by_every_tile(zero_points, dtype, tile):
+    """Rows, outputs and columns end within tiles, and programs begin and end within tiles too."""
+    rng = torch.Generator("cuda").manual_seed(3)
+    for tokens, outputs, columns, groups in ((1, 40, 160, 1), (70, 328, 512, 4), (150, 4096, 4096, 32)):
+        x = torch.randn(tokens, columns, generator=rng, device="cuda").to(dtype)
+        weight = torch.randint(256, (outputs, columns // 2), generator=rng, device="cuda", dtype=torch.uint8)
+        scale = (torch.randn(outputs, groups, generator=rng, device="cuda") * columns**-0.5 / 4).to(dtype)
+        zero_point = torch.randint(16, scale.shape, generator=rng, device="cuda", dtype=torch.uint8)
+        bias = torch.randn(outputs, generator=rng, device="cuda").to(dtype)
+        arguments = (x, weight, bias, scale, None, dtype, zero_point if zero_points else None)
+        with _launch.trial("linear_packed_sm90", tile):
+            for _ in range(2):  # the counters are zero again
+                got = kernels_of("linear")["triton"].run(*arguments, variant="packed_sm90")
+                torch.testing.assert_close(got, ops.linear(*arguments), **NEAR)
+
+
 def _picked_for_linear(tokens, groups=(BLOCK, TOKEN_BLOCK), columns=256, dtype=FP8, out_dtype=torch.bfloat16) -> str:
     group, x_group = groups
     x, weight = torch.zeros(tokens, columns).to(dtype), torch.zeros(384, columns).to(dtype)
@@ -97,7 +123,8 @@ def _picked_for_linear(tokens, groups=(BLOCK, TOKEN_BLOCK), columns=256, dtype=F
 def test_linear_takes_the_kernel_for_many_tokens_of_fp8():
     rows = (PER_ROW, PER_ROW)
     assert _picked_for_linear(4096) == _picked_for_linear(300, rows) == "scaled_sm90"
-    assert _picked_for_linear(16) == _picked_for_linear(256, rows) == "scaled"
+    assert _picked_for_linear(1) == _picked_for_linear(64) == _picked_for_linear(64, rows) == "decode_sm90"
+    assert _picked_for_linear(65) == _picked_for_linear(256, rows) == "scaled"
     assert _picked_for_linear(300, (GroupShape(32, 32), GroupShape(1, 32))) == "scaled", "smaller blocks"
     assert _picked_for_linear(300, rows, columns=200) == "scaled", "rows that the copy engine does not take"
     assert _picked_for_linear(300, rows, dtype=INT8) == _picked_for_linear(300, out_dtype=torch.float32) == "scaled"

@@ -234,7 +234,7 @@ def test_steps_are_precompiled_where_any_values_will_do(knows, monkeypatch):
     monkeypatch.setattr(warm_up, "precompile", precompile)
     monkeypatch.setattr(warm_up, "_attention", lambda worker: called.append(("attention", bool(within))))
     monkeypatch.setattr(warm_up, "_step", lambda runner, num_tokens: called.append((num_tokens, bool(within))))
-    monkeypatch.setattr(warm_up.linear, "multiply_one_row", lambda model: called.append(("linear", bool(within))))
+    monkeypatch.setattr(warm_up.linear, "multiply", lambda model, most_rows: called.append(("linear", bool(within))))
     served = worker(Attention.__new__(Attention) if knows == "attention alone" else torch.nn.Module(), 5000, 8, 4096)
     runner = served.model_runner
     runner.get_model, runner.lora_config, runner.maybe_remove_all_loras = (lambda: None), None, lambda config: None

@@ -38,14 +38,14 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr, GATHERED: gl.constexpr):
-    """Two barriers for each stage of a ring: it is full, and both multiplying warpgroups are done with it."""
+def barriers(STAGES: gl.constexpr, GATHERED: gl.constexpr, WARPGROUPS: gl.constexpr = 2):
+    """Two barriers for each stage of a ring: it is full, and all multiplying warpgroups are done with it."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         # The copy engine arrives, and each thread of four gathering warps when its copies have.
         mbarrier.init(full.index(stage), count=129 if GATHERED else 1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=WARPGROUPS)
     return full, empty
 
 

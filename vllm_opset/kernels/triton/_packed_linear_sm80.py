@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from vllm_opset.kernels.triton import INTERPRETED, _launch
+from vllm_opset.kernels.triton._counters import barrier, zeros
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._packed_linear import (
     HALF,
@@ -32,11 +33,6 @@ COPY_BYTES = 16  # of an asynchronous copy: they divide its address
 # Triton compiles anew for strides that this divides, and then knows that rows are aligned.
 SPECIALISED = 16
 FEWEST_TOKENS = 8  # that tensor cores take as the columns of a product
-COUNTERS = 1 << 14  # more than a launch with several splits has tiles
-# Gluon's barrier of all threads of a program. Triton 3.6 has it under another name.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
@@ -64,7 +60,7 @@ def ring_linear(
     out, partials, counters = x.new_empty((*x.shape[:-1], outputs)), None, None
     if splits > 1:
         partials = x.new_empty((splits, len(rows), outputs), dtype=torch.float32)
-        counters = _zeros(x.device, grid[0] * grid[1])
+        counters = zeros(x.device, grid[0] * grid[1])
     _multiply_ring[(*grid, splits)](
         rows, weight, weight_scale, weight_zero_point, bias, out, partials, counters, len(rows), outputs, columns,
         split_tiles, rows.stride(0), weight.stride(0), *weight_scale.stride(),
@@ -72,20 +68,6 @@ def ring_linear(
         num_warps=values["warps"], **_launch.launch_options(x.device),
     )  # fmt: skip
     return out
-
-
-def _zeros(device: torch.device, number: int) -> torch.Tensor:
-    """Counters that each launch leaves at zero, for the launches of a stream, which run one after the other.
-
-    Those that are made while a CUDA graph is captured belong to the graph, which sets them to zero.
-    """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    found = _counters.get((device, stream))
-    if found is None or len(found) < number:
-        found = torch.zeros(max(number, COUNTERS), dtype=torch.int32, device=device)
-        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            _counters[device, stream] = found
-    return found
 
 
 @gluon.constexpr_function

@@ -244,7 +244,7 @@ def can(call: Operands) -> bool:
         return False
     stored = call.x.dtype is FP8 and call.weight.dtype is FP8 and call.out_dtype.itemsize == OUT_BYTES
     aligned = all(map(is_aligned, (call.x, call.weight))) and call.x.ndim == 2 and len(call.x)
-    return bool(stored and aligned) and (_by_blocks(call) or _by_rows(call))
+    return bool(stored and aligned) and (by_blocks(call) or by_rows(call))
 
 
 def scaled_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
@@ -267,7 +267,7 @@ def _multiply_scaled(
     (outputs, columns), device = call.weight.shape[-2:], call.x.device
     rows = values["rows"]
     parts = max(1, values["outputs"] * rows // (WIDTH.value * 2 * HALF.value))
-    x, w_strides, tiles, num_tiles = call.x, _strides(call.weight_scale), 1, _launch.cdiv(len(out), rows)
+    x, w_strides, tiles, num_tiles = call.x, strides(call.weight_scale), 1, _launch.cdiv(len(out), rows)
     box = NVMMASharedLayout(128, 8, rank=2)
     if order is None:
         x, w_strides = TensorDescriptor.from_tensor(call.x, [rows, WIDTH.value], box), (0, *w_strides)
@@ -279,15 +279,15 @@ def _multiply_scaled(
     num_programs = min(num_tiles * _launch.cdiv(outputs, tile_outputs), _launch.multiprocessors(device))
     sorted_token_ids, expert_ids, top_k = order or (None, None, 1)
     scaled_gemm_sm90[(num_programs,)](
-        x, call.x.stride(0), weight, bias, out, call.weight_scale, *w_strides, call.x_scale, *_strides(call.x_scale),
+        x, call.x.stride(0), weight, bias, out, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
         sorted_token_ids, expert_ids, len(out), num_tiles, top_k,
-        OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=_by_blocks(call), BLOCK_SIZE=order.block_size if order else None,
+        OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=by_blocks(call), BLOCK_SIZE=order.block_size if order else None,
         TILES=tiles, ROWS=rows, PARTS=parts, GROUP=values["group"], STAGES=values["stages"],
         ORDERED=bool(values["ordered"]), num_warps=4, **_launch.launch_options(device),
     )  # fmt: skip
 
 
-def _strides(scale: torch.Tensor) -> tuple[int, ...]:
+def strides(scale: torch.Tensor) -> tuple[int, ...]:
     """From scale to scale: 0 where there is one scale."""
     return tuple(0 if size == 1 else stride for size, stride in zip(scale.shape, scale.stride(), strict=True))
 
@@ -299,10 +299,12 @@ def _groups(call: Operands) -> tuple[GroupShape, GroupShape]:
     return group_of(call.x.shape, call.x_scale), group_of(weight.shape, scale)
 
 
-def _by_blocks(call: Operands) -> bool:
-    return _groups(call) == (TOKEN_BLOCKS, BLOCKS)
+def by_blocks(call: Operands) -> bool:
+    of_x, of_weight = _groups(call)
+    # The scales of one token are those of whole columns as well.
+    return of_x in (TOKEN_BLOCKS, GroupShape(WHOLE, TOKEN_BLOCKS.columns)) and of_weight == BLOCKS
 
 
-def _by_rows(call: Operands) -> bool:
+def by_rows(call: Operands) -> bool:
     of_x, of_weight = _groups(call)
     return of_x.columns == of_weight.columns == WHOLE and {of_x.rows, of_weight.rows} <= {1, WHOLE}

@@ -1,13 +1,14 @@
-"""linear for one row, the decode step of a single request, and for quantised weights. PyTorch does the rest.
+"""linear for one row and a few, as in decode steps, and for quantised weights. PyTorch does the rest.
 
-int4 weights have three variants. `ring` multiplies by few tokens on NVIDIA GPUs (`_packed_linear_sm80`). `packed` does
-so on every GPU and for all groups, and `dequantised` multiplies by many tokens (`_packed_linear`).
+int4 weights have four variants. `ring` multiplies by few tokens on NVIDIA GPUs (`_packed_linear_sm80`), and
+`packed_sm90` by some more on Hopper GPUs (`_packed_gemm_sm90`). `packed` multiplies by few tokens on every GPU and for
+all groups, and `dequantised` by many (`_packed_linear`).
 
-fp8 weights have two variants. `scaled_sm90` multiplies by many tokens on Hopper GPUs (`_scaled_gemm_sm90`). `scaled`
-does all else, and serves int8 weights as well (`_scaled_linear`).
+fp8 weights have three variants. On Hopper GPUs, `decode_sm90` multiplies by few tokens (`_decode_sm90`), and
+`scaled_sm90` by many (`_scaled_gemm_sm90`). `scaled` does all else, and serves int8 weights as well (`_scaled_linear`).
 
-Other weights have two variants. `one_row` sums products in registers, as fast as the weight can be read. `torch` calls
-PyTorch (cuBLAS), which uses the tensor cores.
+Other weights have three variants. `one_row` sums products in registers, as fast as the weight can be read.
+`decode_sm90` multiplies by few tokens on Hopper GPUs. `torch` calls PyTorch (cuBLAS), which uses the tensor cores.
 """
 
 from typing import NamedTuple
@@ -19,7 +20,9 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import (
+    _decode_sm90,
     _launch,
+    _packed_gemm_sm90,
     _packed_linear,
     _packed_linear_sm80,
     _scaled_gemm_sm90,
@@ -36,31 +39,42 @@ from vllm_opset.variants import Variant, Variants
 
 class Call(NamedTuple):
     """scaled: whether the weight is quantised in 8 bits. packed: whether it is in 4. hopper: whether `scaled_sm90` can
-    multiply them.
+    multiply them. decode: whether `decode_sm90` can, and decode_suits: whether it is the fastest.
 
     few: whether x has few rows. `ring` and `packed` then suit a packed weight, and `scaled` a scaled one.
     ring: whether `ring` can multiply a packed weight.
+    packed_hopper: whether `packed_sm90` can, and packed_suits: whether it is the fastest.
     one_row: whether x has one row, and the weight's rows are contiguous.
     """
 
     scaled: bool
     packed: bool
     hopper: bool
+    decode: bool
+    decode_suits: bool
     few: bool
     ring: bool
+    packed_hopper: bool
+    packed_suits: bool
     one_row: bool
 
 
 def describe(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, weight_zero_point=None) -> Call:
     packed, rows = weight.dtype is PACKED, num_rows(x)
     scaled = weight_scale is not None and not packed
-    hopper = scaled and _scaled_gemm_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
+    operands = Operands(x, weight, weight_scale, x_scale, out_dtype)
+    hopper = scaled and _scaled_gemm_sm90.can(operands)
+    decode = not packed and _decode_sm90.can(operands)
     if packed:
         few = rows <= _packed_linear.most_packed_tokens(x.device)
     else:
         few = hopper and rows <= _scaled_linear.most_tokens_beside_sm90(x.device)
     ring = packed and _packed_linear_sm80.fits(x, weight, weight_scale)
-    return Call(scaled, packed, hopper, few, ring, rows == 1 and weight.stride(1) == 1)
+    decode_suits = decode and _decode_sm90.suits(operands)
+    packed_hopper = packed and _packed_gemm_sm90.fits(x, weight, weight_scale)
+    packed_suits = packed_hopper and _packed_gemm_sm90.suits(x)
+    one_row = rows == 1 and weight.stride(1) == 1
+    return Call(scaled, packed, hopper, decode, decode_suits, few, ring, packed_hopper, packed_suits, one_row)
 
 
 def supports(problem: LinearProblem) -> str | None:
@@ -72,12 +86,14 @@ def supports(problem: LinearProblem) -> str | None:
 
 VARIANTS = Variants(
     describe,
+    Variant("packed_sm90", can=lambda call: call.packed_hopper, suits=lambda call: call.packed_suits),
     Variant("ring", can=lambda call: call.ring, suits=lambda call: call.few),
     Variant("packed", can=lambda call: call.packed, suits=lambda call: call.few),
     Variant("dequantised", can=lambda call: call.packed),
+    Variant("one_row", can=lambda call: call.one_row and not (call.scaled or call.packed)),
+    Variant("decode_sm90", can=lambda call: call.decode, suits=lambda call: call.decode_suits),
     Variant("scaled_sm90", can=lambda call: call.hopper, suits=lambda call: not call.few),
     Variant("scaled", can=lambda call: call.scaled),
-    Variant("one_row", can=lambda call: call.one_row and not (call.scaled or call.packed)),
     Variant("torch"),
 )
 
@@ -99,8 +115,12 @@ def linear(
         return _packed_linear_sm80.ring_linear(x, weight, bias, weight_scale, weight_zero_point)
     if picked == "packed":
         return _packed_linear.packed_linear(x, weight, bias, weight_scale, weight_zero_point)
+    if picked == "packed_sm90":
+        return _packed_gemm_sm90.packed_gemm(x, weight, bias, weight_scale, weight_zero_point)
     if picked == "dequantised":
         return _packed_linear.dequantised_linear(x, weight, bias, weight_scale, weight_zero_point)
+    if picked == "decode_sm90":
+        return _decode_sm90.decode_linear(Operands(x, weight, weight_scale, x_scale, out_dtype), bias)
     if picked == "scaled_sm90":
         return _scaled_gemm_sm90.scaled_linear(Operands(x, weight, weight_scale, x_scale, out_dtype), bias)
     if picked == "scaled":

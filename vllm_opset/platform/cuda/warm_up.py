@@ -44,7 +44,7 @@ def model(worker: Worker) -> None:
     most_tokens = worker.scheduler_config.max_num_batched_tokens
     with precompile():
         _attention(worker)
-        linear.multiply_one_row(runner.get_model())
+        linear.multiply(runner.get_model(), worker.scheduler_config.max_num_seqs)
         if worker.model_config.is_moe:
             _experts(runner, most_tokens)
         if takes_any_values(runner):

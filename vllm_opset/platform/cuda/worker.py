@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -52,6 +53,8 @@ class OpsetCudaWorker(Starting, OpsetWorker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.check_choices()
+        # vLLM's first runner forbids to capture once it has captured, and the second one does not allow it again.
+        set_cudagraph_capturing_enabled(True)
         with compat.own_warm_up(warm_up.kernels), device.named_out_of_memory():
             times = super().compile_or_warm_up_model()
         assume_unchanged()

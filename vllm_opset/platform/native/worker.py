@@ -47,6 +47,13 @@ class OpsetNativeWorker(Starting, PackingWorker):
             else:
                 self.parts.remove("sampler")
 
+    def reload_weights(self, *args, **kwargs) -> None:
+        super().reload_weights(*args, **kwargs)
+        if "moe" in self.parts:
+            from vllm_opset.model import quantised_experts
+
+            quantised_experts.bind(self.model_runner.get_model())
+
     def _bind_experts(self, model: torch.nn.Module) -> None:
         # Imported late: vLLM's module of experts imports thousands of others.
         from vllm_opset.model import bound_experts

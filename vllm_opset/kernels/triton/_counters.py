@@ -1,0 +1,24 @@
+"""Counters by which the last of several programs that share a result knows that it is the last."""
+
+import torch
+from triton.experimental.gluon import language as gl
+
+COUNTERS = 1 << 14  # more than a launch with several programs a result has results
+# Gluon's barrier of all threads of a program. Triton 3.6 has it under another name.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def zeros(device: torch.device, number: int) -> torch.Tensor:
+    """Counters that each launch leaves at zero, for the launches of a stream, which run one after the other.
+
+    Those that are made while a CUDA graph is captured belong to the graph, which sets them to zero.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    found = _counters.get((device, stream))
+    if found is None or len(found) < number:
+        found = torch.zeros(max(number, COUNTERS), dtype=torch.int32, device=device)
+        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            _counters[device, stream] = found
+    return found

@@ -1,0 +1,386 @@
+"""linear with int4 weights for some tokens, on Hopper GPUs: dequantised in registers, multiplied by wgmma.
+
+Outputs are the rows of the products, since wgmma takes those from registers: nothing of the dequantised weight is
+stored. One warp brings stages of 128 columns of the weight and of x into a ring in shared memory by TMA. A warpgroup
+dequantises 64 columns while the products of the 64 before run.
+
+All tiles' stages make one row, of which each program takes an equal part. So a program begins and ends within tiles.
+Those that share a tile store their sums, and the last one adds them, always in the same order.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vllm_opset.kernels.triton import _launch
+from vllm_opset.kernels.triton._counters import barrier, zeros
+from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton._load_sm90 import LOADING_REGISTERS, available, barriers, is_aligned
+from vllm_opset.kernels.triton._packed_linear import (
+    HALF,
+    MAGIC_BF16,
+    MAGIC_FP16,
+    NO_ZERO_POINT,
+    scale_columns,
+)
+from vllm_opset.kernels.triton._rows import num_rows
+from vllm_opset.ops.schemes import values_shape
+
+WIDTH = gl.constexpr(128)  # A stage has so many columns, of one scale.
+CHUNK = gl.constexpr(64)  # So many columns are dequantised at a time. They are a line of x.
+ROWS = gl.constexpr(64)  # of a product: the instruction's
+FEWEST_TOKENS = 16
+
+# A thread has those pairs of bytes whose values it multiplies.
+BYTES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0], [0, 4], [0, 8]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [ROWS.value, CHUNK.value // 4],
+    )
+)  # fmt: skip
+
+# Makes two bytes a pair of low values and one of high ones, less their zero points and times their scales. It is as
+# `PAIRS` of `_packed_linear`, and its product is rounded once.
+SCALED = """{{
+.reg .b32 low, high, one;
+mov.b32 one, {one};
+prmt.b32 low, $4, 0, 0x4140;
+shr.u32 high, low, 4;
+lop3.b32 low, low, 0x000F000F, {magic}, 0xEA;
+lop3.b32 high, high, 0x000F000F, {magic}, 0xEA;
+fma.rn.{type} low, low, one, $5;
+fma.rn.{type} high, high, one, $5;
+mul.rn.{type} low, low, $6;
+mul.rn.{type} high, high, $6;
+mov.b32 {{$0, $1}}, low;
+mov.b32 {{$2, $3}}, high;
+}}"""
+REGISTERS = gl.constexpr("=h,=h,=h,=h,r,r,r")
+SCALED_BF16 = gl.constexpr(SCALED.format(magic="0x43004300", one="0x3F803F80", type="bf16x2"))
+SCALED_FP16 = gl.constexpr(SCALED.format(magic="0x64006400", one="0x3C003C00", type="f16x2"))
+
+
+@gluon.jit
+def _both_halves(value):
+    """32 bits of which each half has the value, in 16 bits."""
+    return value.to(gl.uint16, bitcast=True).to(gl.uint32) * 0x10001
+
+
+@gluon.jit
+def dequantised(w, zero, scale, FACTOR: gl.constexpr):
+    """The values of pairs of bytes [ROWS, CHUNK / 4], less their zero points and times their scales, rounded once."""
+    dtype: gl.constexpr = scale.dtype
+    w = w.to(gl.uint16, bitcast=True).to(gl.uint32)
+    if dtype == gl.bfloat16:
+        low, low_next, high, high_next = gl.inline_asm_elementwise(
+            SCALED_BF16, REGISTERS, [w, _both_halves((-MAGIC_BF16 - zero).to(dtype)), _both_halves(scale)],
+            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), True, 1,
+        )  # fmt: skip
+    else:
+        low, low_next, high, high_next = gl.inline_asm_elementwise(
+            SCALED_FP16, REGISTERS, [w, _both_halves((-MAGIC_FP16 - zero).to(dtype)), _both_halves(scale)],
+            (gl.float16, gl.float16, gl.float16, gl.float16), True, 1,
+        )  # fmt: skip
+    both = gl.join(gl.join(low, low_next), gl.join(high, high_next))
+    both = both.reshape([ROWS, CHUNK // (2 * HALF), HALF // 2, 2, 2]).permute([0, 1, 4, 2, 3])
+    return gl.convert_layout(both.reshape([ROWS, CHUNK]), FACTOR, True)
+
+
+@gluon.jit
+def _part_of(num_stages):
+    """The first stage of a program, and the one after its last."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    return num_stages * program // programs, num_stages * (program + 1) // programs
+
+
+@gluon.jit
+def _program_of(stage, num_stages):
+    """The program that takes a stage."""
+    return ((stage + 1) * gl.num_programs(0) - 1) // num_stages
+
+
+@gluon.jit
+def _load(x, weight, ring, tiles):
+    """The loading warp."""
+    x_ring, w_ring, full, empty = ring
+    STAGES: gl.constexpr = w_ring.shape[0]
+    OUTPUTS: gl.constexpr = w_ring.shape[1]
+    TOKENS: gl.constexpr = x_ring.shape[1]
+    BYTES: gl.constexpr = OUTPUTS * WIDTH // 2 + TOKENS * WIDTH * 2
+    num_tiles, token_tiles, tile_stages = tiles
+    begin, end = _part_of(num_tiles * tile_stages)
+    for unit in range(begin, end):
+        tile, step, done = unit // tile_stages, unit % tile_stages, unit - begin
+        stage = done % STAGES
+        mbarrier.wait(empty.index(stage), done // STAGES & 1 ^ 1)
+        mbarrier.expect(full.index(stage), BYTES)
+        corner = [tile // token_tiles * OUTPUTS, step * (WIDTH // 4)]
+        tma.async_copy_global_to_shared(weight, corner, full.index(stage), w_ring.index(stage))
+        for line in gl.static_range(WIDTH // CHUNK):
+            corner = [tile % token_tiles * TOKENS, step * WIDTH + line * CHUNK]
+            place = x_ring.index(stage * (WIDTH // CHUNK) + line)
+            tma.async_copy_global_to_shared(x, corner, full.index(stage), place)
+
+
+@gluon.jit
+def _of_stage(pointers, zero_pointers, step, GROUP: gl.constexpr, column_stride, PARTS: gl.constexpr):
+    """The scales of a stage's weights for the outputs of each part, then their zero points if there are any."""
+    found = ()
+    for part in gl.static_range(PARTS):
+        found += (gl.load(pointers[part] + step * WIDTH // GROUP * column_stride),)
+    for part in gl.static_range(len(zero_pointers)):
+        found += (gl.load(zero_pointers[part] + step * WIDTH // GROUP * column_stride),)
+    return found
+
+
+@gluon.jit
+def _factor(
+    NUMBER: gl.constexpr, stage, w_ring, of_stage, INDEX: gl.constexpr, PARTS: gl.constexpr, FACTOR: gl.constexpr,
+    dtype: gl.constexpr,
+):  # fmt: skip
+    """The dequantised weights for product NUMBER of a stage. It has the parts' products by its first CHUNK columns,
+    then those by the next ones.
+    """
+    PART: gl.constexpr = NUMBER % PARTS
+    w = w_ring.index(stage).slice((INDEX * PARTS + PART) * ROWS, ROWS)
+    w = w.slice(NUMBER // PARTS * (CHUNK // 4), CHUNK // 4, 1).load(BYTES)
+    if len(of_stage) == PARTS:
+        zero = gl.full([ROWS], NO_ZERO_POINT, gl.float32, gl.SliceLayout(1, BYTES))
+    else:
+        zero = of_stage[PARTS + PART].to(gl.float32)
+    return dequantised(w, zero[:, None], of_stage[PART].to(dtype)[:, None], FACTOR)
+
+
+@gluon.jit
+def _multiply(INDEX: gl.constexpr, ring, staging, tiles, scales, results, GROUP: gl.constexpr):
+    """The products of one warpgroup: some times ROWS of the outputs of each tile."""
+    x_ring, w_ring, full, empty = ring
+    STAGES: gl.constexpr = w_ring.shape[0]
+    OUTPUTS: gl.constexpr = w_ring.shape[1]
+    TOKENS: gl.constexpr = x_ring.shape[1]
+    PARTS: gl.constexpr = OUTPUTS // (staging.shape[0] * ROWS)
+    scale, zero_point, scale_stride, column_stride = scales
+    num_tiles, token_tiles, tile_stages = tiles
+    num_outputs = results[5]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    NUMBERS: gl.constexpr = PARTS * (WIDTH // CHUNK)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, BYTES))
+    begin, end = _part_of(num_tiles * tile_stages)
+    for tile in range(begin // tile_stages, (end - 1) // tile_stages + 1):
+        first_step = gl.maximum(begin - tile * tile_stages, 0)
+        last_step = gl.minimum(end - tile * tile_stages, tile_stages) - 1
+        first_done = tile * tile_stages - begin  # stages before those of this tile, less first_step
+        first_output = tile // token_tiles * OUTPUTS + INDEX * PARTS * ROWS
+        pointers, zero_pointers, sums = (), (), ()
+        for part in gl.static_range(PARTS):
+            # Rows beyond the last output are zero, as the copy engine brings them, whatever their scale is.
+            offset = gl.minimum(first_output + part * ROWS + row, num_outputs - 1).to(gl.int64) * scale_stride
+            pointers += (scale + offset,)
+            sums += (gl.zeros([ROWS, TOKENS], gl.float32, SUMS),)
+            if zero_point is not None:
+                zero_pointers += (zero_point + offset,)
+        of_stage = _of_stage(pointers, zero_pointers, first_step, GROUP, column_stride, PARTS)
+        following = _of_stage(
+            pointers, zero_pointers, gl.minimum(first_step + 1, last_step), GROUP, column_stride, PARTS
+        )
+        done = first_done + first_step
+        mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
+        factor = _factor(0, done % STAGES, w_ring, of_stage, INDEX, PARTS, FACTOR, x_ring.dtype)
+        for step in range(first_step, last_step + 1):
+            done = first_done + step
+            stage = done % STAGES
+            for number in gl.static_range(NUMBERS):
+                x = x_ring.index(stage * (WIDTH // CHUNK) + number // PARTS).permute((1, 0))
+                product = hopper.warpgroup_mma(factor, x, sums[number % PARTS], is_async=True)
+                if number < NUMBERS - 1:
+                    next_factor = _factor(number + 1, stage, w_ring, of_stage, INDEX, PARTS, FACTOR, x_ring.dtype)
+                else:
+                    # The last stage's first weights are dequantised once more, and not used.
+                    next_done = first_done + gl.minimum(step + 1, last_step)
+                    of_stage = following
+                    after = gl.minimum(step + 2, last_step)
+                    following = _of_stage(pointers, zero_pointers, after, GROUP, column_stride, PARTS)
+                    mbarrier.wait(full.index(next_done % STAGES), next_done // STAGES & 1)
+                    next_factor = _factor(0, next_done % STAGES, w_ring, of_stage, INDEX, PARTS, FACTOR, x_ring.dtype)
+                sums, factor = _waited(sums, product, number % PARTS, factor, next_factor, PARTS)
+            mbarrier.arrive(empty.index(stage))
+        _finish(INDEX, sums, staging, tile, tiles, results, PARTS)
+
+
+@gluon.jit
+def _waited(sums, product, PART: gl.constexpr, factor, next_factor, PARTS: gl.constexpr):
+    """The sums with the product for a part, and the next factor, which was made while the product ran."""
+    known = ()
+    for part in gl.static_range(PARTS):
+        if part == PART:
+            known += (product,)
+        else:
+            known += (sums[part],)
+    known += (factor, next_factor)
+    waited = hopper.warpgroup_mma_wait(0, deps=known)
+    sums = ()
+    for part in gl.static_range(PARTS):
+        sums += (waited[part],)
+    return sums, waited[PARTS + 1]
+
+
+@gluon.jit
+def _finish(INDEX: gl.constexpr, sums, staging, tile, tiles, results, PARTS: gl.constexpr):
+    """Writes the results of a warpgroup for a tile, or its sums if other programs have stages of the tile and follow.
+
+    partials: [programs, 2, tile's outputs, tile's tokens]. A program has sums of at most two tiles: of one that begins
+    in a program before, and of one that it begins. counters: zero, one for each warpgroup and tile. They stay zero.
+    """
+    num_tiles, token_tiles, tile_stages = tiles
+    bias, out, partials, counters, num_tokens, num_outputs = results
+    SUMS: gl.constexpr = sums[0].type.layout
+    dtype: gl.constexpr = staging.dtype
+    WARPGROUPS: gl.constexpr = staging.shape[0]
+    TOKENS: gl.constexpr = staging.shape[2]
+    PARTIAL: gl.constexpr = WARPGROUPS * PARTS * ROWS * TOKENS
+    first = _program_of(tile * tile_stages, num_tiles * tile_stages)
+    last = _program_of(tile * tile_stages + tile_stages - 1, num_tiles * tile_stages)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+    place = row[:, None] * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))[None, :]
+    place += INDEX * PARTS * ROWS * TOKENS
+    is_last = first == last
+    if first != last:
+        program = gl.program_id(0)
+        own = partials + (2 * program + (program == first).to(gl.int32)).to(gl.int64) * PARTIAL
+        for part in gl.static_range(PARTS):
+            gl.store(own + part * (ROWS * TOKENS) + place, sums[part])
+        barrier()  # all threads' stores come before the count
+        counter = counters + tile * WARPGROUPS + INDEX
+        is_last = gl.atomic_add(counter, 1, sem="acq_rel") == last - first
+        if is_last:
+            gl.store(counter, 0)
+    if is_last:
+        first_output = (tile // token_tiles * WARPGROUPS + INDEX) * (PARTS * ROWS)
+        for part in gl.static_range(PARTS):
+            total = sums[part]
+            if first != last:
+                total = gl.zeros([ROWS, TOKENS], gl.float32, SUMS)
+                for program in range(first, last + 1):
+                    of_program = partials + (2 * program + (program == first).to(gl.int32)).to(gl.int64) * PARTIAL
+                    total += gl.load(of_program + part * (ROWS * TOKENS) + place, cache_modifier=".cg")
+            if bias is not None:
+                output = gl.minimum(first_output + part * ROWS + row, num_outputs - 1)
+                total += gl.load(bias + output).to(gl.float32)[:, None]
+            _store(
+                total.to(dtype), staging.index(INDEX), out, first_output + part * ROWS, tile % token_tiles * TOKENS,
+                num_tokens, num_outputs,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _store(y, staging, out, first_output, first_token, num_tokens, num_outputs):
+    """Writes results in whole lines, by way of shared memory."""
+    LINES: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    staging.store(y)
+    output = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
+    token = first_token + gl.arange(0, staging.shape[1], gl.SliceLayout(0, LINES))
+    inside = (output < num_outputs)[:, None] & (token < num_tokens)[None, :]
+    gl.store(out + token.to(gl.int64)[None, :] * num_outputs + output[:, None], staging.load(LINES), inside)
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_tiles", "token_tiles", "tile_stages"])
+def packed_gemm_sm90(
+    x, weight, scale, zero_point, bias, out, partials, counters, num_tokens, num_outputs,
+    num_tiles, token_tiles, tile_stages, scale_stride, column_stride,
+    TOKENS: gl.constexpr, WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """x, weight: TMA descriptors of boxes [TOKENS, CHUNK] and [WARPGROUPS * PARTS * ROWS, WIDTH / 4] of
+    pairs of bytes.
+
+    REGISTERS: of the threads that multiply, except for the first warpgroup's, which get the rest.
+    """
+    pdl_wait(PDL)
+    dtype: gl.constexpr = out.dtype.element_ty
+    x_ring = gl.allocate_shared_memory(
+        dtype, [STAGES * (WIDTH // CHUNK), TOKENS, CHUNK], gl.NVMMASharedLayout(128, 16, rank=2)
+    )
+    w_ring = gl.allocate_shared_memory(
+        gl.int16, [STAGES, WARPGROUPS * PARTS * ROWS, WIDTH // 4], gl.NVMMASharedLayout(64, 16, rank=2)
+    )
+    staging = gl.allocate_shared_memory(
+        dtype, [WARPGROUPS, ROWS, TOKENS], gl.NVMMASharedLayout(128, 16, rank=2, transposed=True)
+    )
+    full, empty = barriers(STAGES, False, WARPGROUPS)
+    ring = (x_ring, w_ring, full, empty)
+    tiles = (num_tiles, token_tiles, tile_stages)
+    scales = (scale, zero_point, scale_stride, column_stride)
+    results = (bias, out, partials, counters, num_tokens, num_outputs)
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, ring, staging, tiles, scales, results, GROUP)),
+                (_multiply, (1, ring, staging, tiles, scales, results, GROUP)),
+                (_load, (x, weight, ring, tiles)),
+            ],
+            [4, 1],
+            [REGISTERS, LOADING_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (0, ring, staging, tiles, scales, results, GROUP)),
+                (_multiply, (1, ring, staging, tiles, scales, results, GROUP)),
+                (_multiply, (2, ring, staging, tiles, scales, results, GROUP)),
+                (_multiply, (3, ring, staging, tiles, scales, results, GROUP)),
+                (_load, (x, weight, ring, tiles)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, LOADING_REGISTERS],
+        )
+
+
+def fits(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
+    """Whether the variant `packed_sm90` can multiply: stages of one scale, in 16 bits, at aligned addresses."""
+    rows, group = x.reshape(-1, x.shape[-1]), scale_columns(weight, weight_scale)
+    aligned = is_aligned(rows) and is_aligned(weight) and x.element_size() == 2 and len(rows)
+    return bool(available(x.device) and aligned) and (group % WIDTH.value == 0 or group == x.shape[-1])
+
+
+def suits(x: torch.Tensor) -> bool:
+    """Whether this is the fastest variant for what it can multiply."""
+    bounds = _launch.parameters("tokens_linear_packed_sm90", x.device, 0)
+    return bounds["least_tokens"] <= num_rows(x) <= bounds["most_tokens"]
+
+
+def packed_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_scale: torch.Tensor,
+    weight_zero_point: torch.Tensor | None,
+) -> torch.Tensor:
+    """The product of the contract by the variant `packed_sm90`, for arguments that were checked."""
+    (outputs, columns), rows, device = values_shape(weight), x.reshape(-1, x.shape[-1]), x.device
+    values = _launch.parameters("linear_packed_sm90", device, len(rows))
+    tokens = min(max(_launch.next_power_of_2(len(rows)), FEWEST_TOKENS), values["tokens"])
+    tile_outputs = values["warpgroups"] * values["parts"] * ROWS.value
+    token_tiles, tile_stages = _launch.cdiv(len(rows), tokens), _launch.cdiv(columns, WIDTH.value)
+    num_tiles = _launch.cdiv(outputs, tile_outputs) * token_tiles
+    num_programs = min(values["programs"], num_tiles * tile_stages)
+    out = x.new_empty((*x.shape[:-1], outputs))
+    partials = x.new_empty((num_programs, 2, tile_outputs, tokens), dtype=torch.float32)
+    boxes = [tokens, CHUNK.value], [tile_outputs, WIDTH.value // 4]
+    descriptors = (
+        TensorDescriptor.from_tensor(rows, boxes[0], NVMMASharedLayout(128, 16, rank=2)),
+        TensorDescriptor.from_tensor(weight.view(torch.int16), boxes[1], NVMMASharedLayout(64, 16, rank=2)),
+    )
+    packed_gemm_sm90[(num_programs,)](
+        *descriptors, weight_scale, weight_zero_point, bias, out, partials,
+        zeros(device, num_tiles * values["warpgroups"]), len(rows), outputs,
+        num_tiles, token_tiles, tile_stages, *weight_scale.stride(),
+        TOKENS=tokens, WARPGROUPS=values["warpgroups"], PARTS=values["parts"],
+        GROUP=scale_columns(weight, weight_scale), STAGES=values["stages"], REGISTERS=values["registers"],
+        num_warps=4, **_launch.launch_options(device),
+    )  # fmt: skip
+    return out
