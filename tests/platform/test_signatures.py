@@ -112,10 +112,10 @@ def test_what_is_imported_while_serving_is_there(modules):
 
 def test_layers_take_what_vllms_take():
     """The `forward_oot` of each class becomes its `forward`."""
-    from vllm_opset.model import layers
+    from vllm_opset.model import registration
 
     registered = {id(layer): layer for layer in _registries()}.values()
-    assert len(registered) >= len(layers.REPLACEMENTS) - 3
+    assert len(registered) >= len(registration.REPLACEMENTS) - 3
     bad = [
         f"{layer.__name__} refuses {calls}"
         for layer in registered
@@ -125,9 +125,9 @@ def test_layers_take_what_vllms_take():
 
 
 def _registries():
-    from vllm_opset.model import layers
+    from vllm_opset.model import layers, registration
 
-    for name in (layers.REGISTRY, layers.HW_AGNOSTIC_REGISTRY):
+    for name in (registration.REGISTRY, registration.HW_AGNOSTIC_REGISTRY):
         registry = getattr(sys.modules.get(name), "op_registry_oot", {})
         yield from (layer for layer in registry.values() if issubclass(layer, layers.OpsetLayer))
 

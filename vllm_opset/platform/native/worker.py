@@ -11,7 +11,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.kernels.triton._constants import assume_unchanged
 from vllm_opset.kernels.triton._precompile import precompile
-from vllm_opset.model import fusion, layers, linear, sampler
+from vllm_opset.model import fusion, layers, linear, registration, sampler
 from vllm_opset.platform import compat, compile_cache, refusals
 from vllm_opset.platform.cuda import device, warm_up
 from vllm_opset.platform.cuda.starting import Starting
@@ -78,8 +78,8 @@ class OpsetNativeWorker(Starting, PackingWorker):
 @contextmanager
 def _opset_layers() -> Iterator[None]:
     """Within this context, models are built with opset's layers. Another engine of this process may need vLLM's."""
-    layers.register()
+    registration.register()
     try:
         yield
     finally:
-        layers.unregister()
+        registration.unregister()
