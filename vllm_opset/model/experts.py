@@ -2,8 +2,8 @@
 
 vLLM leaves unquantised experts of an out-of-tree platform to a plugin, by the registry of custom ops. On vLLM's own
 platform, loaded layers get them otherwise (`bound_experts`). vLLM's runner keeps what is around them: shared experts,
-transforms of the input, and the sum over tensor-parallel ranks. The method here is "monolithic" in vLLM's words: it
-gets the logits of the router, so that opset also chooses the experts. For quantised weights, see `quantised_experts`.
+transforms of the input, and the sum over tensor-parallel ranks. Methods here are "monolithic" in vLLM's words: they get
+the logits of the router, so that opset also chooses the experts. For quantised weights, see `quantised_experts`.
 """
 
 import torch
@@ -152,18 +152,10 @@ class Experts:
         )
 
 
-class ExpertsMethod(UnquantizedFusedMoEMethod):
-    """The method of one layer's experts. The weights stay as they are, and are looked up at every call."""
+class MonolithicMethod:
+    """A mixin that comes before a method of vLLM's among the bases. The layer's `Experts` then serve the layer."""
 
     is_monolithic = True
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        super().process_weights_after_loading(layer)
-        self.choose(layer)
-
-    def choose(self, layer: torch.nn.Module) -> None:
-        """Choose the kernels for weights that are ready."""
-        Experts(layer, self.moe)
 
     def apply_monolithic(
         self,
@@ -173,6 +165,18 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
         input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return layer.opset_experts(x, router_logits)
+
+
+class ExpertsMethod(MonolithicMethod, UnquantizedFusedMoEMethod):
+    """The method of one layer's experts. The weights stay as they are, and are looked up at every call."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        super().process_weights_after_loading(layer)
+        self.choose(layer)
+
+    def choose(self, layer: torch.nn.Module) -> None:
+        """Choose the kernels for weights that are ready."""
+        Experts(layer, self.moe)
 
 
 def _groups(layer: torch.nn.Module, num_experts: int) -> tuple[int, int]:

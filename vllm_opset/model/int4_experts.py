@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExper
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.utils import set_weight_attrs
 
-from vllm_opset.model.experts import Experts
+from vllm_opset.model.experts import Experts, MonolithicMethod
 from vllm_opset.model.int4_linear import nibbles, nibbles_of_awq
 from vllm_opset.model.reloading import refilled
 from vllm_opset.ops.schemes import PER_ROW, UINT4, UINT4_BLOCK, GroupShape, Scheme, check_scale, packed, quantised
@@ -24,10 +24,9 @@ IN_INT32 = 8  # values of 4 bits
 ARGUMENTS = {"w13": "w1", "w2": "w2"}  # vLLM's names of the weights, and those of fused_experts
 
 
-class Int4ExpertsMethod(FusedMoEMethodBase):
+class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
     """The method of one layer's experts, for all formats. group_size: the columns that share a scale, or −1 for all."""
 
-    is_monolithic = True
     # Of the parameters, after "w13_" and "w2_".
     weight_name = "qweight"
     scale_name = "scales"
@@ -112,15 +111,6 @@ class Int4ExpertsMethod(FusedMoEMethodBase):
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: no kernel of vLLM's runs."""
-
-    def apply_monolithic(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        router_logits: torch.Tensor,
-        input_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return layer.opset_experts(x, router_logits)
 
 
 class OpsetCompressedExpertsMethod(Int4ExpertsMethod):
