@@ -47,7 +47,7 @@ def kinds() -> list[str]:
 
 
 def ratios() -> list[str]:
-    """What was measured of each: time with the part over time without it, by case."""
+    """The measurements, by case: time with the part over time without it."""
     found: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in _evidence():
         for name, ratio in row.ratios.items():

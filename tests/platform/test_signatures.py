@@ -33,8 +33,8 @@ BUILT_HERE = {
     "vllm_opset.model.v1.sampler.OpsetSampler",
     "vllm_opset.model.int4_experts.Int4ExpertsMethod",  # the base of those below; no object is of this class alone
 }
-# Pairs of vLLM's class and this package's, which vLLM builds in its place and which is no subclass of it. vLLM's are
-# found while tests are collected: later, the worker of an engine in this process may have replaced them.
+# Pairs of vLLM's class and this package's, which vLLM builds in its place. Neither is a subclass of the other. They are
+# found while tests are collected. Later, the worker of an engine in this process may have replaced vLLM's classes.
 IN_PLACE = [
     (find(theirs), ours)
     for theirs, ours in (
