@@ -21,7 +21,7 @@ FORM = "opset_quantised_form"
 
 
 def call_of_layers() -> Callable[[selection.Choice], Callable]:
-    """What gives a layer the function to call for a choice: an operator if vLLM compiles the model that it builds."""
+    """The function that makes of a choice what a layer calls: an operator if vLLM compiles the model that it builds."""
     compiled = get_current_vllm_config().compilation_config.mode not in (None, CompilationMode.NONE)
     return operators.of if compiled else run_of
 
