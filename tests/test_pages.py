@@ -13,6 +13,7 @@ import pytest
 from readme import ROOT
 
 from vllm_opset.bench.compare_report import Report
+from vllm_opset.bench.format import TIMES
 from vllm_opset.bench.pictures import RATE
 from vllm_opset.platform import CHOICES, switches
 
@@ -65,7 +66,7 @@ def measured_rates() -> set[tuple[str, str, str]]:
         for results in Report(run).by_case().values():
             rates = {name: statistics.median(one["metrics"][RATE]) for name, one in results.items()}
             if stock := rates.pop("stock", None):
-                ratios = {name: f"{rate / stock:.2f}×" for name, rate in rates.items()}
+                ratios = {name: f"{rate / stock:.2f}{TIMES}" for name, rate in rates.items()}
                 parts = ratios.get("native", ratios.get("attention", NOT_MEASURED))
                 found.add((f"{stock:,.0f}", parts, ratios.get("opset", NOT_MEASURED)))
     return found
