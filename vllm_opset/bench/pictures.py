@@ -29,7 +29,7 @@ PEERS = {True: ("over vLLM's compiled kernel", BLUE), False: ("over the fastest 
 
 
 def draw_engines(reports: list[Report], file: Path) -> None:
-    """Draw output tokens per second and start-up beside stock vLLM: one row for the last comparison of a shape."""
+    """Draw output tokens per second and start-up beside stock vLLM: a row for the last comparison of a shape."""
     from matplotlib import pyplot
 
     compared = [one for one in reports if BASELINE in one.engines and len(one.by_case()) >= ENOUGH_CASES]

@@ -36,6 +36,9 @@ class OpsetInt4LinearKernel(MPLinearKernel):
         in_features = c.partition_weight_shape[0]
         if in_features % UINT4_BLOCK:
             return False, f"it serves multiples of {UINT4_BLOCK} input features, not {in_features}"
+        by_groups = 0 < c.group_size < c.full_weight_shape[0]
+        if by_groups and getattr(c, "has_g_idx", False):  # vLLM 0.30 and later refuse such weights
+            return False, "it does not serve activation ordering by groups (act-order)"
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
