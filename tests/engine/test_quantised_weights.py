@@ -87,7 +87,7 @@ def test_quantised_weights_serve_as_what_they_stand_for(name, arguments, dtype, 
     with engine(checkpoints[name], dtype="bfloat16", **arguments) as llm:
         assert tokens(generate(llm, PROMPTS)) == expected[dtype]
         rows = [row for row in report(llm) if row["op"] == "linear"]
-        assert {row["kernel"] for row in rows if dtype in row["problem"]} == {"cpu"}
+        assert {row["kernel"] for row in rows if dtype in row["problem"]} == {"cpp"}
         schemes = {row["problem"].partition("scheme=")[2] for row in rows if row["calls"]}
         # The head is not quantised.
         assert schemes == {"none", *(f"{dtype} {group} by activations as they are" for group in groups)}
@@ -228,7 +228,7 @@ def test_quantised_experts_serve_as_what_they_stand_for(
     with engine(mixtures[name], dtype="bfloat16", **arguments) as llm:
         assert tokens(generate(llm, PROMPTS)) == expected_of_mixtures[dtype]
         (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
-        assert row["kernel"] == "cpu" and row["calls"]
+        assert row["kernel"] == "cpp" and row["calls"]
         assert f"scheme={dtype} {group} by activations as they are," in row["problem"]
         cure = "without int4 weights" if dtype == "uint4" else "fused_experts.*reference"
         with pytest.raises(Exception, match=f"packed this model's weights.*{cure}"):

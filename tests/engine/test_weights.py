@@ -5,9 +5,6 @@ import pytest
 import torch
 from engines import generate, tokens
 
-from vllm_opset.kernel import kernels_of
-from vllm_opset.ops.gemm.linear import LinearProblem
-
 pytestmark = [pytest.mark.engine, pytest.mark.window]
 
 
@@ -38,7 +35,5 @@ def test_weights_that_are_loaded_again_are_those_that_serve(dtype, two_models, e
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="weights are packed on a CPU: runs where there is no GPU")
 def test_weights_that_are_gone_are_not_saved(two_models, engine, tmp_path):
-    if reason := kernels_of("linear")["cpu"].supports(LinearProblem("cpu", torch.bfloat16, 64, 64)):
-        pytest.skip(f"{reason}, so nothing is packed: runs on a processor with AVX-512")
     with engine(two_models[0], dtype="bfloat16") as llm, pytest.raises(Exception, match="packed this model's weights"):
         llm.collective_rpc("save_sharded_state", kwargs={"path": str(tmp_path)})
