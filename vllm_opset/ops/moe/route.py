@@ -76,7 +76,7 @@ def route(
     weights = scores.gather(1, topk_ids)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights * routed_scaling_factor, topk_ids.int()
+    return (weights * routed_scaling_factor).contiguous(), topk_ids.int().contiguous()
 
 
 def keep_groups(choice: torch.Tensor, num_expert_group: int, topk_group: int, largest: int) -> torch.Tensor:
