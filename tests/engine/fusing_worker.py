@@ -22,8 +22,8 @@ class FusingWorker(OpsetCpuWorker):
         return sorted(self.parameters_before - {name for name, _ in self.model_runner.get_model().named_parameters()})
 
 
-class QuantisingWorker(OpsetCpuWorker):
-    """A worker on a CPU whose norms and activations quantise like those on GPUs."""
+class QuantisingWorker(SeparateWorker):
+    """A worker on a CPU whose norms and activations quantise like those on GPUs. Tests set its layers back."""
 
     def load_model(self, **kwargs) -> None:
         super().load_model(**kwargs)
