@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import (
+    GATHERING,
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
     OUTPUTS_OF_BOX,
@@ -56,7 +57,7 @@ def mxfp4_gemm_sm90(
     staging = gl.allocate_shared_memory(
         gl.bfloat16, [2, OUTPUTS_OF_BOX, ROWS], gl.NVMMASharedLayout(128, 16, rank=2, transposed=True)
     )
-    full, empty = barriers(STAGES, True)
+    full, empty = barriers(STAGES, GATHERING)
     ring = (x_ring, w_ring, full, empty, turns())
     tiles = (sorted_token_ids, expert_ids, num_rows, num_tiles, top_k)
     scales = (weight_scale, ws_expert, ws_row, ws_column)

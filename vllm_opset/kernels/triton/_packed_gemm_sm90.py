@@ -311,7 +311,7 @@ def packed_gemm_sm90(
     staging = gl.allocate_shared_memory(
         dtype, [WARPGROUPS, ROWS, TOKENS], gl.NVMMASharedLayout(128, 16, rank=2, transposed=True)
     )
-    full, empty = barriers(STAGES, False, WARPGROUPS)
+    full, empty = barriers(STAGES, 0, WARPGROUPS)
     ring = (x_ring, w_ring, full, empty)
     tiles = (num_tiles, token_tiles, tile_stages)
     scales = (scale, zero_point, scale_stride, column_stride)
