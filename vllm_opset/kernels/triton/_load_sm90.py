@@ -106,12 +106,14 @@ def expert_of(tile, tiles, TILES: gl.constexpr):
 def load_tiles(
     x, x_stride, weight, ring, tiles,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr,
-    BOXES: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, scale_ring=(), scales=(),
+    BOXES: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, scale_ring, scales,
+    UNROLLED: gl.constexpr = 1,
 ):  # fmt: skip
     """The loading warps: bring all tiles of a program. BOXES: of the weight in a tile.
 
     x: a TMA descriptor of boxes like those of its ring, or for experts a pointer. weight: a descriptor.
     scale_ring: for the scales by blocks of x and of the weight, or empty if these warps do not bring them.
+    UNROLLED: a tile has a multiple of so many stages.
     """
     x_ring, w_ring, full, empty, _ = ring
     expert_ids, num_rows, num_tiles, top_k = tiles[1], tiles[2], tiles[3], tiles[4]
@@ -119,7 +121,8 @@ def load_tiles(
     ROWS: gl.constexpr = X_BOXES * x_ring.shape[1]
     WIDTH: gl.constexpr = x_ring.shape[2]
     W_WIDTH: gl.constexpr = w_ring.shape[2]
-    STAGE_BYTES: gl.constexpr = BOXES * OUTPUTS_OF_BOX * W_WIDTH + (ROWS * LINE if expert_ids is None else 0)
+    W_BYTES: gl.constexpr = BOXES * OUTPUTS_OF_BOX * W_WIDTH * w_ring.dtype.primitive_bitwidth // 8
+    STAGE_BYTES: gl.constexpr = W_BYTES + (ROWS * LINE if expert_ids is None else 0)
     GATHER: gl.constexpr = gl.BlockedLayout([1, WIDTH // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     NUM_COLUMNS: gl.constexpr = -(-OUTPUTS // (BOXES * OUTPUTS_OF_BOX))
     loaded = 0
@@ -136,7 +139,7 @@ def load_tiles(
             scale_pointers = _scales_of(
                 tile, expert, column, tiles, scales, scale_ring, OUTPUTS, BLOCK_SIZE, TILES, ROWS
             )
-        for step in range(gl.where(expert < 0, 0, gl.cdiv(COLUMNS, WIDTH))):
+        for step in range(gl.where(expert < 0, 0, UNROLLED * gl.cdiv(COLUMNS, UNROLLED * WIDTH))):
             stage = loaded % STAGES
             mbarrier.wait(empty.index(stage), loaded // STAGES & 1 ^ 1)
             mbarrier.expect(full.index(stage), STAGE_BYTES)

@@ -22,6 +22,7 @@ from vllm_opset.kernels.triton import (
     _launch,
     _mxfp4_gemm_sm90,
     _mxfp4_grouped_gemm,
+    _packed_experts_sm90,
     _scaled_gemm_sm90,
     _scaled_grouped_gemm,
     _supports,
@@ -72,8 +73,8 @@ def describe(
     weight_zero_point=None,
 ) -> Call:  # fmt: skip
     block_size = len(sorted_token_ids) // max(len(expert_ids), 1)
-    if is_mxfp4(weight, weight_scale):
-        hopper = _mxfp4_gemm_sm90.can(x, weight)
+    if weight.dtype is PACKED:
+        hopper = _packed_experts_sm90.can(x, weight, weight_scale)
     else:
         hopper = _scaled_gemm_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
     return Call(block_size, hopper and block_size % LEAST_ROWS_SM90 == 0)
@@ -109,7 +110,12 @@ def grouped_gemm(
         return out
     mxfp4, order = is_mxfp4(weight, weight_scale), Order(sorted_token_ids, expert_ids, top_k)
     picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out_dtype)
-    if picked == "prefill_sm90" and mxfp4:
+    if picked == "prefill_sm90" and weight.dtype is PACKED:
+        values = _launch.parameters(f"{_launch_of(weight, weight_scale)}_prefill_sm90", x.device, block_size)
+        if values["ahead"]:
+            operands = _packed_experts_sm90.Packed(x, weight, weight_scale, weight_zero_point)
+            _packed_experts_sm90.packed_grouped_gemm(operands, bias, out, order, values)
+            return out
         _mxfp4_gemm_sm90.mxfp4_grouped_gemm(x, weight, bias, weight_scale, out, order)
         return out
     if picked == "prefill_sm90":
