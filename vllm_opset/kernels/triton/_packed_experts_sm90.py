@@ -34,9 +34,9 @@ from vllm_opset.kernels.triton._tiles import Order, tile_of
 from vllm_opset.ops.schemes import MXFP4, is_mxfp4
 
 WIDTH = CHUNK  # A stage has so many columns. They are a line of x.
-# A loop over so many stages has registers for the weights of two. The compiler would move those of one to the other's.
+# Stages of a loop, of which two products are in flight. The compiler serialises those that are so from loop to loop.
 UNROLLED = gl.constexpr(2)
-HALF_ROWS = gl.constexpr(128)  # Tiles with no more choices than these skip the other half.
+LEAST_ROWS = gl.constexpr(64)  # Larger tiles without choices in their second half skip it.
 SCALED = gl.constexpr(MXFP4.group.columns)  # So many columns share a scale of MXFP4.
 MANTISSA_BITS = gl.constexpr(7)  # The exponent of bf16, which is that of e8m0, lies above them.
 # The scales of a stage by rows and groups, in the threads that widen their weights of MXFP4.
@@ -106,10 +106,10 @@ def _multiply(
         tile, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)
         expert = expert_of(tile, tiles, TILES)
         first_output = column * OUTPUTS_OF_BOX + INDEX * PART
-        if ROWS > HALF_ROWS:
+        if ROWS > LEAST_ROWS:
             # A block's choices come before its empty places.
-            second = tile // TILES * BLOCK_SIZE + tile % TILES * ROWS + HALF_ROWS
-            if gl.load(tiles[0] + second) < num_rows:
+            second = tile % TILES * ROWS + ROWS // 2
+            if gl.load(tiles[0] + tile // TILES * BLOCK_SIZE + second, second < BLOCK_SIZE, num_rows) < num_rows:
                 _tile(
                     INDEX, ring, staging, tiles, scales, bias, out, tile, expert, first_output, done,
                     OUTPUTS, COLUMNS, SCALED_COLUMNS, BLOCK_SIZE, TILES, ROWS, ROWS,
@@ -117,7 +117,7 @@ def _multiply(
             else:
                 _tile(
                     INDEX, ring, staging, tiles, scales, bias, out, tile, expert, first_output, done,
-                    OUTPUTS, COLUMNS, SCALED_COLUMNS, BLOCK_SIZE, TILES, ROWS, HALF_ROWS,
+                    OUTPUTS, COLUMNS, SCALED_COLUMNS, BLOCK_SIZE, TILES, ROWS, ROWS // 2,
                 )  # fmt: skip
         else:
             _tile(
@@ -152,22 +152,27 @@ def _tile(
         following = _scales_at(pointers, scales, 1, COLUMNS, SCALED_COLUMNS)
         mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
         factor = _factor(INDEX, w_ring.index(done % STAGES), of_step, x_ring.dtype, FACTOR)
-        for first_step in range(0, last_step + 1, UNROLLED):
-            for number in gl.static_range(UNROLLED):
-                step = first_step + number
-                stage = (done + step) % STAGES
-                hopper.fence_async_shared()  # gathered rows were written by threads, and wgmma reads them
-                x = x_ring.index(stage).slice(0, FILLED).permute((1, 0))
-                product = hopper.warpgroup_mma(factor, x, sums, is_async=True)
-                # The last stage's weights are dequantised once more, and not used.
-                next_done = done + gl.minimum(step + 1, last_step)
-                of_step = following
-                following = _scales_at(pointers, scales, step + 2, COLUMNS, SCALED_COLUMNS)
-                mbarrier.wait(full.index(next_done % STAGES), next_done // STAGES & 1)
-                next_factor = _factor(INDEX, w_ring.index(next_done % STAGES), of_step, x_ring.dtype, FACTOR)
-                sums, factor, next_factor = hopper.warpgroup_mma_wait(0, deps=(product, factor, next_factor))
-                mbarrier.arrive(empty.index(stage))
-                factor = next_factor
+        for step in range(0, last_step + 1, UNROLLED):
+            first, second = (done + step) % STAGES, (done + step + 1) % STAGES
+            hopper.fence_async_shared()  # gathered rows were written by threads, and wgmma reads them
+            product = hopper.warpgroup_mma(
+                factor, x_ring.index(first).slice(0, FILLED).permute((1, 0)), sums, is_async=True
+            )
+            mbarrier.wait(full.index(second), (done + step + 1) // STAGES & 1)
+            hopper.fence_async_shared()
+            next_factor = _factor(INDEX, w_ring.index(second), following, x_ring.dtype, FACTOR)
+            of_step = _scales_at(pointers, scales, step + 2, COLUMNS, SCALED_COLUMNS)
+            following = _scales_at(pointers, scales, step + 3, COLUMNS, SCALED_COLUMNS)
+            product = hopper.warpgroup_mma(
+                next_factor, x_ring.index(second).slice(0, FILLED).permute((1, 0)), product, is_async=True
+            )
+            product = hopper.warpgroup_mma_wait(1, deps=(product,))
+            mbarrier.arrive(empty.index(first))
+            next_done = done + gl.minimum(step + 2, last_step)
+            mbarrier.wait(full.index(next_done % STAGES), next_done // STAGES & 1)
+            factor = _factor(INDEX, w_ring.index(next_done % STAGES), of_step, x_ring.dtype, FACTOR)
+            sums, next_factor, factor = hopper.warpgroup_mma_wait(0, deps=(product, next_factor, factor))
+            mbarrier.arrive(empty.index(second))
     output = first_output + gl.arange(0, PART, gl.SliceLayout(1, SUMS))
     if bias is not None:
         inside = (output < OUTPUTS) & (expert >= 0)
@@ -203,7 +208,7 @@ def _scale_pointers(scales, expert, first_output, OUTPUTS: gl.constexpr):
 def _scales_at(pointers, scales, step, COLUMNS: gl.constexpr, SCALED_COLUMNS: gl.constexpr):
     """The scales of a stage's weights, and the zero points if there are any."""
     ws_column = scales[4]
-    if SCALED_COLUMNS == SCALED:
+    if pointers[0].dtype.element_ty == gl.uint8:
         first = step * (WIDTH // SCALED)
         inside = (first + gl.arange(0, WIDTH // SCALED, gl.SliceLayout(0, GROUPS)) < COLUMNS // SCALED)[None, :]
         return (gl.load(pointers[0] + first * ws_column, inside, 0),)
@@ -260,8 +265,10 @@ def can(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> bo
     """Whether a Hopper GPU multiplies x by these weights by its own kernel: in stages of one scale, or by MXFP4's."""
     if not available(x.device) or not is_aligned(x) or not is_aligned(weight) or x.element_size() != 2:
         return False
+    if is_mxfp4(weight, weight_scale):
+        return True
     group = scale_columns(weight[0], weight_scale[0])
-    return is_mxfp4(weight, weight_scale) or group % WIDTH.value == 0 or group == x.shape[-1]
+    return group % WIDTH.value == 0 or group == x.shape[-1]
 
 
 def packed_grouped_gemm(
@@ -270,7 +277,7 @@ def packed_grouped_gemm(
     """Writes the product of the contract of `grouped_gemm` to out. values: the launch's rows, group and stages."""
     (x, weight, weight_scale, zero_point), device = call, call.x.device
     mxfp4, (outputs, columns) = is_mxfp4(weight, weight_scale), (weight.shape[1], x.shape[1])
-    rows = min(values["rows"], order.block_size)
+    rows = min(values["rows"], order.block_size & -order.block_size)  # a power of two
     tiles = _launch.cdiv(order.block_size, rows)
     num_tiles = len(order.expert_ids) * tiles
     stored = weight.view(-1, columns // 2)

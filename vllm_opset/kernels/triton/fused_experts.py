@@ -29,7 +29,7 @@ from vllm_opset.kernels.triton.swiglustep_and_mul import swiglustep_and_mul
 from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
 from vllm_opset.ops.quantisation.quantise import QuantiseProblem
-from vllm_opset.ops.schemes import PER_TENSOR, is_mxfp4
+from vllm_opset.ops.schemes import PACKED, PER_TENSOR, is_mxfp4
 from vllm_opset.variants import Variant, Variants
 
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -89,6 +89,13 @@ def _by_columns(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _mxfp4_grouped_gemm.by_columns(scale) if is_mxfp4(weight, scale) else scale
 
 
+def _launch_of(variant: str, weight: torch.Tensor, scale: torch.Tensor | None) -> str:
+    """The name of the launch of a variant with weights that are stored so."""
+    if variant == "decode" or weight.dtype is not PACKED:
+        return f"fused_experts_{variant}"
+    return f"{'mxfp4' if is_mxfp4(weight, scale) else 'int4'}_fused_experts_{variant}"
+
+
 PREPARE = {"w1_scale": w1_scale_by_columns, "w2_scale": w2_scale_by_columns}
 
 
@@ -127,7 +134,7 @@ def fused_experts(
     )  # fmt: skip
     mean = choices_per_expert(hidden_states, w1, w2, topk_weights, topk_ids)
     picked = VARIANTS.pick(mean, variant)
-    block_size = _launch.parameters(f"fused_experts_{picked}", hidden_states.device, mean)["block"]
+    block_size = _launch.parameters(_launch_of(picked, w1, w1_scale), hidden_states.device, mean)["block"]
     order = permute(topk_ids, len(w1), block_size, expert_map)
     x, weights = hidden_states, topk_weights
     if apply_router_weight_on_input:
