@@ -156,7 +156,9 @@ def _factor(
 
 
 @gluon.jit
-def _multiply(INDEX: gl.constexpr, ring, staging, tiles, scales, results, GROUP: gl.constexpr):
+def _multiply(
+    INDEX: gl.constexpr, ring, staging, tiles, scales, results, GROUP: gl.constexpr, CHAINED: gl.constexpr
+):  # fmt: skip
     """The products of one warpgroup: some times ROWS of the outputs of each tile."""
     x_ring, w_ring, full, empty = ring
     STAGES: gl.constexpr = w_ring.shape[0]
@@ -197,6 +199,8 @@ def _multiply(INDEX: gl.constexpr, ring, staging, tiles, scales, results, GROUP:
             for number in gl.static_range(NUMBERS):
                 x = x_ring.index(stage * (WIDTH // CHUNK) + number // PARTS).permute((1, 0))
                 product = hopper.warpgroup_mma(factor, x, sums[number % PARTS], is_async=True)
+                if CHAINED and 0 < number:
+                    sums = _with_product(sums, product, number % PARTS, 1)
                 if number < NUMBERS - 1:
                     next_factor = _factor(number + 1, stage, w_ring, of_stage, INDEX, PARTS, FACTOR, x_ring.dtype)
                 else:
@@ -207,9 +211,50 @@ def _multiply(INDEX: gl.constexpr, ring, staging, tiles, scales, results, GROUP:
                     following = _of_stage(pointers, zero_pointers, after, GROUP, column_stride, PARTS)
                     mbarrier.wait(full.index(next_done % STAGES), next_done // STAGES & 1)
                     next_factor = _factor(0, next_done % STAGES, w_ring, of_stage, INDEX, PARTS, FACTOR, x_ring.dtype)
-                sums, factor = _waited(sums, product, number % PARTS, factor, next_factor, PARTS)
+                if not CHAINED:
+                    sums, factor = _waited(sums, product, number % PARTS, factor, next_factor, PARTS)
+                elif number == 0:
+                    sums, factor = _started(sums, product), next_factor
+                elif number < NUMBERS - 1:
+                    factor = next_factor
+                else:
+                    sums, factor = _all_waited(sums, next_factor)
             mbarrier.arrive(empty.index(stage))
         _finish(INDEX, sums, staging, tile, tiles, results, PARTS)
+
+
+@gluon.jit
+def _started(sums, product):
+    """The sums with the product for the first part, which still runs."""
+    found = (product,)
+    for part in gl.static_range(1, len(sums)):
+        found += (sums[part],)
+    return found
+
+
+@gluon.jit
+def _with_product(sums, product, PART: gl.constexpr, RUNNING: gl.constexpr):
+    """The sums with the product for a part, when no more than RUNNING products run."""
+    known = ()
+    for part in gl.static_range(len(sums)):
+        if part == PART:
+            known += (product,)
+        else:
+            known += (sums[part],)
+    waited = hopper.warpgroup_mma_wait(RUNNING, deps=known)
+    if len(sums) == 1:
+        return (waited,)
+    else:
+        return waited
+
+
+@gluon.jit
+def _all_waited(sums, factor):
+    waited = hopper.warpgroup_mma_wait(0, deps=sums + (factor,))
+    found = ()
+    for part in gl.static_range(len(sums)):
+        found += (waited[part],)
+    return found, waited[len(sums)]
 
 
 @gluon.jit
@@ -293,7 +338,7 @@ def packed_gemm_sm90(
     x, weight, scale, zero_point, bias, out, partials, counters, num_tokens, num_outputs,
     num_tiles, token_tiles, tile_stages, scale_stride, column_stride,
     TOKENS: gl.constexpr, WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    REGISTERS: gl.constexpr, CHAINED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """x, weight: TMA descriptors of boxes [TOKENS, CHUNK] and [WARPGROUPS * PARTS * ROWS, WIDTH / 4] of
     pairs of bytes.
@@ -319,8 +364,8 @@ def packed_gemm_sm90(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (0, ring, staging, tiles, scales, results, GROUP)),
-                (_multiply, (1, ring, staging, tiles, scales, results, GROUP)),
+                (_multiply, (0, ring, staging, tiles, scales, results, GROUP, CHAINED)),
+                (_multiply, (1, ring, staging, tiles, scales, results, GROUP, CHAINED)),
                 (_load, (x, weight, ring, tiles)),
             ],
             [4, 1],
@@ -329,10 +374,10 @@ def packed_gemm_sm90(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (0, ring, staging, tiles, scales, results, GROUP)),
-                (_multiply, (1, ring, staging, tiles, scales, results, GROUP)),
-                (_multiply, (2, ring, staging, tiles, scales, results, GROUP)),
-                (_multiply, (3, ring, staging, tiles, scales, results, GROUP)),
+                (_multiply, (0, ring, staging, tiles, scales, results, GROUP, CHAINED)),
+                (_multiply, (1, ring, staging, tiles, scales, results, GROUP, CHAINED)),
+                (_multiply, (2, ring, staging, tiles, scales, results, GROUP, CHAINED)),
+                (_multiply, (3, ring, staging, tiles, scales, results, GROUP, CHAINED)),
                 (_load, (x, weight, ring, tiles)),
             ],
             [4, 4, 4, 1],
@@ -380,7 +425,7 @@ def packed_gemm(
         zeros(device, num_tiles * values["warpgroups"]), len(rows), outputs,
         num_tiles, token_tiles, tile_stages, *weight_scale.stride(),
         TOKENS=tokens, WARPGROUPS=values["warpgroups"], PARTS=values["parts"],
-        GROUP=scale_columns(weight, weight_scale), STAGES=values["stages"], REGISTERS=values["registers"],
+        GROUP=scale_columns(weight, weight_scale), STAGES=values["stages"], REGISTERS=values["registers"], CHAINED=bool(values["chained"]),
         num_warps=4, **_launch.launch_options(device),
     )  # fmt: skip
     return out
