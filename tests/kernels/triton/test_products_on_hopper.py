@@ -18,19 +18,26 @@ from vllm_opset.targets import Target, instead
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper generation: runs on one")
 TILES = [
-    {"rows": rows, "outputs": outputs, "group": 8, "stages": 3, "ordered": ordered}
-    for (rows, outputs), ordered in itertools.product(((64, 256), (128, 128), (128, 256)), (0, 1))
-]
+    {
+        "rows": rows, "outputs": outputs, "group": 8, "stages": 3, "ordered": ordered, "copied_scales": copied,
+        "copied_results": copied,
+    }
+    for (rows, outputs), ordered, copied in itertools.product(((64, 256), (128, 128), (128, 256)), (0, 1, 2), (0, 1))
+]  # fmt: skip
+LINEAR_TILES = [*TILES, *(tile | {"rows": 192, "outputs": 128} for tile in TILES[:6])]
+AHEAD_TILES = [{"rows": rows, "group": 8, "stages": 4, "ahead": 1} for rows in (64, 128, 256)]
 MXFP4_TILES = [
-    {"rows": rows, "group": 8, "stages": 4, "ordered": ordered}
-    for rows, ordered in itertools.product((64, 128), (0, 1))
-]
+    *({"rows": rows, "group": 8, "stages": 4, "ordered": ordered, "ahead": 0}
+      for rows, ordered in itertools.product((64, 128), (0, 1))),
+    *AHEAD_TILES,
+]  # fmt: skip
 INT4_TILES = [
-    {"tokens": 16, "warpgroups": 4, "parts": 1, "stages": 8, "programs": 132, "registers": 104},
-    {"tokens": 64, "warpgroups": 4, "parts": 1, "stages": 6, "programs": 132, "registers": 104},
-    {"tokens": 64, "warpgroups": 2, "parts": 1, "stages": 6, "programs": 100, "registers": 232},
-    {"tokens": 128, "warpgroups": 2, "parts": 2, "stages": 4, "programs": 132, "registers": 232},
-]
+    {"tokens": tokens, "warpgroups": warpgroups, "parts": parts, "stages": stages, "programs": programs,
+     "registers": 104 if warpgroups == 4 else 232, "chained": chained}
+    for (tokens, warpgroups, parts, stages, programs), chained in itertools.product(
+        ((16, 4, 1, 8, 132), (64, 4, 1, 6, 132), (64, 2, 1, 6, 100), (128, 2, 2, 4, 132)), (0, 1)
+    )
+]  # fmt: skip
 # Tensor cores keep 14 bits of the sums of fp8. By blocks, they do so for 128 columns.
 NEAR = {"rtol": 2**-6, "atol": 2**-5}
 
@@ -43,6 +50,14 @@ def _experts(scheme: str, inputs: int, outputs: int, device: str) -> dict[str, t
     if scheme == "mxfp4":
         weight, scale = stored_mxfp4(weight)
         return {"x": x.bfloat16(), "weight": weight, "weight_scale": scale}
+    if scheme.startswith("int4"):
+        weight = torch.randint(256, (5, outputs, inputs // 2), generator=rng, device=device, dtype=torch.uint8)
+        groups = (5, outputs, -(-inputs // 128))
+        scale = (torch.randn(groups, generator=rng, device=device) * inputs**-0.5 / 4).bfloat16()
+        how = {"x": x.bfloat16(), "weight": weight, "weight_scale": scale}
+        if scheme == "int4 with zero points":
+            how["weight_zero_point"] = torch.randint(16, groups, generator=rng, device=device, dtype=torch.uint8)
+        return how
     group, x_group = (BLOCK, TOKEN_BLOCK) if scheme == "blocks" else (PER_ROW, PER_ROW)
     x, x_scale = quantised_normal((300, inputs), x_group, device, rng)
     stored = [quantised_normal((outputs, inputs), group, device, rng, inputs**-0.5) for _ in range(5)]
@@ -51,7 +66,7 @@ def _experts(scheme: str, inputs: int, outputs: int, device: str) -> dict[str, t
 
 
 @on_hopper
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile.values())))
+@pytest.mark.parametrize("tile", LINEAR_TILES, ids=lambda tile: "-".join(map(str, tile.values())))
 @pytest.mark.parametrize("groups", [(BLOCK, TOKEN_BLOCK), (PER_ROW, PER_ROW), (PER_TENSOR, PER_ROW)], ids=str)
 def test_linear_by_every_tile(groups, tile):
     """Rows, outputs and columns end within tiles, and there are more tiles than programs of one turn."""
@@ -67,8 +82,8 @@ def test_linear_by_every_tile(groups, tile):
 
 
 @on_hopper
-@pytest.mark.parametrize("block_size", [64, 128, 192])
-@pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4"])
+@pytest.mark.parametrize("block_size", [64, 128, 192, 256])
+@pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4", "int4", "int4 with zero points"])
 def test_experts_by_every_tile(scheme, block_size):
     """Some experts are absent. Their rows are zero, although rows and scales of x hold NaN there."""
     how = _experts(scheme, 352, 328, "cuda")
@@ -76,16 +91,14 @@ def test_experts_by_every_tile(scheme, block_size):
     ids = torch.rand(300, 5, generator=rng, device="cuda").topk(2).indices.int()
     ids[100:120] = 3
     order = ops.permute(ids, 5, block_size, torch.tensor([0, 1, 2, -1, 4], dtype=torch.int32, device="cuda"))
-    if scheme != "mxfp4":
+    if "x_scale" in how:
         how["x_scale"][100:120] = float("nan")
     how |= {"bias": torch.randn(5, 328, generator=rng, device="cuda").bfloat16(), "out_dtype": torch.bfloat16}
     x, weight = how.pop("x"), how.pop("weight")
     wanted = ops.grouped_gemm(x, weight, *order, 2, **how)
-    launch, tiles = (
-        ("mxfp4_grouped_gemm_prefill_sm90", MXFP4_TILES)
-        if scheme == "mxfp4"
-        else ("scaled_grouped_gemm_prefill_sm90", TILES)
-    )
+    known = {"mxfp4": MXFP4_TILES, "int4": AHEAD_TILES}
+    stored = scheme.split()[0]
+    launch, tiles = f"{stored if stored in known else 'scaled'}_grouped_gemm_prefill_sm90", known.get(stored, TILES)
     for tile in tiles:
         with _launch.trial(launch, tile):
             got = kernels_of("grouped_gemm")["triton"].run(x, weight, *order, 2, **how, variant="prefill_sm90")
@@ -132,14 +145,25 @@ def test_linear_takes_the_kernel_for_many_tokens_of_fp8():
         assert _picked_for_linear(4096) == "scaled"
 
 
-def _picked_for_experts(scheme: str, block_size: int) -> str:
-    how = _experts(scheme, 352, 160, "cpu")
+def _picked_for_experts(scheme: str, block_size: int, **others: torch.Tensor) -> str:
+    how = _experts(scheme, 352, 160, "cpu") | others
     x, weight = how.pop("x"), how.pop("weight")
     order = torch.zeros(4 * block_size, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     return grouped_gemm.VARIANTS.of(None, x, weight, *order, 1, **how, out_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4", "int4"])
 def test_experts_take_the_kernel_for_blocks_that_fill_its_tiles(scheme):
     picked = {block_size: _picked_for_experts(scheme, block_size) for block_size in (16, 32, 64, 96, 128)}
     assert picked == {16: "decode", 32: "prefill", 64: "prefill_sm90", 96: "prefill", 128: "prefill_sm90"}
+
+
+def test_experts_in_int4_take_it_for_stages_of_one_scale():
+    def picked(groups: int) -> str:
+        return _picked_for_experts("int4", 128, weight_scale=torch.ones(5, 160, groups).bfloat16())
+
+    assert picked(1) == picked(3) == picked(6) == "prefill_sm90", "whole rows, 128 and 64 columns"
+    assert picked(11) == "prefill", "32 columns"
+    assert _picked_for_experts("int4", 128, x=torch.zeros(300, 352)) == "prefill", "fp32"
+    with instead(Target("nvidia", "sm80")):
+        assert picked(3) == "prefill"

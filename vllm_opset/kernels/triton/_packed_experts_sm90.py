@@ -28,7 +28,8 @@ from vllm_opset.kernels.triton._load_sm90 import (
     load_tiles,
     rows_of,
 )
-from vllm_opset.kernels.triton._packed_gemm_sm90 import BYTES, CHUNK, ROWS as PART, dequantised
+from vllm_opset.kernels.triton._packed_gemm_sm90 import BYTES, CHUNK, dequantised
+from vllm_opset.kernels.triton._packed_gemm_sm90 import ROWS as PART
 from vllm_opset.kernels.triton._packed_linear import NO_ZERO_POINT, scale_columns
 from vllm_opset.kernels.triton._tiles import Order, tile_of
 from vllm_opset.ops.schemes import MXFP4, is_mxfp4
@@ -70,10 +71,10 @@ def packed_experts_sm90(
     pdl_wait(PDL)
     dtype: gl.constexpr = out.dtype.element_ty
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], gl.NVMMASharedLayout(128, 16, rank=2))
-    w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, OUTPUTS_OF_BOX, weight.block_type.shape[1]], weight.layout)
-    staging = gl.allocate_shared_memory(
-        dtype, [2, PART, ROWS], gl.NVMMASharedLayout(128, 16, rank=2, transposed=True)
+    w_ring = gl.allocate_shared_memory(
+        weight.dtype, [STAGES, OUTPUTS_OF_BOX, weight.block_type.shape[1]], weight.layout
     )
+    staging = gl.allocate_shared_memory(dtype, [2, PART, ROWS], gl.NVMMASharedLayout(128, 16, rank=2, transposed=True))
     full, empty = barriers(STAGES, GATHERING)
     ring = (x_ring, w_ring, full, empty, ())
     tiles = (sorted_token_ids, expert_ids, num_rows, num_tiles, top_k)

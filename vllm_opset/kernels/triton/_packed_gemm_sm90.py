@@ -199,7 +199,7 @@ def _multiply(
             for number in gl.static_range(NUMBERS):
                 x = x_ring.index(stage * (WIDTH // CHUNK) + number // PARTS).permute((1, 0))
                 product = hopper.warpgroup_mma(factor, x, sums[number % PARTS], is_async=True)
-                if CHAINED and 0 < number:
+                if CHAINED and number > 0:
                     sums = _with_product(sums, product, number % PARTS, 1)
                 if number < NUMBERS - 1:
                     next_factor = _factor(number + 1, stage, w_ring, of_stage, INDEX, PARTS, FACTOR, x_ring.dtype)
@@ -250,7 +250,7 @@ def _with_product(sums, product, PART: gl.constexpr, RUNNING: gl.constexpr):
 
 @gluon.jit
 def _all_waited(sums, factor):
-    waited = hopper.warpgroup_mma_wait(0, deps=sums + (factor,))
+    waited = hopper.warpgroup_mma_wait(0, deps=sums + (factor,))  # noqa: RUF005 (Triton has no starred expressions)
     found = ()
     for part in gl.static_range(len(sums)):
         found += (waited[part],)
@@ -425,7 +425,8 @@ def packed_gemm(
         zeros(device, num_tiles * values["warpgroups"]), len(rows), outputs,
         num_tiles, token_tiles, tile_stages, *weight_scale.stride(),
         TOKENS=tokens, WARPGROUPS=values["warpgroups"], PARTS=values["parts"],
-        GROUP=scale_columns(weight, weight_scale), STAGES=values["stages"], REGISTERS=values["registers"], CHAINED=bool(values["chained"]),
+        GROUP=scale_columns(weight, weight_scale), STAGES=values["stages"], REGISTERS=values["registers"],
+        CHAINED=bool(values["chained"]),
         num_warps=4, **_launch.launch_options(device),
     )  # fmt: skip
     return out

@@ -20,7 +20,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import (
-    GATHERING,
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
     WARP,
@@ -61,7 +60,8 @@ def scaled_gemm_sm90(
     x: a TMA descriptor of boxes of rows, or for experts a pointer. weight: a descriptor of boxes [WIDTH, WIDTH].
     out: a descriptor of boxes [HALF, WIDTH] with COPIED_RESULTS, otherwise a pointer.
     COPIED_SCALES: whether the loading warps bring the scales by blocks.
-    num_rows: of the result. ROWS: of a tile, one to three HALFs. PARTS: the products of a warpgroup, WIDTH outputs each.
+    num_rows: of the result. ROWS: of a tile, one to three HALFs. PARTS: the products of a warpgroup, of WIDTH outputs
+    each.
     For experts, there are TILES tiles in a block of BLOCK_SIZE.
     """
     pdl_wait(PDL)
@@ -128,7 +128,7 @@ def _multiply(
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     ORDERED: gl.constexpr, COPIED_RESULTS: gl.constexpr,
 ):  # fmt: skip
-    """The products of one warpgroup: HALF of the rows of each tile, or one of two halves of its outputs if it has HALF."""
+    """The products of one warpgroup: HALF rows of each tile. Of tiles with no more rows, half of the outputs."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     FIRST_ROW: gl.constexpr = INDEX * HALF if ROWS > HALF else 0
     FIRST_PART: gl.constexpr = INDEX * PARTS if ROWS == HALF else 0
@@ -342,7 +342,8 @@ def _multiply_scaled(
     """values: the rows and outputs of a tile, and group, stages and ordered of the kernel."""
     (outputs, columns), device = call.weight.shape[-2:], call.x.device
     rows = values["rows"]
-    tile_parts = values["outputs"] // WIDTH.value
+    warpgroups_of_outputs = 2 if rows == HALF.value else 1
+    parts = max(1, values["outputs"] // (warpgroups_of_outputs * WIDTH.value))
     x, w_strides, tiles, num_tiles = call.x, strides(call.weight_scale), 1, _launch.cdiv(len(out), rows)
     box = NVMMASharedLayout(128, 8, rank=2)
     copied_scales = bool(values["copied_scales"]) and by_blocks(call)
@@ -353,19 +354,22 @@ def _multiply_scaled(
     else:
         result = out
     if order is None:
-        x, w_strides = TensorDescriptor.from_tensor(call.x, [math.gcd(rows, 2 * HALF.value), WIDTH.value], box), (0, *w_strides)
+        box_rows = math.gcd(rows, 2 * HALF.value)
+        x, w_strides = TensorDescriptor.from_tensor(call.x, [box_rows, WIDTH.value], box), (0, *w_strides)
     else:
         tiles = _launch.cdiv(order.block_size, rows)
         num_tiles = len(order.expert_ids) * tiles
     weight = TensorDescriptor.from_tensor(call.weight.view(-1, columns), [WIDTH.value, WIDTH.value], box)
-    num_programs = min(num_tiles * _launch.cdiv(outputs, values["outputs"]), _launch.multiprocessors(device))
+    tile_outputs = warpgroups_of_outputs * parts * WIDTH.value
+    num_programs = min(num_tiles * _launch.cdiv(outputs, tile_outputs), _launch.multiprocessors(device))
     sorted_token_ids, expert_ids, top_k = order or (None, None, 1)
     scaled_gemm_sm90[(num_programs,)](
         x, call.x.stride(0), weight, bias, result, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
         sorted_token_ids, expert_ids, len(out), num_tiles, top_k,
         OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=by_blocks(call), BLOCK_SIZE=order.block_size if order else None,
-        TILES=tiles, ROWS=rows, PARTS=tile_parts // 2 if rows == HALF.value else tile_parts, GROUP=values["group"], STAGES=values["stages"],
-        ORDERED=values["ordered"], COPIED_SCALES=copied_scales, COPIED_RESULTS=copied_results, num_warps=4, **_launch.launch_options(device),
+        TILES=tiles, ROWS=rows, PARTS=parts, GROUP=values["group"], STAGES=values["stages"],
+        ORDERED=values["ordered"], COPIED_SCALES=copied_scales, COPIED_RESULTS=copied_results,
+        num_warps=4, **_launch.launch_options(device),
     )  # fmt: skip
 
 
