@@ -6,7 +6,7 @@ programs of empty blocks multiply and write nothing.
 - `decode`: blocks of up to 16 choices. Reading the weights takes the time, and each weight is read once.
 - `prefill`: larger blocks, whose programs are ordered so that those of one expert run at the same time.
 
-On Hopper GPUs, `prefill_sm90` multiplies larger blocks in fp8, and in bf16 by MXFP4 weights.
+On Hopper GPUs, `prefill_sm90` multiplies larger blocks in fp8, and in 16 bits by int4 and MXFP4 weights.
 """
 
 from typing import NamedTuple
