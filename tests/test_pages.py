@@ -2,7 +2,9 @@
 
 import ast
 import importlib.util
+import json
 import re
+import statistics
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,9 @@ from pathlib import Path
 import pytest
 from readme import ROOT
 
+from vllm_opset.bench.compare_report import Report
+from vllm_opset.bench.format import TIMES
+from vllm_opset.bench.pictures import RATE
 from vllm_opset.platform import CHOICES, switches
 
 DOCS = ROOT / "docs"
@@ -51,20 +56,37 @@ def test_the_readmes_first_commands_are_targets_and_ci_runs_its_tests():
     assert "test" in by_ci
 
 
+NOT_MEASURED = "not measured"
+
+
+def measured_rates() -> set[tuple[str, str, str]]:
+    """(stock's tokens/s, ratio on vLLM's own wheel, ratio without compiled kernels) as the README writes them."""
+    found = set()
+    for run in json.loads((DOCS / "benchmarks" / "h200-engines.json").read_text()):
+        for results in Report(run).by_case().values():
+            rates = {name: statistics.median(one["metrics"][RATE]) for name, one in results.items()}
+            if stock := rates.pop("stock", None):
+                ratios = {name: f"{rate / stock:.2f}{TIMES}" for name, rate in rates.items()}
+                parts = ratios.get("native", ratios.get("attention", NOT_MEASURED))
+                found.add((f"{stock:,.0f}", parts, ratios.get("opset", NOT_MEASURED)))
+    return found
+
+
+def measured_starts() -> set[tuple[str, ...]]:
+    """Seconds until the engines of a comparison were up, in the order of the README's columns."""
+    runs = json.loads((DOCS / "benchmarks" / "h200-engines.json").read_text())
+    starts = [{one["name"]: one["seconds"] for one in run["engines"]} for run in runs]
+    columns = ("stock", "native", "opset")
+    return {tuple(f"{one[name]:.0f} s" for name in columns) for one in starts if all(map(one.get, columns))}
+
+
 def test_the_readmes_figures_were_measured():
-    measured = " ".join(page.read_text() for page in (DOCS / "benchmarks").glob("*.md")).split()
-    table = re.findall(r"^\| (?:.*tokens/s|start-up.*) \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert len(table) == 5
-    for row in table:
-        stock, *ours = (re.fullmatch(r"([\d,.]+)(?: \(([\d.]+).\))?", cell) for cell in row.split(" | "))
-        for cell in (stock, *ours):
-            assert cell[1] in measured, row
-        for cell in ours:
-            assert cell[2] is None or float(cell[2]) == pytest.approx(number(cell[1]) / number(stock[1]), abs=0.01), row
-
-
-def number(figure: str) -> float:
-    return float(figure.replace(",", ""))
+    readme = (ROOT / "README.md").read_text()
+    _, *rows = re.findall(r"^\| (.*) \|$", readme[readme.index("| tokens/s on one NVIDIA H200") :], re.MULTILINE)
+    *rates, start = (tuple(row.split(" | ")[1:]) for row in rows)
+    assert start in measured_starts()
+    assert len(rates) == 10
+    assert set(rates) <= measured_rates()
 
 
 # Settings

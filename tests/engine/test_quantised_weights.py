@@ -1,6 +1,7 @@
 """Models with fp8, int8 and int4 weights give the tokens of the same weights in bf16, whatever their format."""
 
 import shutil
+from pathlib import Path
 
 import models
 import pytest
@@ -25,35 +26,43 @@ INT4 = {
 FORMATS = (
     "plain", "channelwise", "static", "blockwise", "plain, int8", "int8", "static, int8", "plain, int4", *INT4
 )  # fmt: skip
-EXPERTS = ("plain", "channelwise", "static", "blockwise", "plain, int8", "int8", "plain, int4", *INT4)
 PROMPTS = models.prompts((1, 7, 40))
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory) -> dict:
-    folders = {name: tmp_path_factory.mktemp(name) for name in FORMATS}
-    quantised.save_plain(folders["plain"])
+def saved(model: str, tmp_path_factory) -> dict[str, Path]:
+    """The folders of a model's checkpoints, by their formats."""
+    folders = {name: tmp_path_factory.mktemp(f"{model}, {name}") for name in FORMATS}
+    quantised.save_plain(folders["plain"], quantised.FP8, model)
     quantised.save_compressed(folders["plain"], folders["channelwise"], quantised.FP8)
     quantised.save_compressed(folders["plain"], folders["static"], quantised.FP8, "tensor")
     quantised.save_blockwise(folders["plain"], folders["blockwise"])
-    quantised.save_plain(folders["plain, int8"], quantised.INT8)
+    quantised.save_plain(folders["plain, int8"], quantised.INT8, model)
     quantised.save_compressed(folders["plain, int8"], folders["int8"], quantised.INT8)
     quantised.save_compressed(folders["plain, int8"], folders["static, int8"], quantised.INT8, "tensor")
-    quantised.save_plain(folders["plain, int4"], quantised.INT4)
+    quantised.save_plain(folders["plain, int4"], quantised.INT4, model)
     for name, form in INT4.items():
         quantised.save_int4(folders["plain, int4"], folders[name], *form)
     return folders
 
 
-@pytest.fixture(scope="module")
-def expected(checkpoints, engine) -> dict[str, list[list[int]]]:
+def answers_of_plain(folders: dict[str, Path], engine) -> dict[str, list[list[int]]]:
     """The tokens of the weights that each dtype's checkpoints stand for."""
 
     def of(name: str) -> list[list[int]]:
-        with engine(checkpoints[name], dtype="bfloat16") as llm:
+        with engine(folders[name], dtype="bfloat16") as llm:
             return tokens(generate(llm, PROMPTS))
 
     return {"float8_e4m3fn": of("plain"), "int8": of("plain, int8"), "uint4": of("plain, int4")}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    return saved("qwen3", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints, engine) -> dict[str, list[list[int]]]:
+    return answers_of_plain(checkpoints, engine)
 
 
 @pytest.mark.skipif(
@@ -186,30 +195,14 @@ def test_a_damaged_scale_is_named(damage, checkpoints, engine, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def mixtures(tmp_path_factory) -> dict:
+def mixtures(tmp_path_factory) -> dict[str, Path]:
     """The same formats of a mixture of experts."""
-    folders = {name: tmp_path_factory.mktemp(f"experts, {name}") for name in EXPERTS}
-    quantised.save_plain(folders["plain"], model="qwen3_moe")
-    quantised.save_compressed(folders["plain"], folders["channelwise"], quantised.FP8)
-    quantised.save_compressed(folders["plain"], folders["static"], quantised.FP8, "tensor")
-    quantised.save_blockwise(folders["plain"], folders["blockwise"])
-    quantised.save_plain(folders["plain, int8"], quantised.INT8, "qwen3_moe")
-    quantised.save_compressed(folders["plain, int8"], folders["int8"], quantised.INT8)
-    quantised.save_plain(folders["plain, int4"], quantised.INT4, "qwen3_moe")
-    for name, form in INT4.items():
-        quantised.save_int4(folders["plain, int4"], folders[name], *form)
-    return folders
+    return saved("qwen3_moe", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def expected_of_mixtures(mixtures, engine) -> dict[str, list[list[int]]]:
-    """The tokens of the weights that each dtype's checkpoints stand for."""
-
-    def of(name: str) -> list[list[int]]:
-        with engine(mixtures[name], dtype="bfloat16") as llm:
-            return tokens(generate(llm, PROMPTS))
-
-    return {"float8_e4m3fn": of("plain"), "int8": of("plain, int8"), "uint4": of("plain, int4")}
+    return answers_of_plain(mixtures, engine)
 
 
 @pytest.mark.skipif(

@@ -13,8 +13,15 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulatorRouter
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from vllm_opset.model import bound_experts, experts
+from vllm_opset import selection
+from vllm_opset.model import bound_experts, experts, quantised_experts
 from vllm_opset.model.fp8_linear import scaled_fp8_quant
 from vllm_opset.model.quantised_experts import OpsetQuantisedExperts
 
@@ -96,6 +103,12 @@ def test_the_warm_up_reaches_bound_experts(layer, monkeypatch):
     assert sizes == [1, 2, 4, 8, 10]
 
 
+def random_of(name: str, like: torch.Tensor) -> torch.Tensor:
+    """Random values of a parameter of this name. Scales are positive."""
+    values = torch.randn(like.shape)
+    return (values.abs() if "scale" in name else values).to(like.dtype)
+
+
 @pytest.fixture
 def fp8_layer(monkeypatch) -> Callable[..., MoERunner]:
     """`fp8_layer(block)`: experts with fp8 weights by vLLM's method, as on a GPU where its Triton kernels compute them.
@@ -111,8 +124,9 @@ def fp8_layer(monkeypatch) -> Callable[..., MoERunner]:
         sizes = {"num_experts": 4, "top_k": 2, "hidden_size": BLOCK, "intermediate_size": BLOCK}
         made = FusedMoE(**sizes, prefix=f"fp8.{next(numbers)}", params_dtype=torch.bfloat16, quant_config=config)
         for name, parameter in made.routed_experts.named_parameters():
-            random = torch.randn(parameter.shape)
-            parameter.data.copy_((random.abs() if "scale" in name else random).to(parameter.dtype))
+            parameter.data.copy_(random_of(name, parameter))
+            parameter.weight_loader = default_weight_loader  # of whole parameters
+        record_metadata_for_reloading(made)
         method = made.routed_experts.quant_method
         method.process_weights_after_loading(made.routed_experts)
         method.moe_kernel = None  # vLLM's own, which needs a GPU
@@ -130,17 +144,52 @@ def dequantised(layer: torch.nn.Module, weight: str) -> torch.Tensor:
     return stored * getattr(layer, f"{weight}_weight_scale").view(-1, 1, 1)
 
 
-@pytest.mark.parametrize("block", [[BLOCK, BLOCK], None], ids=["blocks", "per tensor"])
-def test_bound_experts_with_fp8_weights_compute_what_the_formula_says(block, fp8_layer):
-    made = fp8_layer(block)
-    layer, logits, x = made.routed_experts, torch.randn(5, 4), torch.randn(5, BLOCK).bfloat16()
-    w13, w2 = dequantised(layer, "w13"), dequantised(layer, "w2")
-    assert not bound_experts.bind(torch.nn.ModuleList([made]))
-    assert type(made._quant_method) is fp8.Fp8MoEMethod and made.is_monolithic
+def assert_computes(made: MoERunner, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    """Compares the results of experts with fp8 weights with the formula, for these values of the weights."""
+    logits, x = torch.randn(5, 4), torch.randn(5, BLOCK).bfloat16()
     weights, ids = logits.double().softmax(-1).topk(2)
     expected = by_hand(w13, w2, x, weights / weights.sum(-1, keepdim=True), ids)
-    found = made._quant_method.apply_monolithic(layer, x, logits)
+    found = made._quant_method.apply_monolithic(made.routed_experts, x, logits)
     torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+
+
+SCALES = pytest.mark.parametrize("block", [[BLOCK, BLOCK], None], ids=["blocks", "per tensor"])
+
+
+@SCALES
+def test_bound_experts_with_fp8_weights_compute_what_the_formula_says(block, fp8_layer):
+    made = fp8_layer(block)
+    w13, w2 = (dequantised(made.routed_experts, weight) for weight in ("w13", "w2"))
+    assert not bound_experts.bind(torch.nn.ModuleList([made]))
+    assert type(made._quant_method) is fp8.Fp8MoEMethod and made.is_monolithic
+    assert_computes(made, w13, w2)
+
+
+@SCALES
+def test_fp8_weights_that_vllm_loads_again_get_the_memory_of_those_before(block, fp8_layer):
+    """vLLM's method makes a new kernel then. CUDA graphs that were captured before read the old memory.
+
+    The reference reads weights as they are, as kernels for a GPU do.
+    """
+    selection.configure({"opset": {"kernels": {"fused_experts": "reference"}}})
+    made = fp8_layer(block)
+    model, layer = torch.nn.ModuleList([made]), made.routed_experts
+    bound_experts.bind(model)
+    kernel, read = made._quant_method.moe_kernel, read_by(layer)
+    initialize_layerwise_reload(model)
+    for name, parameter in list(layer.named_parameters()):
+        parameter.weight_loader(parameter, random_of(name, parameter))
+    finalize_layerwise_reload(model, None)
+    quantised_experts.bind(model)
+    assert made._quant_method.moe_kernel is not kernel and read_by(layer) == read
+    assert_computes(made, dequantised(layer, "w13"), dequantised(layer, "w2"))
+
+
+def read_by(layer: torch.nn.Module) -> list[int]:
+    """The addresses of the weights and scales that the kernel of a layer's experts reads."""
+    found = experts.experts_of(layer)
+    scales = (found._arguments[name] for name in ("w1_scale", "w2_scale"))
+    return [tensor.data_ptr() for tensor in (*found._weights(), *scales)]
 
 
 def test_experts_with_fp8_weights_for_another_kernel_keep_vllms(fp8_layer):

@@ -8,7 +8,7 @@ import torch
 from vllm.config import CompilationMode
 
 from vllm_opset import selection
-from vllm_opset.model import layers
+from vllm_opset.model import layers, registration
 
 pytestmark = pytest.mark.window
 
@@ -221,7 +221,9 @@ def test_rotation_by_gathered_angles(shape, is_neox_style):
 
 
 def test_every_activation_is_tested():
-    replaced = {replacement.cls for replacement in layers.REPLACEMENTS if replacement.module.endswith(".activation")}
+    replaced = {
+        replacement.cls for replacement in registration.REPLACEMENTS if replacement.module.endswith(".activation")
+    }
     assert replaced == set(ACTIVATIONS)
 
 

@@ -5,7 +5,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from vllm_opset.model import layers
+from vllm_opset.model import layers, registration
 
 pytestmark = pytest.mark.window
 
@@ -19,8 +19,8 @@ def configured():
 
 def test_every_replacement_is_registered():
     """Covers the names that this vLLM has; `_find` raises for a name that it should have but lacks."""
-    for replacement in (*layers.REPLACEMENTS, *layers._rotary_embeddings()):
-        original = layers._find(replacement)
+    for replacement in (*registration.REPLACEMENTS, *registration._rotary_embeddings()):
+        original = registration._find(replacement)
         if original is not None:
             # vLLM has two registries; each class knows its own.
             registry = original.register_oot.__func__.__globals__["op_registry_oot"]
@@ -31,7 +31,7 @@ def test_every_replacement_is_registered():
 @pytest.fixture
 def registries():
     """vLLM's registries, one or two; after the test their former contents are restored."""
-    originals = filter(None, map(layers._find, layers.REPLACEMENTS))
+    originals = filter(None, map(registration._find, registration.REPLACEMENTS))
     found = [original.register_oot.__func__.__globals__["op_registry_oot"] for original in originals]
     both = list({id(registry): registry for registry in found}.values())
     before = [dict(registry) for registry in both]
@@ -49,25 +49,25 @@ def test_replacements_can_be_taken_back(registries):
     assert all(registered)
     for registry in registries:
         registry["SomebodyElses"] = torch.nn.Identity
-    layers.unregister()
+    registration.unregister()
     assert not any(ours()) and all("SomebodyElses" in registry for registry in registries)
     assert not isinstance(RMSNorm(48), layers.OpsetLayer)
-    layers.register()
+    registration.register()
     assert ours() == registered and isinstance(RMSNorm(48), layers.OpsetLayer)
 
 
 def test_a_replacement_that_names_nothing_is_an_error():
-    wrong = layers.Replacement(f"{layers.VLLM}.layernorm", "RMSNormal", layers.RMSNormLayer)
+    wrong = registration.Replacement(f"{registration.VLLM}.layernorm", "RMSNormal", layers.RMSNormLayer)
     with pytest.raises(LookupError, match="RMSNormal"):
-        layers._find(wrong)
+        registration._find(wrong)
     # This class exists, but vLLM would never replace it.
-    wrong = layers.Replacement("torch.nn", "LayerNorm", layers.LayerNormLayer)
+    wrong = registration.Replacement("torch.nn", "LayerNorm", layers.LayerNormLayer)
     with pytest.raises(LookupError, match="LayerNorm"):
-        layers._find(wrong)
+        registration._find(wrong)
 
 
 def test_every_rotary_embedding_that_shares_a_forward_is_found():
-    found = {replacement.cls for replacement in layers._rotary_embeddings()}
+    found = {replacement.cls for replacement in registration._rotary_embeddings()}
     assert found >= {
         "RotaryEmbedding",
         "Llama3RotaryEmbedding",

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import activation, layernorm
 
-from vllm_opset.model import layers
+from vllm_opset.model import layers, registration
 
 pytestmark = pytest.mark.window
 hw_agnostic = pytest.importorskip(
@@ -46,7 +46,7 @@ def check(cls: type, arguments: tuple) -> None:
 
 @pytest.mark.parametrize(("cls", "hw_cls", "arguments"), FAMILIES)
 def test_families_with_a_registry_each(cls, hw_cls, arguments):
-    layers.register()
+    registration.register()
     assert custom_op.op_registry_oot[cls.__name__] is not hw_agnostic.op_registry_oot[cls.__name__]
     check(cls, arguments)
     check(hw_cls, arguments)
@@ -55,10 +55,10 @@ def test_families_with_a_registry_each(cls, hw_cls, arguments):
 @pytest.mark.parametrize(("cls", "hw_cls", "arguments"), FAMILIES)
 def test_families_that_share_a_registry(cls, hw_cls, arguments, monkeypatch):
     monkeypatch.setattr(hw_agnostic, "op_registry_oot", custom_op.op_registry_oot)
-    layers.register()
+    registration.register()
     check(cls, arguments)
     check(hw_cls, arguments)
-    layers.unregister()
+    registration.unregister()
     assert not custom_op.op_registry_oot
 
 
@@ -67,6 +67,6 @@ def test_a_name_that_is_lent_while_plugins_are_loaded(cls, hw_cls, arguments, mo
     with monkeypatch.context() as while_plugins_load:
         while_plugins_load.setattr(layernorm, "RMSNorm", hw_layernorm.RMSNorm)
         while_plugins_load.setattr(activation, "SiluAndMul", hw_activation.SiluAndMul)
-        layers.register()
+        registration.register()
     check(cls, arguments)
     check(hw_cls, arguments)

@@ -37,20 +37,29 @@ def parts() -> list[str]:
 
 
 def kinds() -> list[str]:
-    """The evidence for each part and kind of model or engine."""
-    columns = ("kind", "part", "by default", "time to stock vLLM's", "model", "machine", "versions", "commit")
-    found = [row for family in evidence.defaults() for row in evidence.evidence(int(family.removeprefix("sm")))]
+    """The parts that were measured with kinds of models or engines, and the conditions."""
+    columns = ("kind", "part", "by default", "model", "machine", "versions", "commit")
     rows = (
-        (
-            row.kind,
-            row.part,
-            "on" if row.on else "off",
-            ", ".join(f"{case}: {ratio:.3f}{TIMES}" for case, ratio in row.ratios.items()),
-            *(row.model, row.machine, row.versions, row.commit),
-        )
-        for row in found
+        (row.kind, row.part, "on" if row.on else "off", row.model, row.machine, row.versions, row.commit)
+        for row in _evidence()
     )
     return list(_table(columns, rows))
+
+
+def ratios() -> list[str]:
+    """The measurements, by case: time with the part over time without it."""
+    found: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in _evidence():
+        for name, ratio in row.ratios.items():
+            quantity, case = name.split(" ", 1)
+            found.setdefault((row.kind, row.part, case), {})[quantity] = f"{ratio:.3f}{TIMES}"
+    quantities = list(dict.fromkeys(quantity for of in found.values() for quantity in of))
+    rows = ((*case, *map(of.get, quantities)) for case, of in found.items())
+    return list(_table(("kind", "part", "case", *quantities), rows))
+
+
+def _evidence() -> list[evidence.Evidence]:
+    return [row for family in evidence.defaults() for row in evidence.evidence(int(family.removeprefix("sm")))]
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str | None]]) -> Iterator[str]:
@@ -59,5 +68,8 @@ def _table(columns: Iterable[str], rows: Iterable[Iterable[str | None]]) -> Iter
         yield "| " + " | ".join(cell or "" for cell in row) + " |"
 
 
+# By the comments around them in the page.
+TABLES = {"refused": refused, "parts": parts, "kinds": kinds, "ratios": ratios}
+
 if __name__ == "__main__":
-    print("\n".join(refused()), "\n".join(parts()), "\n".join(kinds()), sep="\n\n")
+    print(*("\n".join(table()) for table in TABLES.values()), sep="\n\n")

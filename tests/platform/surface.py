@@ -85,12 +85,12 @@ def registrations() -> Said:
     from vllm.plugins import load_general_plugins
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_opset.model import layers
+    from vllm_opset.model import registration
 
     load_general_plugins()
     yield "platform", type(current_platform).__name__
     yield "attention backend", AttentionBackendEnum.CUSTOM.get_path()
-    for name in (layers.REGISTRY, layers.HW_AGNOSTIC_REGISTRY):
+    for name in (registration.REGISTRY, registration.HW_AGNOSTIC_REGISTRY):
         registry = getattr(sys.modules.get(name), "op_registry_oot", {})
         yield from ((f"{name}: {op}", cls.__name__) for op, cls in registry.items())
 

@@ -12,6 +12,8 @@ from vllm_opset.bench.report import Report as OpsReport
 WIDTH, BAR, OP_BAR, SHARPNESS = 8.0, 0.17, 0.24, 200
 # A comparison of fewer cases looks at one question, and belongs on the page alone.
 ENOUGH_CASES = 3
+# The right end of the axis, with room for the number behind the longest bar.
+MOST_TIMES_STOCK = 2.0
 RATE = "output tokens/s"
 SHORT = 7  # characters of a commit
 GREY, BLUE, ORANGE, PURPLE = "#9a9a9a", "#1b6ca8", "#e08214", "#7a4f9a"
@@ -27,10 +29,11 @@ PEERS = {True: ("over vLLM's compiled kernel", BLUE), False: ("over the fastest 
 
 
 def draw_engines(reports: list[Report], file: Path) -> None:
-    """Draw bars of output tokens per second and start-up beside stock vLLM, a row for each comparison with it."""
+    """Draw output tokens per second and start-up beside stock vLLM: a row for the last comparison of a shape."""
     from matplotlib import pyplot
 
-    drawn = [one for one in reports if BASELINE in one.engines and len(one.by_case()) >= ENOUGH_CASES]
+    compared = [one for one in reports if BASELINE in one.engines and len(one.by_case()) >= ENOUGH_CASES]
+    drawn = list({one.title: one for one in compared}.values())
     if not drawn:
         raise ValueError(f"no comparison with {BASELINE} vLLM has {ENOUGH_CASES} cases or more to draw")
     heights = [(len(one.engines) + 1) * len(one.by_case()) + 2 for one in drawn]  # bars, and the title's room
@@ -42,9 +45,7 @@ def draw_engines(reports: list[Report], file: Path) -> None:
         _draw_speed(report, speed)
         _draw_starts(report, start)
     rows[-1][0].set_xlabel("output tokens per second, to stock\n(requests x prompt tokens / output tokens)")
-    starts = [start for report, (_, start) in zip(drawn, rows, strict=True) if not report.run.get("at_once")]
-    for start in starts[-1:]:
-        start.set_xlabel("start-up, s\n(empty caches)" if drawn[0].run["cold_caches"] else "start-up, s")
+    rows[-1][1].set_xlabel("start-up, s")
     _legend(figure, rows.flat)
     _save(figure, file)
 
@@ -93,20 +94,16 @@ def _draw_speed(report: Report, axes) -> None:
         axes.bar_label(bars, texts, padding=3, fontsize=8)
     middle = (len(report.engines) - 1) / 2
     axes.set_yticks([place * (len(report.engines) + 1) + middle for place in range(len(cases))], cases)
-    axes.set(xlim=(0, 1.5), xticks=(0, 0.5, 1))
+    axes.set(xlim=(0, MOST_TIMES_STOCK), xticks=(0, 0.5, 1))
     commit = (report.run["commit"] or "unknown")[:SHORT]
     version = report.run["engines"][0]["versions"]["vllm"]
-    title = f"{report.run['shape']['name']}, vLLM {version}, {commit}{_sampler(report)}"
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(f"{report.run['shape']['name']}, vLLM {version}, {commit}", loc="left", fontsize=10)
     axes.invert_yaxis()
     _finish(axes)
 
 
 def _draw_starts(report: Report, axes) -> None:
-    """Bars of seconds until an engine is ready, where engines started one after the other."""
-    if report.run.get("at_once"):
-        axes.set_axis_off()
-        return
+    """Bars of seconds until an engine is ready."""
     seconds = {engine["name"]: engine["seconds"] for engine in report.run["engines"]}
     for number, (name, label, colour) in enumerate(_modes(report)):
         if seconds[name] is not None:
@@ -134,7 +131,7 @@ def _modes(report: Report) -> Iterator[tuple[str, str, str]]:
     taken = set()
     engines: Mapping[str, Mapping] = {engine["name"]: engine for engine in report.run["engines"]}
     for name in report.engines:
-        label, colour = STOCK if name == BASELINE else _mode(engines[name])
+        label, colour = _stock(engines[name]) if name == BASELINE else _mode(engines[name])
         if label in taken:  # the same mode with another setting, which its name says
             label, colour = f"{label}: {name}", OTHER
         taken.add(label)
@@ -146,10 +143,11 @@ def _mode(engine: Mapping) -> tuple[str, str]:
     return found[0] if found else (engine["name"], OTHER)
 
 
-def _sampler(report: Report) -> str:
-    """What one must know of stock's sampled cases."""
-    (stock,) = (engine for engine in report.run["engines"] if engine["name"] == BASELINE)
-    return "; stock without FlashInfer's sampler" if stock["env"].get("VLLM_USE_FLASHINFER_SAMPLER") == "0" else ""
+def _stock(engine: Mapping) -> tuple[str, str]:
+    """The label says what one must know of stock's sampled cases."""
+    label, colour = STOCK
+    without = engine["env"].get("VLLM_USE_FLASHINFER_SAMPLER") == "0"
+    return f"{label}, without FlashInfer's sampler" if without else label, colour
 
 
 def _save(figure, file: Path) -> None:

@@ -2,8 +2,8 @@
 
 vLLM leaves unquantised experts of an out-of-tree platform to a plugin, by the registry of custom ops. On vLLM's own
 platform, loaded layers get them otherwise (`bound_experts`). vLLM's runner keeps what is around them: shared experts,
-transforms of the input, and the sum over tensor-parallel ranks. The method here is "monolithic" in vLLM's words: it
-gets the logits of the router, so that opset also chooses the experts. For quantised weights, see `quantised_experts`.
+transforms of the input, and the sum over tensor-parallel ranks. Methods here are "monolithic" in vLLM's words: they get
+the logits of the router, so that opset also chooses the experts. For quantised weights, see `quantised_experts`.
 """
 
 import torch
@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 
 from vllm_opset import ops, selection
 from vllm_opset.model.layers import Kernels
+from vllm_opset.model.reloading import refilled
 from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_expert_map, sizes_of
 from vllm_opset.ops.moe.route import SCORING_FUNCS
@@ -40,7 +41,10 @@ class Experts:
             raise Refusal(f"vllm-opset does not support {reason} in {layer.layer_name}: {ANOTHER_MODEL}.")
         if layer.expert_map is not None:
             check_expert_map(layer.expert_map, layer.local_num_experts, f"{layer.layer_name}.expert_map")
+        before = experts_of(layer)
         self._layer, self._prepared = layer, None
+        self._held: dict[str, torch.Tensor] = {} if before is None else before._held
+        layer.opset_experts = self
         self.kind = layer.w13_weight.shape, layer.w2_weight.shape, scheme
         self._hidden_size = values_shape(layer.w13_weight)[-1]
         self.dtype, self.logits_dtype = moe.in_dtype, moe.router_logits_dtype or moe.in_dtype
@@ -80,6 +84,8 @@ class Experts:
     def prepare(self) -> dict[str, torch.Tensor]:
         """Give the kernel the weights and scales in its own form, and free weights that are not needed any more.
 
+        If weights were loaded again, the memory that the layer's experts held before takes the new values.
+
         Returns what the kernel gets, by the names of its arguments.
         """
         problem = FusedExpertsProblem(current_platform.device_type, self.dtype, self.kind[2], **self._sizes)
@@ -90,17 +96,31 @@ class Experts:
             name: kernel.prepared(name, value, **{other: given[other] for other in given if other != name})
             for name, value in given.items()
         }
-        self._arguments |= {name: value for name, value in ready.items() if name in self._arguments}
-        if ready["w1"] is not given["w1"]:
+        packs = ready["w1"] is not given["w1"]
+        ready = {name: self._hold(name, value) for name, value in ready.items() if packs or name not in ("w1", "w2")}
+        others = {name: self._hold(name, value) for name, value in self._arguments.items() if name not in ready}
+        self._arguments |= others | {name: value for name, value in ready.items() if name in self._arguments}
+        if packs:
             self._prepared = ready["w1"], ready["w2"]
             for weight in (self._layer.w13_weight, self._layer.w2_weight):
                 weight.data = weight.data.new_empty(0)
         return ready
 
+    def _hold(self, name: str, value: object) -> object:
+        """An argument of the kernel, in the memory that it had before if it is a tensor; see `reloading`."""
+        if isinstance(value, torch.Tensor):
+            value = self._held[name] = refilled(self._held.get(name), value)
+        return value
+
     def make_room(self) -> None:
-        """Let the layer have its own weights again, not filled, so that vLLM can load them."""
+        """Let the layer have its own weights again, not filled, so that vLLM can load them.
+
+        The prepared ones go before. Only kernels for a CPU prepare weights, and a CPU has no graphs that read them.
+        """
         if self._prepared is not None:
             layer, self._prepared = self._layer, None
+            for name in ("w1", "w2"):
+                del self._held[name]
             for weight, shape in zip((layer.w13_weight, layer.w2_weight), self.kind, strict=False):
                 weight.data = weight.new_empty(shape)
 
@@ -132,18 +152,10 @@ class Experts:
         )
 
 
-class ExpertsMethod(UnquantizedFusedMoEMethod):
-    """The method of one layer's experts. The weights stay as they are, and are looked up at every call."""
+class MonolithicMethod:
+    """A mixin that comes before a method of vLLM's among the bases. The layer's `Experts` then serve the layer."""
 
     is_monolithic = True
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        super().process_weights_after_loading(layer)
-        self.choose(layer)
-
-    def choose(self, layer: torch.nn.Module) -> None:
-        """Choose the kernels for weights that are ready."""
-        self.opset_experts = Experts(layer, self.moe)
 
     def apply_monolithic(
         self,
@@ -152,7 +164,19 @@ class ExpertsMethod(UnquantizedFusedMoEMethod):
         router_logits: torch.Tensor,
         input_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.opset_experts(x, router_logits)
+        return layer.opset_experts(x, router_logits)
+
+
+class ExpertsMethod(MonolithicMethod, UnquantizedFusedMoEMethod):
+    """The method of one layer's experts. The weights stay as they are, and are looked up at every call."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        super().process_weights_after_loading(layer)
+        self.choose(layer)
+
+    def choose(self, layer: torch.nn.Module) -> None:
+        """Choose the kernels for weights that are ready."""
+        Experts(layer, self.moe)
 
 
 def _groups(layer: torch.nn.Module, num_experts: int) -> tuple[int, int]:
@@ -186,10 +210,8 @@ def multiply(model: torch.nn.Module, most_tokens: int) -> None:
 
 
 def experts_of(layer: torch.nn.Module) -> Experts | None:
-    """The experts that serve a layer of vLLM: its method has them, or the method's kernel. None for other layers."""
-    method = getattr(layer, "quant_method", None)
-    kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-    return getattr(method, "opset_experts", None) or getattr(kernel, "opset_experts", None)
+    """The experts that serve a layer of vLLM; None for other layers. vLLM may replace the layer's method."""
+    return getattr(layer, "opset_experts", None)
 
 
 def register() -> None:

@@ -23,7 +23,7 @@ class OpsetFp8LinearKernel(FP8ScaledMMLinearKernel):
 
     def __init__(self, c: FP8ScaledMMLinearLayerConfig, *args, **kwargs) -> None:
         super().__init__(c, *args, **kwargs)
-        self._call = call_of_layers()
+        self._call, self._linear = call_of_layers(), None
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -49,8 +49,9 @@ class OpsetFp8LinearKernel(FP8ScaledMMLinearKernel):
         check_scale(f"{prefix}.{name}", scale, weight.shape, group)
         scheme = Scheme(Quantised(FP8, group), self._activation())
         x_scale = self._static_scale(layer, prefix)
-        self._linear = ScaledLinear(self._call, weight, scale, scheme, self.config.out_dtype, x_scale)
-        if not self._linear.holds(layer.weight.data):
+        out_dtype, before = self.config.out_dtype, self._linear
+        self._linear = ScaledLinear(self._call, weight, scale, scheme, out_dtype, x_scale, before=before)
+        if not self._linear.needs_given:
             layer.weight.data = weight.new_empty(0)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

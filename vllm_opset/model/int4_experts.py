@@ -13,8 +13,9 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExper
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.utils import set_weight_attrs
 
-from vllm_opset.model.experts import Experts
+from vllm_opset.model.experts import Experts, MonolithicMethod
 from vllm_opset.model.int4_linear import nibbles, nibbles_of_awq
+from vllm_opset.model.reloading import refilled
 from vllm_opset.ops.schemes import PER_ROW, UINT4, UINT4_BLOCK, GroupShape, Scheme, check_scale, packed, quantised
 from vllm_opset.unsupported import Refusal
 
@@ -23,10 +24,9 @@ IN_INT32 = 8  # values of 4 bits
 ARGUMENTS = {"w13": "w1", "w2": "w2"}  # vLLM's names of the weights, and those of fused_experts
 
 
-class Int4ExpertsMethod(FusedMoEMethodBase):
+class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
     """The method of one layer's experts, for all formats. group_size: the columns that share a scale, or −1 for all."""
 
-    is_monolithic = True
     # Of the parameters, after "w13_" and "w2_".
     weight_name = "qweight"
     scale_name = "scales"
@@ -88,14 +88,13 @@ class Int4ExpertsMethod(FusedMoEMethodBase):
         for weight, argument in ARGUMENTS.items():
             stored = getattr(layer, f"{weight}_{self.weight_name}")
             values, scale, zeros = self._converted(layer, weight)
-            self._keep(layer, f"{weight}_weight", values)
-            how |= {f"{argument}_scale": self._keep(layer, f"{weight}_int4_scale", scale)}
+            setattr(layer, f"{weight}_weight", refilled(getattr(layer, f"{weight}_weight", None), values))
+            how |= {f"{argument}_scale": scale}
             if zeros is not None:
-                how |= {f"{argument}_zero_point": self._keep(layer, f"{weight}_int4_zero_point", zeros)}
+                how |= {f"{argument}_zero_point": zeros}
             stored.data = stored.data.new_empty(0)
         scheme = Scheme(quantised(values[0], scale[0], None if zeros is None else zeros[0]))
-        self.opset_experts = Experts(layer, self.moe, scheme, **how)
-        self.opset_experts.prepare()
+        Experts(layer, self.moe, scheme, **how).prepare()
 
     def _converted(self, layer: RoutedExperts, weight: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The packed values of a weight [num_experts, …], its scales and its zero points in the contract's layout."""
@@ -110,25 +109,8 @@ class Int4ExpertsMethod(FusedMoEMethodBase):
         zeros = getattr(layer, f"{weight}_{self.zero_point_name}").data
         return values, scale, torch.stack([self.zero_points(own) for own in zeros]).contiguous()
 
-    def _keep(self, layer: RoutedExperts, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Give a layer a tensor. If weights are loaded again, its memory stays, since CUDA graphs read it."""
-        kept = getattr(layer, name, None)
-        if kept is None or kept.shape != tensor.shape:
-            setattr(layer, name, tensor)
-            return tensor
-        return kept.copy_(tensor)
-
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: no kernel of vLLM's runs."""
-
-    def apply_monolithic(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        router_logits: torch.Tensor,
-        input_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.opset_experts(x, router_logits)
 
 
 class OpsetCompressedExpertsMethod(Int4ExpertsMethod):

@@ -23,7 +23,7 @@ class OpsetInt4LinearKernel(MPLinearKernel):
 
     def __init__(self, c: MPLinearLayerConfig, *args, **kwargs) -> None:
         super().__init__(c, *args, **kwargs)
-        self._call = call_of_layers()
+        self._call, self._linear = call_of_layers(), None
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -36,6 +36,9 @@ class OpsetInt4LinearKernel(MPLinearKernel):
         in_features = c.partition_weight_shape[0]
         if in_features % UINT4_BLOCK:
             return False, f"it serves multiples of {UINT4_BLOCK} input features, not {in_features}"
+        by_groups = 0 < c.group_size < c.full_weight_shape[0]
+        if by_groups and getattr(c, "has_g_idx", False):  # vLLM 0.30 and later refuse such weights
+            return False, "it does not serve activation ordering by groups (act-order)"
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -44,9 +47,8 @@ class OpsetInt4LinearKernel(MPLinearKernel):
         scales, zeros = scale.data.t() if scale.output_dim == 1 else scale.data, None
         if self.config.zero_points:
             zeros = nibbles(getattr(layer, self.w_zp_name).data.t()).t()
-        self._linear = _product(
-            layer, self._call, values, self.w_s_name, scales, zeros, self.config.group_size, self.config.act_type
-        )
+        name, group, dtype = self.w_s_name, self.config.group_size, self.config.act_type
+        self._linear = _product(layer, self._call, values, name, scales, zeros, group, dtype, self._linear)
         weight.data = weight.data.new_empty(0)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,11 +61,12 @@ class OpsetAwqLinearMethod(AutoAWQLinearMethod):
     def __init__(self, quant_config) -> None:
         super().__init__(quant_config)
         self._call, self._dtype = call_of_layers(), get_current_vllm_config().model_config.dtype
+        self._linear = None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         values, zeros = (nibbles_of_awq(packed.data).t() for packed in (layer.qweight, layer.qzeros))
-        group = self.quant_config.group_size
-        self._linear = _product(layer, self._call, values, "scales", layer.scales.data.t(), zeros, group, self._dtype)
+        scales, group = layer.scales.data.t(), self.quant_config.group_size
+        self._linear = _product(layer, self._call, values, "scales", scales, zeros, group, self._dtype, self._linear)
         layer.qweight.data = layer.qweight.data.new_empty(0)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -90,12 +93,16 @@ def _product(
     zeros: torch.Tensor | None,
     group_size: int,
     dtype: torch.dtype,
+    before: ScaledLinear | None,
 ) -> ScaledLinear:
-    """The product with values [out_features, in_features], whose scales and zero points have a row for each output."""
+    """The product with values [out_features, in_features], whose scales and zero points have a row for each output.
+
+    before: see `ScaledLinear`.
+    """
     group = GroupShape(1, group_size) if 0 < group_size < values.shape[1] else PER_ROW
     name = f"{getattr(layer, 'prefix', 'a layer')}.{scale_name}"
     check_scale(name, scale, values.shape, group)
     weight, scale = packed(values, UINT4), scale.contiguous()
     zeros = None if zeros is None else zeros.contiguous()
     scheme = Scheme(quantised(weight, scale, zeros))
-    return ScaledLinear(call, weight, scale, scheme, dtype, zero_point=zeros)
+    return ScaledLinear(call, weight, scale, scheme, dtype, zero_point=zeros, before=before)

@@ -18,6 +18,7 @@ class OpsetInt8LinearKernel(Int8ScaledMMLinearKernel):
     def __init__(self, c: Int8ScaledMMLinearLayerConfig, *args, **kwargs) -> None:
         super().__init__(c, *args, **kwargs)
         self._call, self._dtype = call_of_layers(), get_current_vllm_config().model_config.dtype
+        self._linear = None
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
@@ -39,8 +40,8 @@ class OpsetInt8LinearKernel(Int8ScaledMMLinearKernel):
             check_scale(f"{prefix}.input_scale", x_scale, (1, 1), PER_TENSOR)
         stored = activation(INT8, PER_ROW if x_scale is None else PER_TENSOR)
         scheme = Scheme(Quantised(INT8, group), stored)
-        self._linear = ScaledLinear(self._call, weight, scale, scheme, self._dtype, x_scale)
-        if not self._linear.holds(weight):
+        self._linear = ScaledLinear(self._call, weight, scale, scheme, self._dtype, x_scale, before=self._linear)
+        if not self._linear.needs_given:
             layer.weight.data = weight.new_empty(0)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

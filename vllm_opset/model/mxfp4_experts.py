@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 
-from vllm_opset.model.experts import Experts
+from vllm_opset.model.experts import Experts, MonolithicMethod
 from vllm_opset.ops.schemes import MXFP4, NO_SCALE, Scheme, check_scale, values_shape
 from vllm_opset.unsupported import Refusal
 
@@ -19,13 +19,11 @@ from vllm_opset.unsupported import Refusal
 SCALES = {"w13_weight_scale": "gate_up_proj_scales", "w2_weight_scale": "down_proj_scales"}
 
 
-class OpsetMxfp4ExpertsMethod(GptOssMxfp4MoEMethod):
+class OpsetMxfp4ExpertsMethod(MonolithicMethod, GptOssMxfp4MoEMethod):
     """The method of one layer's experts. vLLM's class creates the weights; nothing else of it is used.
 
     The worker calls `bind` once the model's weights are loaded.
     """
-
-    is_monolithic = True
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         FusedMoEMethodBase.__init__(self, moe)  # the parent would ask for one of its backends
@@ -61,21 +59,11 @@ class OpsetMxfp4ExpertsMethod(GptOssMxfp4MoEMethod):
         for bias in (layer.w13_bias, layer.w2_bias):
             bias.data = bias.data.to(self.moe.in_dtype)
         scales = {"w1_scale": layer.w13_weight_scale.data, "w2_scale": layer.w2_weight_scale.data}
-        self.opset_experts = Experts(layer, self.moe, Scheme(MXFP4), **scales, out_dtype=self.moe.in_dtype)
-        prepared = self.opset_experts.prepare()
+        prepared = Experts(layer, self.moe, Scheme(MXFP4), **scales, out_dtype=self.moe.in_dtype).prepare()
         layer.w13_weight_scale.data, layer.w2_weight_scale.data = prepared["w1_scale"], prepared["w2_scale"]
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """None: no kernel of vLLM's runs."""
-
-    def apply_monolithic(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        router_logits: torch.Tensor,
-        input_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.opset_experts(x, router_logits)
 
 
 class OpsetMxfp4Config(GptOssMxfp4Config):

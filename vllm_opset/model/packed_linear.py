@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 
 from vllm_opset import ops, selection
 from vllm_opset.kernel import REFERENCE
+from vllm_opset.model.reloading import refilled
 from vllm_opset.ops.gemm.linear import LinearProblem
 from vllm_opset.ops.schemes import NONE, Scheme, values_shape
 from vllm_opset.unsupported import Refusal
@@ -44,15 +45,16 @@ class PackedLinearMethod(UnquantizedLinearMethod):
     """
 
     def __init__(self, layer: torch.nn.Module, call: Callable[[selection.Choice], Callable] = run_of) -> None:
-        self._call = call
+        self._call, self._weight = call, None
         self.process_weights_after_loading(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         weight = layer.weight.data
         chosen = choice(weight)
-        self._linear, self._weight = self._call(chosen), chosen.kernel.prepared("weight", weight)
-        if self._weight is not weight:
+        prepared = chosen.kernel.prepared("weight", weight)
+        if prepared is not weight:
             layer.weight.data = weight.new_empty(0)
+        self._linear, self._weight = self._call(chosen), refilled(self._weight, prepared)
 
     def weight_of(self, layer: torch.nn.Module) -> torch.Tensor:
         return self._weight
@@ -65,11 +67,13 @@ class PackedEmbeddingMethod(UnquantizedEmbeddingMethod):
     """The method of one embedding. If it is an LM head only by tied weights, its first product packs the weight."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
+        self._weight = None
         self.process_weights_after_loading(layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self._chosen = choice(layer.weight)
-        self._weight = self._prepared(layer) if isinstance(layer, ParallelLMHead) else None
+        if self._weight is not None or isinstance(layer, ParallelLMHead):
+            self._weight = refilled(self._weight, self._prepared(layer))
 
     def weight_of(self, layer: torch.nn.Module) -> torch.Tensor:
         return layer.weight

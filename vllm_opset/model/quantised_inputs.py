@@ -144,7 +144,7 @@ def _agreed(traces: list[Trace]) -> Wanted | None:
 def _is_kept(traces: list[Trace]) -> bool:
     """Whether results are also written as they are.
 
-    They are with a given scale, since the layer that reads them has another one if its weights are loaded again.
+    They are with a given scale: a layer that reads them might take another one when its weights are loaded again.
     """
     return any(trace.has_other_readers or not trace.wanted or trace.wanted[0].scale is not None for trace in traces)
 

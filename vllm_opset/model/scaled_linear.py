@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 
 from vllm_opset import operators, ops, selection, targets
 from vllm_opset.model.packed_linear import choice, run_of
+from vllm_opset.model.reloading import refilled
 from vllm_opset.ops.quantisation.quantise import QuantiseProblem
 from vllm_opset.ops.schemes import FP8, INT8, GroupShape, Quantised, Scheme
 
@@ -20,7 +21,7 @@ FORM = "opset_quantised_form"
 
 
 def call_of_layers() -> Callable[[selection.Choice], Callable]:
-    """What gives a layer the function to call for a choice: an operator if vLLM compiles the model that it builds."""
+    """The function that makes of a choice what a layer calls: an operator if vLLM compiles the model that it builds."""
     compiled = get_current_vllm_config().compilation_config.mode not in (None, CompilationMode.NONE)
     return operators.of if compiled else run_of
 
@@ -35,7 +36,8 @@ class ScaledLinear:
     """weight: [out_features, in_features] with its `scale`, a matrix that was checked. dtype: of x and the result.
 
     x_scale: [1, 1], of activations whose scale the checkpoint gives. zero_point: of a packed weight, or None.
-    call: see `call_of_layers`.
+    call: see `call_of_layers`. before: this layer's product until its weights were loaded again, or None. Its memory
+    takes the new values.
     """
 
     def __init__(
@@ -47,20 +49,21 @@ class ScaledLinear:
         dtype: torch.dtype,
         x_scale: torch.Tensor | None = None,
         zero_point: torch.Tensor | None = None,
+        before: "ScaledLinear | None" = None,
     ) -> None:
-        chosen = choice(weight, dtype, scheme)
-        stored = {"weight_scale": scale, "out_dtype": dtype}
+        chosen, how = choice(weight, dtype, scheme), {"weight_scale": scale}
         if zero_point is not None:
-            stored["weight_zero_point"] = zero_point
-        self._weight = chosen.kernel.prepared("weight", weight.contiguous(), **stored)
-        self._linear = functools.partial(call(chosen), **stored)
-        self.activation, self.x_scale = scheme.activation, x_scale
+            how["weight_zero_point"] = zero_point
+        prepared = chosen.kernel.prepared("weight", weight.contiguous(), **how, out_dtype=dtype)
+        # Whether the weight is multiplied as it was given, so that its memory must stay.
+        self.needs_given = not prepared.is_mkldnn and prepared.data_ptr() == weight.data_ptr()
+        tensors, held = how | {"weight": prepared, "x_scale": x_scale}, {} if before is None else before._held
+        self._held = {name: refilled(held.get(name), new) for name, new in tensors.items() if new is not None}
+        self._weight, self.x_scale = self._held["weight"], self._held.get("x_scale")
+        self._linear = functools.partial(call(chosen), **{name: self._held[name] for name in how}, out_dtype=dtype)
+        self.activation = scheme.activation
         if scheme.activation is not None:
-            self._quantise = _quantiser(call, scheme.activation, dtype, weight.shape[1], x_scale)
-
-    def holds(self, weight: torch.Tensor) -> bool:
-        """Whether it multiplies this very memory, which must then stay."""
-        return not self._weight.is_mkldnn and self._weight.data_ptr() == weight.data_ptr()
+            self._quantise = _quantiser(call, scheme.activation, dtype, weight.shape[1], self.x_scale)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.activation is None:

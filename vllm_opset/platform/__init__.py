@@ -67,7 +67,7 @@ def register() -> None:
             "or set OPSET_PLATFORM=off to do without vllm-opset."
         )
     if current_platform.is_out_of_tree():
-        _load("vllm_opset.model.layers").register()
+        _load("vllm_opset.model.registration").register()
         current_platform.prepare()
     # Nothing needs these two yet. They are imported here so that a broken one is reported now, not by a dying engine.
     _load("vllm_opset.attention.backend")

@@ -21,7 +21,7 @@ HOOKS = (
     Bridge(
         "layers",
         "opset registers its layers by `CustomOp.register_oot`, and on stock vLLM only while a model is loaded.",
-        "vllm_opset.model.layers.register",
+        "vllm_opset.model.registration.register",
         has("vllm.model_executor.custom_op.op_registry_oot"),
         changes=("vllm.model_executor.custom_op.op_registry_oot",),
         hook=True,
@@ -62,7 +62,7 @@ HOOKS = (
     Bridge(
         "second registry of layers",
         "The same for vLLM's second registry, of layers that depend on no device.",
-        "vllm_opset.model.layers.register",
+        "vllm_opset.model.registration.register",
         has("vllm.model_executor.hw_agnostic.custom_op.op_registry_oot"),
         first=(0, 28),
         changes=("vllm.model_executor.hw_agnostic.custom_op.op_registry_oot",),

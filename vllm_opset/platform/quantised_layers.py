@@ -1,7 +1,7 @@
 """The patches that let vLLM build layers with quantised weights without its compiled kernels."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -9,6 +9,14 @@ from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, uses
 
 REQUANTISE = "vllm.model_executor.layers.quantization.utils.w8a8_utils.requantize_with_max_scale"
 LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
+# vLLM's lists of kernels for quantised linear layers, by the type of kernel that its registration names.
+KERNEL_LISTS = {
+    "fp8": "_POSSIBLE_FP8_KERNELS",
+    "fp8_block": "_POSSIBLE_FP8_BLOCK_KERNELS",
+    "int8": "_POSSIBLE_INT8_KERNELS",
+    "mp": "_POSSIBLE_KERNELS",
+}
+OWN_MODULES = f"{__name__.partition('.')[0]}."
 EXPERTS = "vllm.model_executor.layers.fused_moe"
 QUANTISATION = "vllm.model_executor.layers.quantization"
 OF_COMPRESSED_TENSORS = f"{QUANTISATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8"
@@ -38,6 +46,29 @@ def register_fp8_block_kernel(kernel: type) -> None:
         linear.register_linear_kernel(kernel, PlatformEnum.OOT, "fp8_block")
     else:
         linear._POSSIBLE_FP8_BLOCK_KERNELS.setdefault(PlatformEnum.OOT, []).append(kernel)
+
+
+@patch(
+    has(f"{LINEAR_KERNELS}._POSSIBLE_KERNELS"),
+    ends="vLLM's registration of a kernel says whether it is asked before the others",
+    changes=tuple(f"{LINEAR_KERNELS}.{name}" for name in KERNEL_LISTS.values()),
+    worker=("native",),
+)
+def ask_linear_kernels_first(kernels: Mapping[str, type]) -> None:
+    """Have vLLM ask opset's kernels for a quantised linear layer before its own.
+
+    vLLM takes the first kernel of a list that can serve a layer, and its registration adds to the end of the list.
+
+    Parameters: kernels has a subclass of vLLM's kernels by the type of kernel, such as "fp8". The former ones are taken
+    out of the lists, so none leaves the lists as vLLM made them.
+    """
+    from vllm.model_executor.kernels import linear
+    from vllm.platforms.interface import PlatformEnum
+
+    for kind, name in KERNEL_LISTS.items():
+        lists = getattr(linear, name)
+        own = [one for one in lists[PlatformEnum.CUDA] if not one.__module__.startswith(OWN_MODULES)]
+        lists[PlatformEnum.CUDA] = [kernels[kind], *own] if kind in kernels else own
 
 
 @patch(

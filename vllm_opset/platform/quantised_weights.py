@@ -141,6 +141,21 @@ def _register_linear() -> None:
     quantised_layers.quantise_weights(scaled_fp8_quant)
 
 
+def ask_linear_kernels_first() -> None:
+    """On stock vLLM, have it ask opset's kernels for quantised linear layers before its own."""
+    from vllm_opset.model.fp8_linear import OpsetFp8LinearKernel
+    from vllm_opset.model.int4_linear import OpsetInt4LinearKernel
+    from vllm_opset.model.int8_linear import OpsetInt8LinearKernel
+
+    fp8 = {"fp8": OpsetFp8LinearKernel, "fp8_block": OpsetFp8LinearKernel}
+    quantised_layers.ask_linear_kernels_first(fp8 | {"int8": OpsetInt8LinearKernel, "mp": OpsetInt4LinearKernel})
+
+
+def leave_linear_kernels() -> None:
+    """On stock vLLM, have it ask for quantised linear layers as it did before."""
+    quantised_layers.ask_linear_kernels_first({})
+
+
 @functools.cache
 def _register_experts() -> None:
     # Imported late: vLLM's module of experts imports thousands of others.

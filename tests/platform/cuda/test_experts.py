@@ -104,7 +104,6 @@ def experts_layer(num_experts: int, top_k: int, stored: torch.dtype) -> torch.nn
     experts = Experts(layer, moe, **how)
     experts._route[torch.float32] = kernels_of("route")["triton"].run
     experts._experts[torch.bfloat16] = kernels_of("fused_experts")["triton"].run
-    layer.quant_method = SimpleNamespace(opset_experts=experts)
     return layer
 
 
@@ -121,7 +120,7 @@ def test_all_that_serving_launches_was_launched_before(model, launched):
     for _ in range(NUM_STEPS):
         num_tokens = min(most_tokens, draw.randint(1, draw.choice((16, 300, most_tokens))))
         x = torch.zeros(num_tokens, HIDDEN_SIZE, dtype=torch.bfloat16)
-        layer.quant_method.opset_experts(x, torch.zeros(num_tokens, num_experts))
+        layer.opset_experts(x, torch.zeros(num_tokens, num_experts))
         assert launched == warm, f"{num_tokens} tokens"
 
 

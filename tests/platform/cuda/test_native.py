@@ -356,15 +356,3 @@ def test_wrong_words_are_errors(words, message, config, monkeypatch):
     with pytest.raises(OverrideError) as error:
         parts.decide(made, HOPPER)
     assert str(error.value) == message
-
-
-# The sampler.
-
-
-def test_keys_of_draws_differ():
-    """Uses all positions of many requests with small seeds, like those of users."""
-    from vllm_opset.model.sampler import draw_keys
-
-    seeds, positions = torch.arange(512), torch.arange(4096)
-    keys = draw_keys(seeds[:, None], positions[None, :])
-    assert keys.dtype == torch.int64 and keys.shape == (512, 4096) and len(keys.unique()) == keys.numel()

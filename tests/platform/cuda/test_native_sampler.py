@@ -140,3 +140,12 @@ def test_a_sampler_that_takes_other_parameters_is_left_to_vllm(stock, monkeypatc
     monkeypatch.setattr(sampler, "_parameters", lambda cls, method: known.get(method, ("something_new",)))
     runner = SimpleNamespace(sampler=stock, model_config=SimpleNamespace(dtype=torch.float32), device=CPU)
     assert not sampler.install(runner) and runner.sampler is stock
+
+
+def test_keys_of_draws_differ():
+    """Uses all positions of many requests with small seeds, like those of users."""
+    from vllm_opset.model.sampler import draw_keys
+
+    seeds, positions = torch.arange(512), torch.arange(4096)
+    keys = draw_keys(seeds[:, None], positions[None, :])
+    assert keys.dtype == torch.int64 and keys.shape == (512, 4096) and len(keys.unique()) == keys.numel()

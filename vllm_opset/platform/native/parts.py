@@ -3,8 +3,8 @@
 `attention` is opset's attention backend, as by `--attention-backend CUSTOM`. With it, steps of up to 2,048 tokens are
 captured in pieces (`platform/cuda/graphs.py`). Between the pieces, they wait for the launch of attention alone.
 
-`sampler` is one kernel for temperature, min-p, top-k, top-p and the draw. `linear` is for layers with unquantised
-weights, and has a kernel for batches of one row.
+`sampler` is one kernel for temperature, min-p, top-k, top-p and the draw. `linear` is for linear layers with
+unquantised weights, and with weights in fp8, int8 and int4.
 
 `ops` are norms, activations and rotary embeddings, fused by hand. torch.compile is off then, unless users give a mode.
 With a mode, the compiler sees each op as an operator, and nothing is fused by hand.

@@ -1,7 +1,7 @@
 """vLLM's own worker on a GPU, with those parts of opset that are on."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -11,8 +11,8 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.kernels.triton._constants import assume_unchanged
 from vllm_opset.kernels.triton._precompile import precompile
-from vllm_opset.model import fusion, layers, linear, sampler
-from vllm_opset.platform import compat, compile_cache, refusals
+from vllm_opset.model import fusion, layers, linear, registration, sampler
+from vllm_opset.platform import compat, compile_cache, quantised_weights, refusals
 from vllm_opset.platform.cuda import device, warm_up
 from vllm_opset.platform.cuda.starting import Starting
 from vllm_opset.platform.packing import PackingWorker
@@ -27,7 +27,11 @@ class OpsetNativeWorker(Starting, PackingWorker):
 
     def load_model(self, **kwargs) -> None:
         compat.forget_shared_layers()
-        with _opset_layers() if "ops" in self.parts else nullcontext():
+        with ExitStack() as building:
+            if "ops" in self.parts:
+                building.enter_context(_opset_layers())
+            if "linear" in self.parts and self.model_config.quantization is not None:
+                building.enter_context(_opset_kernels_of_quantised_layers())
             super().load_model(**kwargs)
         model = self.model_runner.get_model()
         if "ops" in self.parts:
@@ -78,8 +82,18 @@ class OpsetNativeWorker(Starting, PackingWorker):
 @contextmanager
 def _opset_layers() -> Iterator[None]:
     """Within this context, models are built with opset's layers. Another engine of this process may need vLLM's."""
-    layers.register()
+    registration.register()
     try:
         yield
     finally:
-        layers.unregister()
+        registration.unregister()
+
+
+@contextmanager
+def _opset_kernels_of_quantised_layers() -> Iterator[None]:
+    """Within this context, vLLM asks opset's kernels for quantised linear layers before its own."""
+    quantised_weights.ask_linear_kernels_first()
+    try:
+        yield
+    finally:
+        quantised_weights.leave_linear_kernels()
