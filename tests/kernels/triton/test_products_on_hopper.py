@@ -32,12 +32,11 @@ MXFP4_TILES = [
     *AHEAD_TILES,
 ]  # fmt: skip
 INT4_TILES = [
-    {"tokens": tokens, "warpgroups": warpgroups, "parts": parts, "stages": stages, "programs": programs,
-     "registers": 104 if warpgroups == 4 else 232, "chained": chained}
-    for (tokens, warpgroups, parts, stages, programs), chained in itertools.product(
-        ((16, 4, 1, 8, 132), (64, 4, 1, 6, 132), (64, 2, 1, 6, 100), (128, 2, 2, 4, 132)), (0, 1)
-    )
-]  # fmt: skip
+    {"tokens": 16, "warpgroups": 4, "parts": 1, "stages": 8, "programs": 132, "registers": 104},
+    {"tokens": 64, "warpgroups": 4, "parts": 1, "stages": 6, "programs": 132, "registers": 104},
+    {"tokens": 64, "warpgroups": 2, "parts": 1, "stages": 6, "programs": 100, "registers": 232},
+    {"tokens": 128, "warpgroups": 2, "parts": 2, "stages": 4, "programs": 132, "registers": 232},
+]
 # Tensor cores keep 14 bits of the sums of fp8. By blocks, they do so for 128 columns.
 NEAR = {"rtol": 2**-6, "atol": 2**-5}
 

@@ -28,8 +28,8 @@ from vllm_opset.kernels.triton._load_sm90 import (
     load_tiles,
     rows_of,
 )
-from vllm_opset.kernels.triton._packed_gemm_sm90 import BYTES, CHUNK, dequantised
-from vllm_opset.kernels.triton._packed_gemm_sm90 import ROWS as PART
+from vllm_opset.kernels.triton._nibbles_sm90 import BYTES, CHUNK, dequantised
+from vllm_opset.kernels.triton._nibbles_sm90 import ROWS as PART
 from vllm_opset.kernels.triton._packed_linear import NO_ZERO_POINT, scale_columns
 from vllm_opset.kernels.triton._tiles import Order, tile_of
 from vllm_opset.ops.schemes import MXFP4, is_mxfp4
