@@ -10,7 +10,14 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
-from vllm_opset.kernels.triton import _launch, grouped_gemm, linear
+from vllm_opset.kernels.triton import (
+    _launch,
+    _mxfp4_gemm_sm90,
+    _packed_experts_sm90,
+    fused_experts,
+    grouped_gemm,
+    linear,
+)
 from vllm_opset.ops.gemm._quantised import BLOCK, TOKEN_BLOCK, quantised_normal
 from vllm_opset.ops.schemes import FP8, INT8, PER_ROW, PER_TENSOR, GroupShape, stored_mxfp4
 from vllm_opset.targets import Target, instead
@@ -18,19 +25,10 @@ from vllm_opset.targets import Target, instead
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper generation: runs on one")
 TILES = [
-    {
-        "rows": rows, "outputs": outputs, "group": 8, "stages": 3, "ordered": ordered, "copied_scales": copied,
-        "copied_results": copied,
-    }
-    for (rows, outputs), ordered, copied in itertools.product(((64, 256), (128, 128), (128, 256)), (0, 1, 2), (0, 1))
-]  # fmt: skip
-LINEAR_TILES = [*TILES, *(tile | {"rows": 192, "outputs": 128} for tile in TILES[:6])]
-AHEAD_TILES = [{"rows": rows, "group": 8, "stages": 4, "ahead": 1} for rows in (64, 128, 256)]
-MXFP4_TILES = [
-    *({"rows": rows, "group": 8, "stages": 4, "ordered": ordered, "ahead": 0}
-      for rows, ordered in itertools.product((64, 128), (0, 1))),
-    *AHEAD_TILES,
-]  # fmt: skip
+    {"rows": rows, "outputs": outputs, "group": 8, "stages": 3, "ordered": ordered}
+    for (rows, outputs), ordered in itertools.product(((64, 256), (128, 128), (128, 256)), (0, 1))
+]
+PACKED_TILES = [{"rows": rows, "group": 8, "stages": 4} for rows in (64, 128, 256)]
 INT4_TILES = [
     {"tokens": 16, "warpgroups": 4, "parts": 1, "stages": 8, "programs": 132, "registers": 104},
     {"tokens": 64, "warpgroups": 4, "parts": 1, "stages": 6, "programs": 132, "registers": 104},
@@ -65,12 +63,15 @@ def _experts(scheme: str, inputs: int, outputs: int, device: str) -> dict[str, t
 
 
 @on_hopper
-@pytest.mark.parametrize("tile", LINEAR_TILES, ids=lambda tile: "-".join(map(str, tile.values())))
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile.values())))
 @pytest.mark.parametrize("groups", [(BLOCK, TOKEN_BLOCK), (PER_ROW, PER_ROW), (PER_TENSOR, PER_ROW)], ids=str)
 def test_linear_by_every_tile(groups, tile):
-    """Rows, outputs and columns end within tiles, and there are more tiles than programs of one turn."""
+    """Rows, outputs and columns end within tiles, and there are more tiles than programs of one turn.
+
+    The copy engine does not write rows of 331 results.
+    """
     rng = torch.Generator("cuda").manual_seed(1)
-    for tokens, outputs, columns in ((1, 40, 144), (130, 328, 400), (3000, 2200, 1040)):
+    for tokens, outputs, columns in ((1, 40, 144), (130, 328, 400), (70, 331, 400), (3000, 2200, 1040)):
         x, x_scale = quantised_normal((tokens, columns), groups[1], "cuda", rng)
         weight, scale = quantised_normal((outputs, columns), groups[0], "cuda", rng, columns**-0.5)
         bias = torch.randn(outputs, generator=rng, device="cuda").bfloat16()
@@ -95,9 +96,8 @@ def test_experts_by_every_tile(scheme, block_size):
     how |= {"bias": torch.randn(5, 328, generator=rng, device="cuda").bfloat16(), "out_dtype": torch.bfloat16}
     x, weight = how.pop("x"), how.pop("weight")
     wanted = ops.grouped_gemm(x, weight, *order, 2, **how)
-    known = {"mxfp4": MXFP4_TILES, "int4": AHEAD_TILES}
-    stored = scheme.split()[0]
-    launch, tiles = f"{stored if stored in known else 'scaled'}_grouped_gemm_prefill_sm90", known.get(stored, TILES)
+    stored = scheme.split()[0] if "x_scale" not in how else "scaled"
+    launch, tiles = f"{stored}_grouped_gemm_prefill_sm90", TILES if stored == "scaled" else PACKED_TILES
     for tile in tiles:
         with _launch.trial(launch, tile):
             got = kernels_of("grouped_gemm")["triton"].run(x, weight, *order, 2, **how, variant="prefill_sm90")
@@ -144,11 +144,17 @@ def test_linear_takes_the_kernel_for_many_tokens_of_fp8():
         assert _picked_for_linear(4096) == "scaled"
 
 
-def _picked_for_experts(scheme: str, block_size: int, **others: torch.Tensor) -> str:
+def _operands(scheme: str, block_size: int, **others: torch.Tensor) -> tuple[tuple, dict]:
+    """Arguments of `grouped_gemm`: those by position, and the others."""
     how = _experts(scheme, 352, 160, "cpu") | others
     x, weight = how.pop("x"), how.pop("weight")
     order = torch.zeros(4 * block_size, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    return grouped_gemm.VARIANTS.of(None, x, weight, *order, 1, **how, out_dtype=torch.bfloat16)
+    return (x, weight, *order, 1), how | {"out_dtype": torch.bfloat16}
+
+
+def _picked_for_experts(scheme: str, block_size: int, **others: torch.Tensor) -> str:
+    arguments, how = _operands(scheme, block_size, **others)
+    return grouped_gemm.VARIANTS.of(None, *arguments, **how)
 
 
 @pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4", "int4"])
@@ -166,3 +172,34 @@ def test_experts_in_int4_take_it_for_stages_of_one_scale():
     assert _picked_for_experts("int4", 128, x=torch.zeros(300, 352)) == "prefill", "fp32"
     with instead(Target("nvidia", "sm80")):
         assert picked(3) == "prefill"
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4"])
+def test_packed_experts_take_the_kernel_of_their_blocks(scheme, monkeypatch):
+    taken = []
+    monkeypatch.setattr(_mxfp4_gemm_sm90, "mxfp4_grouped_gemm", lambda *_: taken.append("mxfp4"))
+    monkeypatch.setattr(_packed_experts_sm90, "packed_grouped_gemm", lambda *_: taken.append("packed"))
+    for block_size in (64, 128, 256):
+        arguments, how = _operands(scheme, block_size)
+        grouped_gemm.grouped_gemm(*arguments, **how)
+    assert taken == {"mxfp4": ["mxfp4", "mxfp4", "packed"], "int4": ["packed"] * 3}[scheme]
+
+
+def _blocks(scheme: str, target: Target, **others: torch.Tensor) -> list[int]:
+    """The choices of a block, for means of 20, 32, 33, 128, 129 and 4,096 choices of an expert."""
+    how = _experts(scheme, 352, 160, "cpu") | others
+    with instead(target):
+        launch = fused_experts._launch_of("prefill", how["x"], how["weight"], how["weight_scale"])
+        return [_launch.parameters(launch, how["x"].device, mean)["block"] for mean in (20, 32, 33, 128, 129, 4096)]
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4"])
+def test_many_choices_make_blocks_for_the_largest_tiles_of_packed_weights(scheme):
+    assert _blocks(scheme, Target("nvidia", "sm90")) == [64, 64, 128, 128, 256, 256]
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90", "sm100"])
+def test_blocks_are_no_larger_than_tiles_of_other_kernels(target):
+    groups_of_32 = {"weight_scale": torch.ones(5, 160, 11).bfloat16()}
+    assert max(_blocks("int4", Target("nvidia", target), **groups_of_32)) == grouped_gemm.MOST_ROWS
+    assert max(_blocks("blocks", Target("nvidia", target))) == grouped_gemm.MOST_ROWS

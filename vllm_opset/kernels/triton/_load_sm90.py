@@ -54,28 +54,27 @@ def barriers(STAGES: gl.constexpr, COPYING: gl.constexpr, WARPGROUPS: gl.constex
 
 
 @gluon.jit
-def turns(WARPGROUPS: gl.constexpr = 2):
-    """A barrier for each warpgroup. They start their products in turn.
+def turns():
+    """A barrier for each of two warpgroups, which start their products in turn.
 
-    Then the products of one run while another one does what comes between its own.
+    Then the products of one run while the other does what comes between its own.
     """
-    barriers = gl.allocate_shared_memory(gl.int64, [WARPGROUPS, 1], mbarrier.MBarrierLayout())
-    for warpgroup in gl.static_range(WARPGROUPS):
+    barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for warpgroup in gl.static_range(2):
         mbarrier.init(barriers.index(warpgroup), count=1)
     return barriers
 
 
 @gluon.jit
 def await_turn(barriers, number, INDEX: gl.constexpr):
-    """Waits until the warpgroup before has passed on its turn. number: of this warpgroup's product, from 0 on."""
-    FIRST: gl.constexpr = 1 if INDEX == 0 else 0  # Its turn comes first, and nothing passes it on.
-    mbarrier.wait(barriers.index(INDEX), number & 1 ^ FIRST)
+    """Waits until the other warpgroup has started its product before this one. number: of this product, from 0 on."""
+    mbarrier.wait(barriers.index(INDEX), number & 1 ^ 1 - INDEX)
 
 
 @gluon.jit
 def pass_turn(barriers, INDEX: gl.constexpr):
-    """Lets the next warpgroup start its next product."""
-    mbarrier.arrive(barriers.index((INDEX + 1) % barriers.shape[0]))
+    """Lets the other warpgroup start its next product."""
+    mbarrier.arrive(barriers.index(1 - INDEX))
 
 
 @gluon.jit
@@ -111,14 +110,13 @@ def load_tiles(
 ):  # fmt: skip
     """The loading warps: bring all tiles of a program. BOXES: of the weight in a tile.
 
-    x: a TMA descriptor of boxes like those of its ring, or for experts a pointer. weight: a descriptor.
-    scale_ring: for the scales by blocks of x and of the weight, or empty if these warps do not bring them.
+    x: a TMA descriptor of boxes like a stage of its ring, or for experts a pointer. weight: a descriptor.
+    scale_ring: for the scales by blocks of x and of the weight, or empty if there are none.
     UNROLLED: a tile has a multiple of so many stages.
     """
-    x_ring, w_ring, full, empty, _ = ring
+    x_ring, w_ring, full, empty = ring
     expert_ids, num_rows, num_tiles, top_k = tiles[1], tiles[2], tiles[3], tiles[4]
-    X_BOXES: gl.constexpr = x_ring.shape[0] // STAGES
-    ROWS: gl.constexpr = X_BOXES * x_ring.shape[1]
+    ROWS: gl.constexpr = x_ring.shape[1]
     WIDTH: gl.constexpr = x_ring.shape[2]
     W_WIDTH: gl.constexpr = w_ring.shape[2]
     W_BYTES: gl.constexpr = BOXES * OUTPUTS_OF_BOX * W_WIDTH * w_ring.dtype.primitive_bitwidth // 8
@@ -147,9 +145,8 @@ def load_tiles(
                 corner = [first_output + box * OUTPUTS_OF_BOX, step * W_WIDTH]
                 tma.async_copy_global_to_shared(weight, corner, full.index(stage), w_ring.index(stage * BOXES + box))
             if expert_ids is None:
-                for box in gl.static_range(X_BOXES):
-                    corner = [tile * ROWS + box * x_ring.shape[1], step * WIDTH]
-                    tma.async_copy_global_to_shared(x, corner, full.index(stage), x_ring.index(stage * X_BOXES + box))
+                corner = [tile * ROWS, step * WIDTH]
+                tma.async_copy_global_to_shared(x, corner, full.index(stage), x_ring.index(stage))
             else:
                 inside = is_choice & (step * WIDTH + place < COLUMNS)[None, :]
                 async_copy.async_copy_global_to_shared(x_ring.index(stage), pointers + step * WIDTH, inside)

@@ -76,7 +76,7 @@ def packed_experts_sm90(
     )
     staging = gl.allocate_shared_memory(dtype, [2, PART, ROWS], gl.NVMMASharedLayout(128, 16, rank=2, transposed=True))
     full, empty = barriers(STAGES, GATHERING)
-    ring = (x_ring, w_ring, full, empty, ())
+    ring = (x_ring, w_ring, full, empty)
     tiles = (sorted_token_ids, expert_ids, num_rows, num_tiles, top_k)
     scales = (weight_scale, zero_point, ws_expert, ws_row, ws_column)
     gl.warp_specialize(
@@ -143,7 +143,7 @@ def _tile(
     """The products of a warpgroup for the first FILLED rows of a tile. done: the stages of the tiles before."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FILLED, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    x_ring, w_ring, full, empty, _ = ring
+    x_ring, w_ring, full, empty = ring
     STAGES: gl.constexpr = x_ring.shape[0]
     sums = gl.zeros([PART, FILLED], gl.float32, SUMS)
     if expert >= 0:

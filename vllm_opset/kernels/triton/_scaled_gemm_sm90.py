@@ -6,7 +6,6 @@ and added in fp32 while the other warpgroup's products run. By rows, tensor core
 bits of a sum, as in `_scaled_grouped_gemm`.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -40,10 +39,6 @@ OUT_BYTES = 2  # Results of 32 bits do not fit shared memory beside the ring.
 # A stage has so many columns, and a product so many outputs. Those of a block of scales are as many.
 WIDTH = gl.constexpr(128)
 HALF = gl.constexpr(64)  # A product has so many rows.
-# Warpgroups start their products in turn: the next one when one has started, or when half of its columns are done.
-AT_START, AT_HALF = gl.constexpr(1), gl.constexpr(2)
-# Registers of a thread with three multiplying warpgroups.
-FEWER_REGISTERS, FEWEST_REGISTERS = gl.constexpr(160), gl.constexpr(24)
 BLOCKS, TOKEN_BLOCKS = GroupShape(WIDTH.value, WIDTH.value), GroupShape(1, WIDTH.value)
 
 
@@ -53,89 +48,66 @@ def scaled_gemm_sm90(
     sorted_token_ids, expert_ids, num_rows, num_tiles, top_k,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BY_BLOCKS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    ORDERED: gl.constexpr, COPIED_SCALES: gl.constexpr, COPIED_RESULTS: gl.constexpr, PDL: gl.constexpr,
+    ORDERED: gl.constexpr, COPIED_RESULTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Launches at most as many programs as run at a time.
 
-    x: a TMA descriptor of boxes of rows, or for experts a pointer. weight: a descriptor of boxes [WIDTH, WIDTH].
+    x: a TMA descriptor of boxes [ROWS, WIDTH], or for experts a pointer. weight: a descriptor of boxes [WIDTH, WIDTH].
     out: a descriptor of boxes [HALF, WIDTH] with COPIED_RESULTS, otherwise a pointer.
-    COPIED_SCALES: whether the loading warps bring the scales by blocks.
-    num_rows: of the result. ROWS: of a tile, one to three HALFs. PARTS: the products of a warpgroup, of WIDTH outputs
-    each.
+    num_rows: of the result. ROWS: of a tile, one or two HALFs. PARTS: the products of a warpgroup, WIDTH outputs each.
     For experts, there are TILES tiles in a block of BLOCK_SIZE.
     """
     pdl_wait(PDL)
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     OUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    WARPGROUPS: gl.constexpr = 3 if ROWS == 3 * HALF else 2
-    TILE_PARTS: gl.constexpr = 2 * PARTS if ROWS == HALF else PARTS
-    X_ROWS: gl.constexpr = ROWS if expert_ids is not None else x.block_type.shape[0]
-    x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * (ROWS // X_ROWS), X_ROWS, WIDTH], BOX)
+    TILE_PARTS: gl.constexpr = PARTS * 2 * HALF // ROWS
+    x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, WIDTH], BOX)
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * TILE_PARTS, WIDTH, WIDTH], BOX)
     out_dtype: gl.constexpr = out.dtype if COPIED_RESULTS else out.dtype.element_ty
-    staging = gl.allocate_shared_memory(out_dtype, [WARPGROUPS, HALF, WIDTH], OUT)
+    staging = gl.allocate_shared_memory(out_dtype, [2, HALF, WIDTH], OUT)
     LOADERS: gl.constexpr = 1 if expert_ids is None else 4
     scale_ring = ()
-    if COPIED_SCALES:
+    if BY_BLOCKS:
         LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        PLACES: gl.constexpr = 4 * HALF if WARPGROUPS == 3 else ROWS  # a power of two
-        of_x = gl.allocate_shared_memory(gl.float32, [STAGES, PLACES], LINE)
+        of_x = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
         scale_ring = (of_x, gl.allocate_shared_memory(gl.float32, [STAGES, TILE_PARTS], LINE))
-    COPYING: gl.constexpr = LOADERS * WARP if COPIED_SCALES or expert_ids is not None else 0
-    full, empty = barriers(STAGES, COPYING, WARPGROUPS)
-    ring = (x_ring, w_ring, full, empty, turns(WARPGROUPS))
+    COPYING: gl.constexpr = LOADERS * WARP if BY_BLOCKS or expert_ids is not None else 0
+    full, empty = barriers(STAGES, COPYING)
+    ring, in_turn = (x_ring, w_ring, full, empty), turns()
     tiles = (sorted_token_ids, expert_ids, num_rows, num_tiles, top_k)
     scales = (weight_scale, ws_expert, ws_row, ws_column, x_scale, xs_row, xs_column)
-    if WARPGROUPS == 2:
-        gl.warp_specialize(
-            [
-                (_multiply, (0, ring, scale_ring, staging, tiles, scales, bias, out,
-                             OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED,
-                             COPIED_RESULTS)),
-                (_multiply, (1, ring, scale_ring, staging, tiles, scales, bias, out,
-                             OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED,
-                             COPIED_RESULTS)),
-                (load_tiles, (x, x_stride, weight, ring, tiles,
-                              OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, TILE_PARTS, GROUP, STAGES, scale_ring, scales)),
-            ],
-            [4, LOADERS],
-            [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (0, ring, scale_ring, staging, tiles, scales, bias, out,
-                             OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED,
-                             COPIED_RESULTS)),
-                (_multiply, (1, ring, scale_ring, staging, tiles, scales, bias, out,
-                             OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED,
-                             COPIED_RESULTS)),
-                (_multiply, (2, ring, scale_ring, staging, tiles, scales, bias, out,
-                             OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED,
-                             COPIED_RESULTS)),
-                (load_tiles, (x, x_stride, weight, ring, tiles,
-                              OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, TILE_PARTS, GROUP, STAGES, scale_ring, scales)),
-            ],
-            [4, 4, LOADERS],
-            [FEWER_REGISTERS, FEWER_REGISTERS, FEWEST_REGISTERS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_multiply, (0, ring, in_turn, scale_ring, staging, tiles, scales, bias, out,
+                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED, COPIED_RESULTS)),
+            (_multiply, (1, ring, in_turn, scale_ring, staging, tiles, scales, bias, out,
+                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED, COPIED_RESULTS)),
+            (load_tiles, (x, x_stride, weight, ring, tiles,
+                          OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, TILE_PARTS, GROUP, STAGES, scale_ring, scales)),
+        ],
+        [4, LOADERS],
+        [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip
 
 
 @gluon.jit
 def _multiply(
-    INDEX: gl.constexpr, ring, scale_ring, staging, tiles, scales, bias, out,
-    OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BY_BLOCKS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    INDEX: gl.constexpr, ring, in_turn, scale_ring, staging, tiles, scales, bias, out,
+    OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     ORDERED: gl.constexpr, COPIED_RESULTS: gl.constexpr,
 ):  # fmt: skip
-    """The products of one warpgroup: HALF rows of each tile. Of tiles with no more rows, half of the outputs."""
+    """The products of one of two warpgroups: half of the rows of each tile, or of its outputs if it has 64 rows.
+
+    scale_ring: of the scales by blocks, which the loading warps bring, or empty by rows.
+    """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    BY_BLOCKS: gl.constexpr = len(scale_ring) > 0
     FIRST_ROW: gl.constexpr = INDEX * HALF if ROWS > HALF else 0
     FIRST_PART: gl.constexpr = INDEX * PARTS if ROWS == HALF else 0
-    TILE_PARTS: gl.constexpr = 2 * PARTS if ROWS == HALF else PARTS
+    TILE_PARTS: gl.constexpr = PARTS * 2 * HALF // ROWS
     NUM_COLUMNS: gl.constexpr = -(-OUTPUTS // (TILE_PARTS * WIDTH))
-    x_ring, w_ring, full, empty, in_turn = ring
-    X_ROWS: gl.constexpr = x_ring.shape[1]
+    x_ring, w_ring, full, empty = ring
     _, expert_ids, num_rows, num_tiles, top_k = tiles
     weight_scale, ws_expert, ws_row, _, x_scale, xs_row, _ = scales
     row = FIRST_ROW + gl.arange(0, HALF, gl.SliceLayout(1, ACC))
@@ -146,28 +118,20 @@ def _multiply(
         first_output = (column * TILE_PARTS + FIRST_PART) * WIDTH
         choice = rows_of(tile, row, tiles, BLOCK_SIZE, TILES, ROWS)
         of_rows = gl.minimum(choice, num_rows - 1) // top_k * xs_row
-        of_expert = expert * ws_expert
         sums = (gl.zeros([HALF, WIDTH], gl.float32, ACC),) * PARTS
-        if BY_BLOCKS and len(scale_ring) == 0:
-            following = _scales_at(0, scales, of_rows, of_expert, first_output, OUTPUTS, COLUMNS, PARTS)
-        for step in range(gl.where(expert < 0, 0, gl.cdiv(COLUMNS, WIDTH))):
+        for _ in range(gl.where(expert < 0, 0, gl.cdiv(COLUMNS, WIDTH))):
             stage = done % STAGES
-            if BY_BLOCKS and len(scale_ring) == 0:  # a step ahead: loads take longer than a product
-                of_step = following
-                following = _scales_at(step + 1, scales, of_rows, of_expert, first_output, OUTPUTS, COLUMNS, PARTS)
             mbarrier.wait(full.index(stage), done // STAGES & 1)
             if expert_ids is not None:
                 hopper.fence_async_shared()  # gathered rows were written by threads, and wgmma reads them
-            x = x_ring.index(stage * (ROWS // X_ROWS) + FIRST_ROW // X_ROWS).slice(FIRST_ROW % X_ROWS, HALF)
+            x = x_ring.index(stage).slice(FIRST_ROW, HALF)
+            first = stage * TILE_PARTS + FIRST_PART
             if BY_BLOCKS:
-                if len(scale_ring) > 0:
-                    of_step = _copied_scales(scale_ring, stage, FIRST_ROW, TILE_PARTS, FIRST_PART, PARTS, ACC)
+                of_stage = _scales_at(scale_ring, stage, FIRST_ROW, FIRST_PART, PARTS, ACC)
                 sums = _add_scaled(
-                    INDEX, sums, of_step, x, w_ring, stage * TILE_PARTS + FIRST_PART, empty.index(stage), in_turn,
-                    done * PARTS, PARTS, ORDERED,
-                )  # fmt: skip
+                    INDEX, sums, of_stage, x, w_ring, first, empty.index(stage), in_turn, done * PARTS, PARTS, ORDERED
+                )
             else:
-                first = stage * TILE_PARTS + FIRST_PART
                 sums = _add(INDEX, sums, x, w_ring, first, in_turn, done, PARTS, ORDERED)
                 mbarrier.arrive(empty.index(stage))
             done += 1
@@ -175,7 +139,7 @@ def _multiply(
             output = first_output + part * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
             y, is_output = sums[part], (output < OUTPUTS) & (expert >= 0)
             if not BY_BLOCKS:
-                y *= gl.load(weight_scale + of_expert + output * ws_row, is_output, 0.0)[None, :]
+                y *= gl.load(weight_scale + expert * ws_expert + output * ws_row, is_output, 0.0)[None, :]
                 # An absent expert's results are zero, whatever the scales of x are.
                 y *= gl.load(x_scale + of_rows, (choice < num_rows) & (expert >= 0), 0.0)[:, None]
             if bias is not None:
@@ -197,25 +161,9 @@ def _multiply(
 
 @gluon.jit
 def _scales_at(
-    step, scales, of_rows, of_expert, first_output,
-    OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
-    """The scales of a stage's rows of x, and of its weights for each part. Beyond the last stage, those of the last."""
-    weight_scale, _, ws_row, ws_column, x_scale, _, xs_column = scales
-    step = gl.minimum(step, gl.cdiv(COLUMNS, WIDTH) - 1)
-    found = (gl.load(x_scale + of_rows + step * xs_column),)
-    for part in gl.static_range(PARTS):
-        block = gl.minimum(first_output // WIDTH + part, gl.cdiv(OUTPUTS, WIDTH) - 1)
-        found += (gl.load(weight_scale + (of_expert + block * ws_row + step * ws_column)),)
-    return found
-
-
-@gluon.jit
-def _copied_scales(
-    scale_ring, stage, FIRST_ROW: gl.constexpr, TILE_PARTS: gl.constexpr, FIRST_PART: gl.constexpr,
-    PARTS: gl.constexpr, ACC: gl.constexpr,
-):  # fmt: skip
-    """As `_scales_at`, from shared memory. Those of the weight are tensors of one element."""
+    scale_ring, stage, FIRST_ROW: gl.constexpr, FIRST_PART: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr
+):
+    """The scales of a stage's rows of x, and of its weights for each part. These are tensors of one element."""
     of_x, of_weight = scale_ring
     found = (of_x.index(stage).slice(FIRST_ROW, HALF).load(gl.SliceLayout(1, ACC)),)
     for part in gl.static_range(PARTS):
@@ -238,13 +186,10 @@ def _add_scaled(
     for part in gl.static_range(PARTS):
         if ORDERED:
             await_turn(in_turn, number + part, INDEX)
-        if ORDERED == AT_HALF:
-            product = _by_halves(INDEX, x, w_ring.index(first + part), zeros, in_turn)
-        else:
-            w = w_ring.index(first + part).permute((1, 0))
-            product = hopper.warpgroup_mma(x, w, zeros, use_acc=False, is_async=True)
-            if ORDERED == AT_START:
-                pass_turn(in_turn, INDEX)
+        w = w_ring.index(first + part).permute((1, 0))
+        product = hopper.warpgroup_mma(x, w, zeros, use_acc=False, is_async=True)
+        if ORDERED:
+            pass_turn(in_turn, INDEX)
         product = hopper.warpgroup_mma_wait(0, deps=(product,))
         if part == PARTS - 1:
             mbarrier.arrive(read)
@@ -253,23 +198,6 @@ def _add_scaled(
             total = hopper.warpgroup_mma_wait(0, deps=(total,))
         added += (total,)
     return added
-
-
-@gluon.jit
-def _by_halves(INDEX: gl.constexpr, x, w, zeros, in_turn):
-    """Starts a product, and lets the other warpgroup start its own when the first half of the columns is done.
-
-    Tensor cores may take the instructions of both by turns. Then two products that start together end together, and
-    nothing runs while both are added.
-    """
-    MIDDLE: gl.constexpr = WIDTH // 2
-    x_left, w_left = x.slice(0, MIDDLE, 1), w.slice(0, MIDDLE, 1).permute((1, 0))
-    product = hopper.warpgroup_mma(x_left, w_left, zeros, use_acc=False, is_async=True)
-    x_right, w_right = x.slice(MIDDLE, MIDDLE, 1), w.slice(MIDDLE, MIDDLE, 1).permute((1, 0))
-    product = hopper.warpgroup_mma(x_right, w_right, product, is_async=True)
-    product = hopper.warpgroup_mma_wait(1, deps=(product,))
-    pass_turn(in_turn, INDEX)
-    return product
 
 
 @gluon.jit
@@ -342,33 +270,28 @@ def _multiply_scaled(
     """values: the rows and outputs of a tile, and group, stages and ordered of the kernel."""
     (outputs, columns), device = call.weight.shape[-2:], call.x.device
     rows = values["rows"]
-    warpgroups_of_outputs = 2 if rows == HALF.value else 1
+    warpgroups_of_outputs = 2 * HALF.value // rows
     parts = max(1, values["outputs"] // (warpgroups_of_outputs * WIDTH.value))
     x, w_strides, tiles, num_tiles = call.x, strides(call.weight_scale), 1, _launch.cdiv(len(out), rows)
     box = NVMMASharedLayout(128, 8, rank=2)
-    copied_scales = bool(values["copied_scales"]) and by_blocks(call)
-    copied_results = bool(values["copied_results"]) and order is None and is_aligned(out)
-    if copied_results:
-        out_box = NVMMASharedLayout(128, 8 * OUT_BYTES, rank=2)
-        result = TensorDescriptor.from_tensor(out, [HALF.value, WIDTH.value], out_box)
-    else:
-        result = out
     if order is None:
-        box_rows = math.gcd(rows, 2 * HALF.value)
-        x, w_strides = TensorDescriptor.from_tensor(call.x, [box_rows, WIDTH.value], box), (0, *w_strides)
+        x, w_strides = TensorDescriptor.from_tensor(call.x, [rows, WIDTH.value], box), (0, *w_strides)
     else:
         tiles = _launch.cdiv(order.block_size, rows)
         num_tiles = len(order.expert_ids) * tiles
     weight = TensorDescriptor.from_tensor(call.weight.view(-1, columns), [WIDTH.value, WIDTH.value], box)
+    results, copied_results = out, order is None and is_aligned(out)  # Those of experts are scattered.
+    if copied_results:
+        results = TensorDescriptor.from_tensor(out, [HALF.value, WIDTH.value], NVMMASharedLayout(128, 16, rank=2))
     tile_outputs = warpgroups_of_outputs * parts * WIDTH.value
     num_programs = min(num_tiles * _launch.cdiv(outputs, tile_outputs), _launch.multiprocessors(device))
     sorted_token_ids, expert_ids, top_k = order or (None, None, 1)
     scaled_gemm_sm90[(num_programs,)](
-        x, call.x.stride(0), weight, bias, result, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
+        x, call.x.stride(0), weight, bias, results, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
         sorted_token_ids, expert_ids, len(out), num_tiles, top_k,
         OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=by_blocks(call), BLOCK_SIZE=order.block_size if order else None,
         TILES=tiles, ROWS=rows, PARTS=parts, GROUP=values["group"], STAGES=values["stages"],
-        ORDERED=values["ordered"], COPIED_SCALES=copied_scales, COPIED_RESULTS=copied_results,
+        ORDERED=bool(values["ordered"]), COPIED_RESULTS=copied_results,
         num_warps=4, **_launch.launch_options(device),
     )  # fmt: skip
 

@@ -28,6 +28,7 @@ from vllm_opset.kernels.triton import (
     _supports,
 )
 from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton._packed_experts_sm90 import Packed
 from vllm_opset.kernels.triton._scaled_gemm_sm90 import Operands
 from vllm_opset.kernels.triton._tiles import Order, Product, tile_of
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
@@ -111,12 +112,7 @@ def grouped_gemm(
     mxfp4, order = is_mxfp4(weight, weight_scale), Order(sorted_token_ids, expert_ids, top_k)
     picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out_dtype)
     if picked == "prefill_sm90" and weight.dtype is PACKED:
-        values = _launch.parameters(f"{_launch_of(weight, weight_scale)}_prefill_sm90", x.device, block_size)
-        if values["ahead"]:
-            operands = _packed_experts_sm90.Packed(x, weight, weight_scale, weight_zero_point)
-            _packed_experts_sm90.packed_grouped_gemm(operands, bias, out, order, values)
-            return out
-        _mxfp4_gemm_sm90.mxfp4_grouped_gemm(x, weight, bias, weight_scale, out, order)
+        _multiply_packed_sm90(Packed(x, weight, weight_scale, weight_zero_point), bias, out, order)
         return out
     if picked == "prefill_sm90":
         operands = Operands(x, weight, weight_scale, x_scale, out_dtype)
@@ -133,6 +129,16 @@ def grouped_gemm(
     else:
         product.launch(_grouped_gemm, tile)
     return out
+
+
+def _multiply_packed_sm90(call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
+    """Writes the product by packed weights to out. MXFP4 has two kernels: each serves tiles for which it is faster."""
+    launch = f"{_launch_of(call.weight, call.weight_scale)}_prefill_sm90"
+    values = _launch.parameters(launch, call.x.device, order.block_size)
+    if is_mxfp4(call.weight, call.weight_scale) and values["rows"] <= _mxfp4_gemm_sm90.MOST_ROWS:
+        _mxfp4_gemm_sm90.mxfp4_grouped_gemm(call.x, call.weight, bias, call.weight_scale, out, order, values)
+    else:
+        _packed_experts_sm90.packed_grouped_gemm(call, bias, out, order, values)
 
 
 def _tile(
