@@ -10,7 +10,14 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
-from vllm_opset.kernels.triton import _launch, grouped_gemm, linear
+from vllm_opset.kernels.triton import (
+    _launch,
+    _mxfp4_gemm_sm90,
+    _packed_experts_sm90,
+    fused_experts,
+    grouped_gemm,
+    linear,
+)
 from vllm_opset.ops.gemm._quantised import BLOCK, TOKEN_BLOCK, quantised_normal
 from vllm_opset.ops.schemes import FP8, INT8, PER_ROW, PER_TENSOR, GroupShape, stored_mxfp4
 from vllm_opset.targets import Target, instead
@@ -21,10 +28,7 @@ TILES = [
     {"rows": rows, "outputs": outputs, "group": 8, "stages": 3, "ordered": ordered}
     for (rows, outputs), ordered in itertools.product(((64, 256), (128, 128), (128, 256)), (0, 1))
 ]
-MXFP4_TILES = [
-    {"rows": rows, "group": 8, "stages": 4, "ordered": ordered}
-    for rows, ordered in itertools.product((64, 128), (0, 1))
-]
+PACKED_TILES = [{"rows": rows, "group": 8, "stages": 4} for rows in (64, 128, 256)]
 INT4_TILES = [
     {"tokens": 16, "warpgroups": 4, "parts": 1, "stages": 8, "programs": 132, "registers": 104},
     {"tokens": 64, "warpgroups": 4, "parts": 1, "stages": 6, "programs": 132, "registers": 104},
@@ -43,6 +47,14 @@ def _experts(scheme: str, inputs: int, outputs: int, device: str) -> dict[str, t
     if scheme == "mxfp4":
         weight, scale = stored_mxfp4(weight)
         return {"x": x.bfloat16(), "weight": weight, "weight_scale": scale}
+    if scheme.startswith("int4"):
+        weight = torch.randint(256, (5, outputs, inputs // 2), generator=rng, device=device, dtype=torch.uint8)
+        groups = (5, outputs, -(-inputs // 128))
+        scale = (torch.randn(groups, generator=rng, device=device) * inputs**-0.5 / 4).bfloat16()
+        how = {"x": x.bfloat16(), "weight": weight, "weight_scale": scale}
+        if scheme == "int4 with zero points":
+            how["weight_zero_point"] = torch.randint(16, groups, generator=rng, device=device, dtype=torch.uint8)
+        return how
     group, x_group = (BLOCK, TOKEN_BLOCK) if scheme == "blocks" else (PER_ROW, PER_ROW)
     x, x_scale = quantised_normal((300, inputs), x_group, device, rng)
     stored = [quantised_normal((outputs, inputs), group, device, rng, inputs**-0.5) for _ in range(5)]
@@ -54,9 +66,12 @@ def _experts(scheme: str, inputs: int, outputs: int, device: str) -> dict[str, t
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile.values())))
 @pytest.mark.parametrize("groups", [(BLOCK, TOKEN_BLOCK), (PER_ROW, PER_ROW), (PER_TENSOR, PER_ROW)], ids=str)
 def test_linear_by_every_tile(groups, tile):
-    """Rows, outputs and columns end within tiles, and there are more tiles than programs of one turn."""
+    """Rows, outputs and columns end within tiles, and there are more tiles than programs of one turn.
+
+    The copy engine does not write rows of 331 results.
+    """
     rng = torch.Generator("cuda").manual_seed(1)
-    for tokens, outputs, columns in ((1, 40, 144), (130, 328, 400), (3000, 2200, 1040)):
+    for tokens, outputs, columns in ((1, 40, 144), (130, 328, 400), (70, 331, 400), (3000, 2200, 1040)):
         x, x_scale = quantised_normal((tokens, columns), groups[1], "cuda", rng)
         weight, scale = quantised_normal((outputs, columns), groups[0], "cuda", rng, columns**-0.5)
         bias = torch.randn(outputs, generator=rng, device="cuda").bfloat16()
@@ -67,8 +82,8 @@ def test_linear_by_every_tile(groups, tile):
 
 
 @on_hopper
-@pytest.mark.parametrize("block_size", [64, 128, 192])
-@pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4"])
+@pytest.mark.parametrize("block_size", [64, 128, 192, 256])
+@pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4", "int4", "int4 with zero points"])
 def test_experts_by_every_tile(scheme, block_size):
     """Some experts are absent. Their rows are zero, although rows and scales of x hold NaN there."""
     how = _experts(scheme, 352, 328, "cuda")
@@ -76,16 +91,13 @@ def test_experts_by_every_tile(scheme, block_size):
     ids = torch.rand(300, 5, generator=rng, device="cuda").topk(2).indices.int()
     ids[100:120] = 3
     order = ops.permute(ids, 5, block_size, torch.tensor([0, 1, 2, -1, 4], dtype=torch.int32, device="cuda"))
-    if scheme != "mxfp4":
+    if "x_scale" in how:
         how["x_scale"][100:120] = float("nan")
     how |= {"bias": torch.randn(5, 328, generator=rng, device="cuda").bfloat16(), "out_dtype": torch.bfloat16}
     x, weight = how.pop("x"), how.pop("weight")
     wanted = ops.grouped_gemm(x, weight, *order, 2, **how)
-    launch, tiles = (
-        ("mxfp4_grouped_gemm_prefill_sm90", MXFP4_TILES)
-        if scheme == "mxfp4"
-        else ("scaled_grouped_gemm_prefill_sm90", TILES)
-    )
+    stored = scheme.split()[0] if "x_scale" not in how else "scaled"
+    launch, tiles = f"{stored}_grouped_gemm_prefill_sm90", TILES if stored == "scaled" else PACKED_TILES
     for tile in tiles:
         with _launch.trial(launch, tile):
             got = kernels_of("grouped_gemm")["triton"].run(x, weight, *order, 2, **how, variant="prefill_sm90")
@@ -132,14 +144,62 @@ def test_linear_takes_the_kernel_for_many_tokens_of_fp8():
         assert _picked_for_linear(4096) == "scaled"
 
 
-def _picked_for_experts(scheme: str, block_size: int) -> str:
-    how = _experts(scheme, 352, 160, "cpu")
+def _operands(scheme: str, block_size: int, **others: torch.Tensor) -> tuple[tuple, dict]:
+    """Arguments of `grouped_gemm`: those by position, and the others."""
+    how = _experts(scheme, 352, 160, "cpu") | others
     x, weight = how.pop("x"), how.pop("weight")
     order = torch.zeros(4 * block_size, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    return grouped_gemm.VARIANTS.of(None, x, weight, *order, 1, **how, out_dtype=torch.bfloat16)
+    return (x, weight, *order, 1), how | {"out_dtype": torch.bfloat16}
 
 
-@pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4"])
+def _picked_for_experts(scheme: str, block_size: int, **others: torch.Tensor) -> str:
+    arguments, how = _operands(scheme, block_size, **others)
+    return grouped_gemm.VARIANTS.of(None, *arguments, **how)
+
+
+@pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4", "int4"])
 def test_experts_take_the_kernel_for_blocks_that_fill_its_tiles(scheme):
     picked = {block_size: _picked_for_experts(scheme, block_size) for block_size in (16, 32, 64, 96, 128)}
     assert picked == {16: "decode", 32: "prefill", 64: "prefill_sm90", 96: "prefill", 128: "prefill_sm90"}
+
+
+def test_experts_in_int4_take_it_for_stages_of_one_scale():
+    def picked(groups: int) -> str:
+        return _picked_for_experts("int4", 128, weight_scale=torch.ones(5, 160, groups).bfloat16())
+
+    assert picked(1) == picked(3) == picked(6) == "prefill_sm90", "whole rows, 128 and 64 columns"
+    assert picked(11) == "prefill", "32 columns"
+    assert _picked_for_experts("int4", 128, x=torch.zeros(300, 352)) == "prefill", "fp32"
+    with instead(Target("nvidia", "sm80")):
+        assert picked(3) == "prefill"
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4"])
+def test_packed_experts_take_the_kernel_of_their_blocks(scheme, monkeypatch):
+    taken = []
+    monkeypatch.setattr(_mxfp4_gemm_sm90, "mxfp4_grouped_gemm", lambda *_: taken.append("mxfp4"))
+    monkeypatch.setattr(_packed_experts_sm90, "packed_grouped_gemm", lambda *_: taken.append("packed"))
+    for block_size in (64, 128, 256):
+        arguments, how = _operands(scheme, block_size)
+        grouped_gemm.grouped_gemm(*arguments, **how)
+    assert taken == {"mxfp4": ["mxfp4", "mxfp4", "packed"], "int4": ["packed"] * 3}[scheme]
+
+
+def _blocks(scheme: str, target: Target, **others: torch.Tensor) -> list[int]:
+    """The choices of a block, for means of 20, 32, 33, 128, 129 and 4,096 choices of an expert."""
+    how = _experts(scheme, 352, 160, "cpu") | others
+    with instead(target):
+        launch = fused_experts._launch_of("prefill", how["x"], how["weight"], how["weight_scale"])
+        return [_launch.parameters(launch, how["x"].device, mean)["block"] for mean in (20, 32, 33, 128, 129, 4096)]
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4"])
+def test_many_choices_make_blocks_for_the_largest_tiles_of_packed_weights(scheme):
+    assert _blocks(scheme, Target("nvidia", "sm90")) == [64, 64, 128, 128, 256, 256]
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90", "sm100"])
+def test_blocks_are_no_larger_than_tiles_of_other_kernels(target):
+    groups_of_32 = {"weight_scale": torch.ones(5, 160, 11).bfloat16()}
+    assert max(_blocks("int4", Target("nvidia", target), **groups_of_32)) == grouped_gemm.MOST_ROWS
+    assert max(_blocks("blocks", Target("nvidia", target))) == grouped_gemm.MOST_ROWS

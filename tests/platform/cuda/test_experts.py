@@ -14,7 +14,17 @@ from vllm_opset.kernel import kernels_of
 from vllm_opset.model.experts import Experts, multiply
 from vllm_opset.ops.contract import DTYPES
 from vllm_opset.ops.moe.route import RouteProblem
-from vllm_opset.ops.schemes import FP8, MXFP4, PER_ROW, PER_TENSOR, GroupShape, Quantised, Scheme
+from vllm_opset.ops.schemes import (
+    FP8,
+    MXFP4,
+    PACKED,
+    PER_ROW,
+    PER_TENSOR,
+    UINT4,
+    GroupShape,
+    Quantised,
+    Scheme,
+)
 from vllm_opset.platform.refusals import check_graphs
 from vllm_opset.targets import Target
 
@@ -25,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 NUM_STEPS = 200
 HIDDEN_SIZE, WIDTH = 64, 32
-# Experts, those of a token, the most tokens of a step, and the dtype of the weights.
+# Experts, those of a token, the most tokens of a step, and the dtype of the weights. uint8: MXFP4.
 MODELS = {
     "Qwen3-MoE": (128, 8, 8192, torch.bfloat16),
     "Mixtral": (8, 2, 2048, torch.bfloat16),
@@ -34,6 +44,7 @@ MODELS = {
     "OLMoE, small steps": (64, 8, 100, torch.bfloat16),
     "Qwen3-MoE, fp8": (128, 8, 8192, FP8),
     "gpt-oss, MXFP4": (32, 4, 8192, torch.uint8),
+    "Qwen3-MoE, int4": (128, 8, 8192, UINT4),
 }
 KERNELS = {
     "route": ("_route",),
@@ -41,8 +52,10 @@ KERNELS = {
     "grouped_gemm": ("_grouped_gemm",),
     "_scaled_grouped_gemm": ("_scaled_grouped_gemm",),
     "_mxfp4_grouped_gemm": ("_mxfp4_grouped_gemm",),
+    "_int4_grouped_gemm": ("_int4_grouped_gemm",),
     "_scaled_gemm_sm90": ("scaled_gemm_sm90",),
     "_mxfp4_gemm_sm90": ("mxfp4_gemm_sm90",),
+    "_packed_experts_sm90": ("packed_experts_sm90",),
     "quantise": ("_quantise",),
     "combine": ("_combine",),
     "_activation": ("_gated",),
@@ -50,7 +63,8 @@ KERNELS = {
 # The kernels of each dtype of the weights; the others multiply by weights as they are.
 OF_WEIGHTS = {
     FP8: {"_scaled_grouped_gemm", "scaled_gemm_sm90", "_quantise"},
-    torch.uint8: {"_mxfp4_grouped_gemm", "mxfp4_gemm_sm90"},
+    torch.uint8: {"_mxfp4_grouped_gemm", "mxfp4_gemm_sm90", "packed_experts_sm90"},
+    UINT4: {"_int4_grouped_gemm", "packed_experts_sm90"},
 }
 
 
@@ -81,10 +95,13 @@ def launched(monkeypatch):
 def experts_layer(num_experts: int, top_k: int, stored: torch.dtype) -> torch.nn.Module:
     """A layer of experts with the attributes that its experts read. Its kernels are those for GPUs."""
     layer = torch.nn.Module()
-    values = 2 if stored is torch.uint8 else 1  # of an element
+    packed = stored in (torch.uint8, UINT4)
+    values = 2 if packed else 1  # of an element
     w13 = torch.zeros(num_experts, 2 * WIDTH, HIDDEN_SIZE // values)
     w2 = torch.zeros(num_experts, HIDDEN_SIZE, WIDTH // values)
-    layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(weight.to(stored), False) for weight in (w13, w2))
+    layer.w13_weight, layer.w2_weight = (
+        torch.nn.Parameter(weight.to(PACKED if packed else stored), False) for weight in (w13, w2)
+    )
     layer.activation, layer.apply_router_weight_on_input, layer.expert_map = SimpleNamespace(value="silu"), False, None
     layer.swiglu_limit = layer.swiglu_alpha = layer.swiglu_beta = None
     layer.custom_routing_function, layer.use_grouped_topk = None, False
@@ -101,6 +118,10 @@ def experts_layer(num_experts: int, top_k: int, stored: torch.dtype) -> torch.nn
         scales = (torch.zeros(*weight.shape[:2], weight.shape[2] // 16).to(stored) for weight in (w13, w2))
         how = {**dict(zip(("w1_scale", "w2_scale"), scales, strict=True)), "out_dtype": torch.bfloat16}
         how |= {"scheme": Scheme(MXFP4)}
+    if stored is UINT4:
+        scales = (torch.zeros(*weight.shape[:2], 1, dtype=torch.bfloat16) for weight in (w13, w2))
+        how = {**dict(zip(("w1_scale", "w2_scale"), scales, strict=True)), "out_dtype": torch.bfloat16}
+        how |= {"scheme": Scheme(Quantised(UINT4, PER_ROW, False))}
     experts = Experts(layer, moe, **how)
     experts._route[torch.float32] = kernels_of("route")["triton"].run
     experts._experts[torch.bfloat16] = kernels_of("fused_experts")["triton"].run

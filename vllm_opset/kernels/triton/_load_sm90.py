@@ -20,9 +20,10 @@ COPY_BYTES = 16  # TMA needs addresses and strides that are multiples of this.
 # A stage has so many bytes of each row of x. That is the width of the swizzle of shared memory.
 LINE = gl.constexpr(128)
 OUTPUTS_OF_BOX = gl.constexpr(128)  # One copy brings so many rows of the weight.
-# Registers of a thread. The first of two multiplying warpgroups gets what all others leave of 512 for each 128 threads.
-MULTIPLYING_REGISTERS = gl.constexpr(232)
-LOADING_REGISTERS = gl.constexpr(40)
+# Registers of a thread. The first multiplying warpgroup gets what all others leave of 512 for each 128 threads.
+MULTIPLYING_REGISTERS, LOADING_REGISTERS = gl.constexpr(232), gl.constexpr(40)
+WARP = gl.constexpr(32)
+GATHERING = gl.constexpr(128)  # Rows of experts are gathered by so many threads.
 
 
 def available(device: torch.device) -> bool:
@@ -38,13 +39,16 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr, GATHERED: gl.constexpr, WARPGROUPS: gl.constexpr = 2):
-    """Two barriers for each stage of a ring: it is full, and all multiplying warpgroups are done with it."""
+def barriers(STAGES: gl.constexpr, COPYING: gl.constexpr, WARPGROUPS: gl.constexpr = 2):
+    """Two barriers for each stage of a ring: it is full, and all multiplying warpgroups are done with it.
+
+    COPYING: so many threads fill a stage beside the copy engine.
+    """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # The copy engine arrives, and each thread of four gathering warps when its copies have.
-        mbarrier.init(full.index(stage), count=129 if GATHERED else 1)
+        # The copy engine arrives, and each of these threads when its copies have.
+        mbarrier.init(full.index(stage), count=1 + COPYING)
         mbarrier.init(empty.index(stage), count=WARPGROUPS)
     return full, empty
 
@@ -101,18 +105,22 @@ def expert_of(tile, tiles, TILES: gl.constexpr):
 def load_tiles(
     x, x_stride, weight, ring, tiles,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr,
-    BOXES: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    BOXES: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, scale_ring, scales,
+    UNROLLED: gl.constexpr = 1,
 ):  # fmt: skip
     """The loading warps: bring all tiles of a program. BOXES: of the weight in a tile.
 
     x: a TMA descriptor of boxes like a stage of its ring, or for experts a pointer. weight: a descriptor.
+    scale_ring: for the scales by blocks of x and of the weight, or empty if there are none.
+    UNROLLED: a tile has a multiple of so many stages.
     """
-    x_ring, w_ring, full, empty, _ = ring
+    x_ring, w_ring, full, empty = ring
     expert_ids, num_rows, num_tiles, top_k = tiles[1], tiles[2], tiles[3], tiles[4]
     ROWS: gl.constexpr = x_ring.shape[1]
     WIDTH: gl.constexpr = x_ring.shape[2]
     W_WIDTH: gl.constexpr = w_ring.shape[2]
-    STAGE_BYTES: gl.constexpr = BOXES * OUTPUTS_OF_BOX * W_WIDTH + (ROWS * LINE if expert_ids is None else 0)
+    W_BYTES: gl.constexpr = BOXES * OUTPUTS_OF_BOX * W_WIDTH * w_ring.dtype.primitive_bitwidth // 8
+    STAGE_BYTES: gl.constexpr = W_BYTES + (ROWS * LINE if expert_ids is None else 0)
     GATHER: gl.constexpr = gl.BlockedLayout([1, WIDTH // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     NUM_COLUMNS: gl.constexpr = -(-OUTPUTS // (BOXES * OUTPUTS_OF_BOX))
     loaded = 0
@@ -125,7 +133,11 @@ def load_tiles(
             place = gl.arange(0, WIDTH, gl.SliceLayout(0, GATHER))
             pointers = x + (choice // top_k).to(gl.int64)[:, None] * x_stride + place[None, :]
             is_choice = (choice < num_rows)[:, None]
-        for step in range(gl.where(expert < 0, 0, gl.cdiv(COLUMNS, WIDTH))):
+        if len(scale_ring) > 0:
+            scale_pointers = _scales_of(
+                tile, expert, column, tiles, scales, scale_ring, OUTPUTS, BLOCK_SIZE, TILES, ROWS
+            )
+        for step in range(gl.where(expert < 0, 0, UNROLLED * gl.cdiv(COLUMNS, UNROLLED * WIDTH))):
             stage = loaded % STAGES
             mbarrier.wait(empty.index(stage), loaded // STAGES & 1 ^ 1)
             mbarrier.expect(full.index(stage), STAGE_BYTES)
@@ -138,5 +150,32 @@ def load_tiles(
             else:
                 inside = is_choice & (step * WIDTH + place < COLUMNS)[None, :]
                 async_copy.async_copy_global_to_shared(x_ring.index(stage), pointers + step * WIDTH, inside)
+            if len(scale_ring) > 0:
+                _load_scales(scale_pointers, scales, scale_ring, step, stage)
+            if expert_ids is not None or len(scale_ring) > 0:
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             loaded += 1
+
+
+@gluon.jit
+def _scales_of(
+    tile, expert, column, tiles, scales, scale_ring,
+    OUTPUTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Where the scales by blocks of a tile's first columns are: of its rows of x, and of its boxes of the weight."""
+    weight_scale, ws_expert, ws_row, _, x_scale, xs_row, _ = scales
+    BOXES: gl.constexpr = scale_ring[1].shape[1]
+    ONE: gl.constexpr = gl.BlockedLayout([1], [WARP], [gl.num_warps()], [0])
+    choice = rows_of(tile, gl.arange(0, scale_ring[0].shape[1], ONE), tiles, BLOCK_SIZE, TILES, ROWS)
+    of_x = gl.minimum(choice, tiles[2] - 1) // tiles[4] * xs_row
+    block = gl.minimum(column * BOXES + gl.arange(0, BOXES, ONE), gl.cdiv(OUTPUTS, OUTPUTS_OF_BOX) - 1)
+    return x_scale + of_x, weight_scale + expert * ws_expert + block * ws_row
+
+
+@gluon.jit
+def _load_scales(pointers, scales, scale_ring, step, stage):
+    """Copies those of a stage. OUTPUTS_OF_BOX, and the columns of a stage, are a block's."""
+    _, _, _, ws_column, _, _, xs_column = scales
+    of_x, of_weight = scale_ring
+    async_copy.async_copy_global_to_shared(of_x.index(stage), pointers[0] + step * xs_column)
+    async_copy.async_copy_global_to_shared(of_weight.index(stage), pointers[1] + step * ws_column)

@@ -2,7 +2,8 @@
 
 As in `_scaled_gemm_sm90`, persistent programs take one tile after the other, and loading warps bring the weights by TMA
 and gather the rows of x. Outputs are the rows of the products here: wgmma takes those from registers, so two warpgroups
-widen 128 outputs each in registers and nothing of the widened weight is stored. A tile has ROWS rows of x.
+widen 128 outputs each in registers and nothing of the widened weight is stored. A tile has up to 128 rows of x. Larger
+tiles are those of `_packed_experts_sm90`.
 """
 
 import torch
@@ -16,23 +17,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import (
+    GATHERING,
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
     OUTPUTS_OF_BOX,
-    available,
-    await_turn,
     barriers,
     expert_of,
-    is_aligned,
     load_tiles,
-    pass_turn,
     rows_of,
-    turns,
 )
 from vllm_opset.kernels.triton._tiles import Order, tile_of
 from vllm_opset.ops.schemes import MXFP4
 
 WIDTH = gl.constexpr(64)  # A stage has so many columns. They are a line of x.
+MOST_ROWS = 128  # of a tile: sums of 128 outputs for more do not fit registers
 SCALED = gl.constexpr(MXFP4.group.columns)  # So many columns share a scale.
 MANTISSA_BITS = gl.constexpr(7)  # The exponent of bf16, which is that of e8m0, lies above them.
 
@@ -42,7 +40,7 @@ def mxfp4_gemm_sm90(
     x, x_stride, weight, bias, out, weight_scale, ws_expert, ws_row, ws_column, sorted_token_ids, expert_ids,
     num_rows, num_tiles, top_k,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr, PDL: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Launches at most as many programs as run at a time.
 
@@ -56,17 +54,18 @@ def mxfp4_gemm_sm90(
     staging = gl.allocate_shared_memory(
         gl.bfloat16, [2, OUTPUTS_OF_BOX, ROWS], gl.NVMMASharedLayout(128, 16, rank=2, transposed=True)
     )
-    full, empty = barriers(STAGES, True)
-    ring = (x_ring, w_ring, full, empty, turns())
+    full, empty = barriers(STAGES, GATHERING)
+    ring = (x_ring, w_ring, full, empty)
     tiles = (sorted_token_ids, expert_ids, num_rows, num_tiles, top_k)
     scales = (weight_scale, ws_expert, ws_row, ws_column)
     gl.warp_specialize(
         [
             (_multiply, (0, ring, staging, tiles, scales, bias, out,
-                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, GROUP, STAGES, ORDERED)),
+                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, GROUP, STAGES)),
             (_multiply, (1, ring, staging, tiles, scales, bias, out,
-                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, GROUP, STAGES, ORDERED)),
-            (load_tiles, (x, x_stride, weight, ring, tiles, OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, 2, GROUP, STAGES)),
+                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, GROUP, STAGES)),
+            (load_tiles, (x, x_stride, weight, ring, tiles, OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, 2, GROUP, STAGES,
+                          (), ())),
         ],
         [4, 4],
         [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
@@ -85,14 +84,14 @@ def _scales_at(pointers, step, of_step, is_output, ws_column, COLUMNS: gl.conste
 def _multiply(
     INDEX: gl.constexpr, ring, staging, tiles, scales, bias, out,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    TILES: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ORDERED: gl.constexpr,
+    TILES: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The products of one of two warpgroups: half of the outputs of each tile."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     PACKED: gl.constexpr = gl.DotOperandLayout(0, ACC, 1)
     WIDENED: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     NUM_COLUMNS: gl.constexpr = -(-OUTPUTS // (2 * OUTPUTS_OF_BOX))
-    x_ring, w_ring, full, empty, in_turn = ring
+    x_ring, w_ring, full, empty = ring
     num_rows, num_tiles = tiles[2], tiles[3]
     weight_scale, ws_expert, ws_row, ws_column = scales
     GROUPS: gl.constexpr = (
@@ -123,11 +122,7 @@ def _multiply(
             widened = gl.fp4_to_fp(w_ring.index(2 * stage + INDEX).load(PACKED), gl.bfloat16, 1)
             widened = widened.reshape([OUTPUTS_OF_BOX, WIDTH // SCALED, SCALED]) * scale[:, :, None]
             widened = gl.convert_layout(widened.reshape([OUTPUTS_OF_BOX, WIDTH]), WIDENED)
-            if ORDERED:
-                await_turn(in_turn, done, INDEX)
             sums = hopper.warpgroup_mma(widened, x_ring.index(stage).permute((1, 0)), sums, is_async=True)
-            if ORDERED:
-                pass_turn(in_turn, INDEX)
             sums, widened = hopper.warpgroup_mma_wait(0, deps=(sums, widened))
             mbarrier.arrive(empty.index(stage))
             done += 1
@@ -144,11 +139,6 @@ def _multiply(
         gl.store(out + choice.to(gl.int64)[None, :] * OUTPUTS + output[:, None], lines.load(LINES), inside)
 
 
-def can(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a Hopper GPU multiplies x by these MXFP4 weights by its own kernel."""
-    return available(x.device) and is_aligned(x) and is_aligned(weight)
-
-
 def mxfp4_grouped_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -156,10 +146,10 @@ def mxfp4_grouped_gemm(
     weight_scale: torch.Tensor,
     out: torch.Tensor,
     order: Order,
+    values: _launch.Parameters,
 ) -> None:
-    """Writes the product of the contract of `grouped_gemm` to out."""
+    """Writes the product of the contract of `grouped_gemm` to out. values: the launch's rows, group and stages."""
     (outputs, columns), device = (weight.shape[1], x.shape[1]), x.device
-    values = _launch.parameters("mxfp4_grouped_gemm_prefill_sm90", device, order.block_size)
     rows = min(values["rows"], order.block_size)
     tiles = _launch.cdiv(order.block_size, rows)
     num_tiles = len(order.expert_ids) * tiles
@@ -170,6 +160,5 @@ def mxfp4_grouped_gemm(
         x, x.stride(0), descriptor, bias, out, weight_scale, *weight_scale.stride(), order.sorted_token_ids,
         order.expert_ids, len(out), num_tiles, order.top_k, OUTPUTS=outputs, COLUMNS=columns,
         BLOCK_SIZE=order.block_size, TILES=tiles, ROWS=rows, GROUP=values["group"], STAGES=values["stages"],
-        ORDERED=bool(values["ordered"]),
         num_warps=4, **_launch.launch_options(device),
     )  # fmt: skip

@@ -20,74 +20,13 @@ from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._counters import barrier, zeros
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import LOADING_REGISTERS, available, barriers, is_aligned
-from vllm_opset.kernels.triton._packed_linear import (
-    HALF,
-    MAGIC_BF16,
-    MAGIC_FP16,
-    NO_ZERO_POINT,
-    scale_columns,
-)
+from vllm_opset.kernels.triton._nibbles_sm90 import BYTES, CHUNK, ROWS, dequantised
+from vllm_opset.kernels.triton._packed_linear import NO_ZERO_POINT, scale_columns
 from vllm_opset.kernels.triton._rows import num_rows
 from vllm_opset.ops.schemes import values_shape
 
 WIDTH = gl.constexpr(128)  # A stage has so many columns, of one scale.
-CHUNK = gl.constexpr(64)  # So many columns are dequantised at a time. They are a line of x.
-ROWS = gl.constexpr(64)  # of a product: the instruction's
 FEWEST_TOKENS = 16
-
-# A thread has those pairs of bytes whose values it multiplies.
-BYTES = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[8, 0], [0, 4], [0, 8]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
-        [ROWS.value, CHUNK.value // 4],
-    )
-)  # fmt: skip
-
-# Makes two bytes a pair of low values and one of high ones, less their zero points and times their scales. It is as
-# `PAIRS` of `_packed_linear`, and its product is rounded once.
-SCALED = """{{
-.reg .b32 low, high, one;
-mov.b32 one, {one};
-prmt.b32 low, $4, 0, 0x4140;
-shr.u32 high, low, 4;
-lop3.b32 low, low, 0x000F000F, {magic}, 0xEA;
-lop3.b32 high, high, 0x000F000F, {magic}, 0xEA;
-fma.rn.{type} low, low, one, $5;
-fma.rn.{type} high, high, one, $5;
-mul.rn.{type} low, low, $6;
-mul.rn.{type} high, high, $6;
-mov.b32 {{$0, $1}}, low;
-mov.b32 {{$2, $3}}, high;
-}}"""
-REGISTERS = gl.constexpr("=h,=h,=h,=h,r,r,r")
-SCALED_BF16 = gl.constexpr(SCALED.format(magic="0x43004300", one="0x3F803F80", type="bf16x2"))
-SCALED_FP16 = gl.constexpr(SCALED.format(magic="0x64006400", one="0x3C003C00", type="f16x2"))
-
-
-@gluon.jit
-def _both_halves(value):
-    """32 bits of which each half has the value, in 16 bits."""
-    return value.to(gl.uint16, bitcast=True).to(gl.uint32) * 0x10001
-
-
-@gluon.jit
-def dequantised(w, zero, scale, FACTOR: gl.constexpr):
-    """The values of pairs of bytes [ROWS, CHUNK / 4], less their zero points and times their scales, rounded once."""
-    dtype: gl.constexpr = scale.dtype
-    w = w.to(gl.uint16, bitcast=True).to(gl.uint32)
-    if dtype == gl.bfloat16:
-        low, low_next, high, high_next = gl.inline_asm_elementwise(
-            SCALED_BF16, REGISTERS, [w, _both_halves((-MAGIC_BF16 - zero).to(dtype)), _both_halves(scale)],
-            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), True, 1,
-        )  # fmt: skip
-    else:
-        low, low_next, high, high_next = gl.inline_asm_elementwise(
-            SCALED_FP16, REGISTERS, [w, _both_halves((-MAGIC_FP16 - zero).to(dtype)), _both_halves(scale)],
-            (gl.float16, gl.float16, gl.float16, gl.float16), True, 1,
-        )  # fmt: skip
-    both = gl.join(gl.join(low, low_next), gl.join(high, high_next))
-    both = both.reshape([ROWS, CHUNK // (2 * HALF), HALF // 2, 2, 2]).permute([0, 1, 4, 2, 3])
-    return gl.convert_layout(both.reshape([ROWS, CHUNK]), FACTOR, True)
 
 
 @gluon.jit
@@ -197,6 +136,9 @@ def _multiply(INDEX: gl.constexpr, ring, staging, tiles, scales, results, GROUP:
             for number in gl.static_range(NUMBERS):
                 x = x_ring.index(stage * (WIDTH // CHUNK) + number // PARTS).permute((1, 0))
                 product = hopper.warpgroup_mma(factor, x, sums[number % PARTS], is_async=True)
+                sums = _with_product(sums, product, number % PARTS)
+                if number > 0:  # Two products are in flight, and the weights of the first one are replaced.
+                    sums = _waited(sums)
                 if number < NUMBERS - 1:
                     next_factor = _factor(number + 1, stage, w_ring, of_stage, INDEX, PARTS, FACTOR, x_ring.dtype)
                 else:
@@ -207,26 +149,44 @@ def _multiply(INDEX: gl.constexpr, ring, staging, tiles, scales, results, GROUP:
                     following = _of_stage(pointers, zero_pointers, after, GROUP, column_stride, PARTS)
                     mbarrier.wait(full.index(next_done % STAGES), next_done // STAGES & 1)
                     next_factor = _factor(0, next_done % STAGES, w_ring, of_stage, INDEX, PARTS, FACTOR, x_ring.dtype)
-                sums, factor = _waited(sums, product, number % PARTS, factor, next_factor, PARTS)
+                if number < NUMBERS - 1:
+                    factor = next_factor
+                else:
+                    sums, factor = _all_waited(sums, next_factor)
             mbarrier.arrive(empty.index(stage))
         _finish(INDEX, sums, staging, tile, tiles, results, PARTS)
 
 
 @gluon.jit
-def _waited(sums, product, PART: gl.constexpr, factor, next_factor, PARTS: gl.constexpr):
-    """The sums with the product for a part, and the next factor, which was made while the product ran."""
-    known = ()
-    for part in gl.static_range(PARTS):
+def _with_product(sums, product, PART: gl.constexpr):
+    """The sums with the product for a part, which still runs."""
+    found = ()
+    for part in gl.static_range(len(sums)):
         if part == PART:
-            known += (product,)
+            found += (product,)
         else:
-            known += (sums[part],)
-    known += (factor, next_factor)
-    waited = hopper.warpgroup_mma_wait(0, deps=known)
-    sums = ()
-    for part in gl.static_range(PARTS):
-        sums += (waited[part],)
-    return sums, waited[PARTS + 1]
+            found += (sums[part],)
+    return found
+
+
+@gluon.jit
+def _waited(sums):
+    """The sums when no more than the last product runs."""
+    waited = hopper.warpgroup_mma_wait(1, deps=sums)
+    if len(sums) == 1:
+        return (waited,)
+    else:
+        return waited
+
+
+@gluon.jit
+def _all_waited(sums, factor):
+    """The sums when no product runs, and the next factor, which was made before."""
+    waited = hopper.warpgroup_mma_wait(0, deps=sums + (factor,))  # noqa: RUF005 (Triton has no starred expressions)
+    found = ()
+    for part in gl.static_range(len(sums)):
+        found += (waited[part],)
+    return found, waited[len(sums)]
 
 
 @gluon.jit
@@ -311,7 +271,7 @@ def packed_gemm_sm90(
     staging = gl.allocate_shared_memory(
         dtype, [WARPGROUPS, ROWS, TOKENS], gl.NVMMASharedLayout(128, 16, rank=2, transposed=True)
     )
-    full, empty = barriers(STAGES, False, WARPGROUPS)
+    full, empty = barriers(STAGES, 0, WARPGROUPS)
     ring = (x_ring, w_ring, full, empty)
     tiles = (num_tiles, token_tiles, tile_stages)
     scales = (scale, zero_point, scale_stride, column_stride)

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch
@@ -21,6 +21,7 @@ from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import (
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
+    WARP,
     available,
     await_turn,
     barriers,
@@ -47,11 +48,12 @@ def scaled_gemm_sm90(
     sorted_token_ids, expert_ids, num_rows, num_tiles, top_k,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BY_BLOCKS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    ORDERED: gl.constexpr, PDL: gl.constexpr,
+    ORDERED: gl.constexpr, COPIED_RESULTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Launches at most as many programs as run at a time.
 
     x: a TMA descriptor of boxes [ROWS, WIDTH], or for experts a pointer. weight: a descriptor of boxes [WIDTH, WIDTH].
+    out: a descriptor of boxes [HALF, WIDTH] with COPIED_RESULTS, otherwise a pointer.
     num_rows: of the result. ROWS: of a tile, one or two HALFs. PARTS: the products of a warpgroup, WIDTH outputs each.
     For experts, there are TILES tiles in a block of BLOCK_SIZE.
     """
@@ -61,20 +63,27 @@ def scaled_gemm_sm90(
     TILE_PARTS: gl.constexpr = PARTS * 2 * HALF // ROWS
     x_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, WIDTH], BOX)
     w_ring = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * TILE_PARTS, WIDTH, WIDTH], BOX)
-    staging = gl.allocate_shared_memory(out.dtype.element_ty, [2, HALF, WIDTH], OUT)
-    full, empty = barriers(STAGES, expert_ids is not None)
-    ring = (x_ring, w_ring, full, empty, turns())
+    out_dtype: gl.constexpr = out.dtype if COPIED_RESULTS else out.dtype.element_ty
+    staging = gl.allocate_shared_memory(out_dtype, [2, HALF, WIDTH], OUT)
+    LOADERS: gl.constexpr = 1 if expert_ids is None else 4
+    scale_ring = ()
+    if BY_BLOCKS:
+        LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        of_x = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
+        scale_ring = (of_x, gl.allocate_shared_memory(gl.float32, [STAGES, TILE_PARTS], LINE))
+    COPYING: gl.constexpr = LOADERS * WARP if BY_BLOCKS or expert_ids is not None else 0
+    full, empty = barriers(STAGES, COPYING)
+    ring, in_turn = (x_ring, w_ring, full, empty), turns()
     tiles = (sorted_token_ids, expert_ids, num_rows, num_tiles, top_k)
     scales = (weight_scale, ws_expert, ws_row, ws_column, x_scale, xs_row, xs_column)
-    LOADERS: gl.constexpr = 1 if expert_ids is None else 4
     gl.warp_specialize(
         [
-            (_multiply, (0, ring, staging, tiles, scales, bias, out,
-                         OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED)),
-            (_multiply, (1, ring, staging, tiles, scales, bias, out,
-                         OUTPUTS, COLUMNS, BY_BLOCKS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED)),
+            (_multiply, (0, ring, in_turn, scale_ring, staging, tiles, scales, bias, out,
+                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED, COPIED_RESULTS)),
+            (_multiply, (1, ring, in_turn, scale_ring, staging, tiles, scales, bias, out,
+                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED, COPIED_RESULTS)),
             (load_tiles, (x, x_stride, weight, ring, tiles,
-                          OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, TILE_PARTS, GROUP, STAGES)),
+                          OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, TILE_PARTS, GROUP, STAGES, scale_ring, scales)),
         ],
         [4, LOADERS],
         [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
@@ -83,18 +92,22 @@ def scaled_gemm_sm90(
 
 @gluon.jit
 def _multiply(
-    INDEX: gl.constexpr, ring, staging, tiles, scales, bias, out,
-    OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BY_BLOCKS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    INDEX: gl.constexpr, ring, in_turn, scale_ring, staging, tiles, scales, bias, out,
+    OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    ORDERED: gl.constexpr,
+    ORDERED: gl.constexpr, COPIED_RESULTS: gl.constexpr,
 ):  # fmt: skip
-    """The products of one of two warpgroups: half of the rows of each tile, or of its outputs if it has 64 rows."""
+    """The products of one of two warpgroups: half of the rows of each tile, or of its outputs if it has 64 rows.
+
+    scale_ring: of the scales by blocks, which the loading warps bring, or empty by rows.
+    """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    BY_BLOCKS: gl.constexpr = len(scale_ring) > 0
     FIRST_ROW: gl.constexpr = INDEX * HALF if ROWS > HALF else 0
     FIRST_PART: gl.constexpr = INDEX * PARTS if ROWS == HALF else 0
     TILE_PARTS: gl.constexpr = PARTS * 2 * HALF // ROWS
     NUM_COLUMNS: gl.constexpr = -(-OUTPUTS // (TILE_PARTS * WIDTH))
-    x_ring, w_ring, full, empty, in_turn = ring
+    x_ring, w_ring, full, empty = ring
     _, expert_ids, num_rows, num_tiles, top_k = tiles
     weight_scale, ws_expert, ws_row, _, x_scale, xs_row, _ = scales
     row = FIRST_ROW + gl.arange(0, HALF, gl.SliceLayout(1, ACC))
@@ -105,26 +118,20 @@ def _multiply(
         first_output = (column * TILE_PARTS + FIRST_PART) * WIDTH
         choice = rows_of(tile, row, tiles, BLOCK_SIZE, TILES, ROWS)
         of_rows = gl.minimum(choice, num_rows - 1) // top_k * xs_row
-        of_expert = expert * ws_expert
         sums = (gl.zeros([HALF, WIDTH], gl.float32, ACC),) * PARTS
-        if BY_BLOCKS:
-            following = _scales_at(0, scales, of_rows, of_expert, first_output, OUTPUTS, COLUMNS, PARTS)
-        for step in range(gl.where(expert < 0, 0, gl.cdiv(COLUMNS, WIDTH))):
+        for _ in range(gl.where(expert < 0, 0, gl.cdiv(COLUMNS, WIDTH))):
             stage = done % STAGES
-            if BY_BLOCKS:  # a step ahead: loads take longer than a product
-                of_step = following
-                following = _scales_at(step + 1, scales, of_rows, of_expert, first_output, OUTPUTS, COLUMNS, PARTS)
             mbarrier.wait(full.index(stage), done // STAGES & 1)
             if expert_ids is not None:
                 hopper.fence_async_shared()  # gathered rows were written by threads, and wgmma reads them
             x = x_ring.index(stage).slice(FIRST_ROW, HALF)
+            first = stage * TILE_PARTS + FIRST_PART
             if BY_BLOCKS:
+                of_stage = _scales_at(scale_ring, stage, FIRST_ROW, FIRST_PART, PARTS, ACC)
                 sums = _add_scaled(
-                    INDEX, sums, of_step, x, w_ring, stage * TILE_PARTS + FIRST_PART, empty.index(stage), in_turn,
-                    done * PARTS, PARTS, ORDERED,
-                )  # fmt: skip
+                    INDEX, sums, of_stage, x, w_ring, first, empty.index(stage), in_turn, done * PARTS, PARTS, ORDERED
+                )
             else:
-                first = stage * TILE_PARTS + FIRST_PART
                 sums = _add(INDEX, sums, x, w_ring, first, in_turn, done, PARTS, ORDERED)
                 mbarrier.arrive(empty.index(stage))
             done += 1
@@ -132,46 +139,43 @@ def _multiply(
             output = first_output + part * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
             y, is_output = sums[part], (output < OUTPUTS) & (expert >= 0)
             if not BY_BLOCKS:
-                y *= gl.load(weight_scale + of_expert + output * ws_row, is_output, 0.0)[None, :]
+                y *= gl.load(weight_scale + expert * ws_expert + output * ws_row, is_output, 0.0)[None, :]
                 # An absent expert's results are zero, whatever the scales of x are.
                 y *= gl.load(x_scale + of_rows, (choice < num_rows) & (expert >= 0), 0.0)[:, None]
             if bias is not None:
                 y += gl.load(bias + expert * OUTPUTS + output, is_output, 0.0).to(gl.float32)[None, :]
-            _store(
-                y, staging.index(INDEX), out, tile, FIRST_ROW, first_output + part * WIDTH, tiles,
-                OUTPUTS, BLOCK_SIZE, TILES, ROWS,
-            )  # fmt: skip
+            if COPIED_RESULTS:
+                tma.store_wait(0)  # of the part before
+                staging.index(INDEX).store(y.to(out.dtype))
+                hopper.fence_async_shared()
+                corner = [tile * ROWS + FIRST_ROW, first_output + part * WIDTH]
+                tma.async_copy_shared_to_global(out, corner, staging.index(INDEX))
+            else:
+                _store(
+                    y, staging.index(INDEX), out, tile, FIRST_ROW, first_output + part * WIDTH, tiles,
+                    OUTPUTS, BLOCK_SIZE, TILES, ROWS,
+                )  # fmt: skip
+    if COPIED_RESULTS:
+        tma.store_wait(0)
 
 
 @gluon.jit
 def _scales_at(
-    step, scales, of_rows, of_expert, first_output,
-    OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
-    """The scales of a stage's rows of x, and of its weights for each part. Beyond the last stage, those of the last."""
-    weight_scale, _, ws_row, ws_column, x_scale, _, xs_column = scales
-    step = gl.minimum(step, gl.cdiv(COLUMNS, WIDTH) - 1)
-    found = (gl.load(x_scale + of_rows + step * xs_column),)
+    scale_ring, stage, FIRST_ROW: gl.constexpr, FIRST_PART: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr
+):
+    """The scales of a stage's rows of x, and of its weights for each part. These are tensors of one element."""
+    of_x, of_weight = scale_ring
+    found = (of_x.index(stage).slice(FIRST_ROW, HALF).load(gl.SliceLayout(1, ACC)),)
     for part in gl.static_range(PARTS):
-        block = gl.minimum(first_output // WIDTH + part, gl.cdiv(OUTPUTS, WIDTH) - 1)
-        found += (gl.load(weight_scale + (of_expert + block * ws_row + step * ws_column)),)
+        found += (of_weight.index(stage).slice(FIRST_PART + part, 1).load(gl.SliceLayout(1, ACC)),)
     return found
 
 
 @gluon.jit
 def _add_scaled(
-    INDEX: gl.constexpr,
-    sums,
-    scales,
-    x,
-    w_ring,
-    first,
-    read,
-    in_turn,
-    number,
-    PARTS: gl.constexpr,
-    ORDERED: gl.constexpr,
-):
+    INDEX: gl.constexpr, sums, scales, x, w_ring, first, read, in_turn, number,
+    PARTS: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
     """Adds the products of a stage, multiplied by their scales. read: the barrier of those that have read it.
 
     number: of products that each warpgroup has started before.
@@ -180,9 +184,9 @@ def _add_scaled(
     zeros = gl.zeros([HALF, WIDTH], gl.float32, ACC)
     added = ()
     for part in gl.static_range(PARTS):
-        w = w_ring.index(first + part).permute((1, 0))
         if ORDERED:
             await_turn(in_turn, number + part, INDEX)
+        w = w_ring.index(first + part).permute((1, 0))
         product = hopper.warpgroup_mma(x, w, zeros, use_acc=False, is_async=True)
         if ORDERED:
             pass_turn(in_turn, INDEX)
@@ -266,7 +270,8 @@ def _multiply_scaled(
     """values: the rows and outputs of a tile, and group, stages and ordered of the kernel."""
     (outputs, columns), device = call.weight.shape[-2:], call.x.device
     rows = values["rows"]
-    parts = max(1, values["outputs"] * rows // (WIDTH.value * 2 * HALF.value))
+    warpgroups_of_outputs = 2 * HALF.value // rows
+    parts = max(1, values["outputs"] // (warpgroups_of_outputs * WIDTH.value))
     x, w_strides, tiles, num_tiles = call.x, strides(call.weight_scale), 1, _launch.cdiv(len(out), rows)
     box = NVMMASharedLayout(128, 8, rank=2)
     if order is None:
@@ -275,15 +280,19 @@ def _multiply_scaled(
         tiles = _launch.cdiv(order.block_size, rows)
         num_tiles = len(order.expert_ids) * tiles
     weight = TensorDescriptor.from_tensor(call.weight.view(-1, columns), [WIDTH.value, WIDTH.value], box)
-    tile_outputs = parts * WIDTH.value * (2 * HALF.value // rows)
+    results, copied_results = out, order is None and is_aligned(out)  # Those of experts are scattered.
+    if copied_results:
+        results = TensorDescriptor.from_tensor(out, [HALF.value, WIDTH.value], NVMMASharedLayout(128, 16, rank=2))
+    tile_outputs = warpgroups_of_outputs * parts * WIDTH.value
     num_programs = min(num_tiles * _launch.cdiv(outputs, tile_outputs), _launch.multiprocessors(device))
     sorted_token_ids, expert_ids, top_k = order or (None, None, 1)
     scaled_gemm_sm90[(num_programs,)](
-        x, call.x.stride(0), weight, bias, out, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
+        x, call.x.stride(0), weight, bias, results, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
         sorted_token_ids, expert_ids, len(out), num_tiles, top_k,
         OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=by_blocks(call), BLOCK_SIZE=order.block_size if order else None,
         TILES=tiles, ROWS=rows, PARTS=parts, GROUP=values["group"], STAGES=values["stages"],
-        ORDERED=bool(values["ordered"]), num_warps=4, **_launch.launch_options(device),
+        ORDERED=bool(values["ordered"]), COPIED_RESULTS=copied_results,
+        num_warps=4, **_launch.launch_options(device),
     )  # fmt: skip
 
 

@@ -12,7 +12,13 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import _launch, _mxfp4_grouped_gemm, _scaled_grouped_gemm, _supports
+from vllm_opset.kernels.triton import (
+    _launch,
+    _mxfp4_grouped_gemm,
+    _packed_experts_sm90,
+    _scaled_grouped_gemm,
+    _supports,
+)
 from vllm_opset.kernels.triton.combine import combine
 from vllm_opset.kernels.triton.gelu import gelu
 from vllm_opset.kernels.triton.gelu_and_mul import gelu_and_mul
@@ -29,7 +35,7 @@ from vllm_opset.kernels.triton.swiglustep_and_mul import swiglustep_and_mul
 from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
 from vllm_opset.ops.quantisation.quantise import QuantiseProblem
-from vllm_opset.ops.schemes import PER_TENSOR, is_mxfp4
+from vllm_opset.ops.schemes import PACKED, PER_TENSOR, is_mxfp4
 from vllm_opset.variants import Variant, Variants
 
 ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -89,6 +95,13 @@ def _by_columns(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _mxfp4_grouped_gemm.by_columns(scale) if is_mxfp4(weight, scale) else scale
 
 
+def _launch_of(variant: str, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> str:
+    """The name of the launch of a variant. Packed weights have their own where a Hopper GPU's kernels take them."""
+    if variant == "decode" or weight.dtype is not PACKED or not _packed_experts_sm90.can(x, weight, scale):
+        return f"fused_experts_{variant}"
+    return f"{'mxfp4' if is_mxfp4(weight, scale) else 'int4'}_fused_experts_{variant}"
+
+
 PREPARE = {"w1_scale": w1_scale_by_columns, "w2_scale": w2_scale_by_columns}
 
 
@@ -127,7 +140,8 @@ def fused_experts(
     )  # fmt: skip
     mean = choices_per_expert(hidden_states, w1, w2, topk_weights, topk_ids)
     picked = VARIANTS.pick(mean, variant)
-    block_size = _launch.parameters(f"fused_experts_{picked}", hidden_states.device, mean)["block"]
+    launch = _launch_of(picked, hidden_states, w1, w1_scale)
+    block_size = _launch.parameters(launch, hidden_states.device, mean)["block"]
     order = permute(topk_ids, len(w1), block_size, expert_map)
     x, weights = hidden_states, topk_weights
     if apply_router_weight_on_input:

@@ -6,7 +6,7 @@ programs of empty blocks multiply and write nothing.
 - `decode`: blocks of up to 16 choices. Reading the weights takes the time, and each weight is read once.
 - `prefill`: larger blocks, whose programs are ordered so that those of one expert run at the same time.
 
-On Hopper GPUs, `prefill_sm90` multiplies larger blocks in fp8, and in bf16 by MXFP4 weights.
+On Hopper GPUs, `prefill_sm90` multiplies larger blocks in fp8, and in 16 bits by int4 and MXFP4 weights.
 """
 
 from typing import NamedTuple
@@ -22,11 +22,13 @@ from vllm_opset.kernels.triton import (
     _launch,
     _mxfp4_gemm_sm90,
     _mxfp4_grouped_gemm,
+    _packed_experts_sm90,
     _scaled_gemm_sm90,
     _scaled_grouped_gemm,
     _supports,
 )
 from vllm_opset.kernels.triton._launch import pdl_wait
+from vllm_opset.kernels.triton._packed_experts_sm90 import Packed
 from vllm_opset.kernels.triton._scaled_gemm_sm90 import Operands
 from vllm_opset.kernels.triton._tiles import Order, Product, tile_of
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
@@ -72,8 +74,8 @@ def describe(
     weight_zero_point=None,
 ) -> Call:  # fmt: skip
     block_size = len(sorted_token_ids) // max(len(expert_ids), 1)
-    if is_mxfp4(weight, weight_scale):
-        hopper = _mxfp4_gemm_sm90.can(x, weight)
+    if weight.dtype is PACKED:
+        hopper = _packed_experts_sm90.can(x, weight, weight_scale)
     else:
         hopper = _scaled_gemm_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
     return Call(block_size, hopper and block_size % LEAST_ROWS_SM90 == 0)
@@ -109,8 +111,8 @@ def grouped_gemm(
         return out
     mxfp4, order = is_mxfp4(weight, weight_scale), Order(sorted_token_ids, expert_ids, top_k)
     picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out_dtype)
-    if picked == "prefill_sm90" and mxfp4:
-        _mxfp4_gemm_sm90.mxfp4_grouped_gemm(x, weight, bias, weight_scale, out, order)
+    if picked == "prefill_sm90" and weight.dtype is PACKED:
+        _multiply_packed_sm90(Packed(x, weight, weight_scale, weight_zero_point), bias, out, order)
         return out
     if picked == "prefill_sm90":
         operands = Operands(x, weight, weight_scale, x_scale, out_dtype)
@@ -127,6 +129,16 @@ def grouped_gemm(
     else:
         product.launch(_grouped_gemm, tile)
     return out
+
+
+def _multiply_packed_sm90(call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
+    """Writes the product by packed weights to out. MXFP4 has two kernels: each serves tiles for which it is faster."""
+    launch = f"{_launch_of(call.weight, call.weight_scale)}_prefill_sm90"
+    values = _launch.parameters(launch, call.x.device, order.block_size)
+    if is_mxfp4(call.weight, call.weight_scale) and values["rows"] <= _mxfp4_gemm_sm90.MOST_ROWS:
+        _mxfp4_gemm_sm90.mxfp4_grouped_gemm(call.x, call.weight, bias, call.weight_scale, out, order, values)
+    else:
+        _packed_experts_sm90.packed_grouped_gemm(call, bias, out, order, values)
 
 
 def _tile(

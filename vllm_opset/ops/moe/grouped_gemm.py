@@ -242,6 +242,9 @@ def _quantised_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield int4("int4 weight, zero points", 17, 4, 2, 256, 48, 128, zero_point=True)
     yield int4("int4 weight per row, zero points, bias", 5, 4, 2, 96, 33, 96, zero_point=True, bias=True)
     yield int4("int4 weight, the last group is incomplete", 90, 2, 1, 160, 80, 64, zero_point=True, block_size=64)
+    # Kernels may have larger tiles for large blocks, and leave out the empty half of one.
+    yield sample("mxfp4 weight, blocks of 256", 300, 2, 1, 96, 144, MXFP4.group, None, FP4, block_size=256)
+    yield int4("int4 weight, blocks of 256, bias", 300, 2, 1, 256, 144, 128, bias=True, block_size=256)
 
 
 @grouped_gemm.illegal_inputs

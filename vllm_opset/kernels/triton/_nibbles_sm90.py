@@ -1,0 +1,63 @@
+"""int4 weights on Hopper GPUs, dequantised in registers for wgmma: ROWS outputs and CHUNK columns at a time."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from vllm_opset.kernels.triton._packed_linear import HALF, MAGIC_BF16, MAGIC_FP16
+
+CHUNK = gl.constexpr(64)  # columns of 16 bits: a line of x in shared memory
+ROWS = gl.constexpr(64)  # of a product: the instruction's
+
+# A thread has those pairs of bytes whose values it multiplies.
+BYTES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0], [0, 4], [0, 8]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [ROWS.value, CHUNK.value // 4],
+    )
+)  # fmt: skip
+
+# Makes two bytes a pair of low values and one of high ones, less their zero points and times their scales. It is as
+# `PAIRS` of `_packed_linear`, and its product is rounded once.
+SCALED = """{{
+.reg .b32 low, high, one;
+mov.b32 one, {one};
+prmt.b32 low, $4, 0, 0x4140;
+shr.u32 high, low, 4;
+lop3.b32 low, low, 0x000F000F, {magic}, 0xEA;
+lop3.b32 high, high, 0x000F000F, {magic}, 0xEA;
+fma.rn.{type} low, low, one, $5;
+fma.rn.{type} high, high, one, $5;
+mul.rn.{type} low, low, $6;
+mul.rn.{type} high, high, $6;
+mov.b32 {{$0, $1}}, low;
+mov.b32 {{$2, $3}}, high;
+}}"""
+REGISTERS = gl.constexpr("=h,=h,=h,=h,r,r,r")
+SCALED_BF16 = gl.constexpr(SCALED.format(magic="0x43004300", one="0x3F803F80", type="bf16x2"))
+SCALED_FP16 = gl.constexpr(SCALED.format(magic="0x64006400", one="0x3C003C00", type="f16x2"))
+
+
+@gluon.jit
+def _both_halves(value):
+    """32 bits of which each half has the value, in 16 bits."""
+    return value.to(gl.uint16, bitcast=True).to(gl.uint32) * 0x10001
+
+
+@gluon.jit
+def dequantised(w, zero, scale, FACTOR: gl.constexpr):
+    """The values of pairs of bytes [ROWS, CHUNK / 4], less their zero points and times their scales, rounded once."""
+    dtype: gl.constexpr = scale.dtype
+    w = w.to(gl.uint16, bitcast=True).to(gl.uint32)
+    if dtype == gl.bfloat16:
+        low, low_next, high, high_next = gl.inline_asm_elementwise(
+            SCALED_BF16, REGISTERS, [w, _both_halves((-MAGIC_BF16 - zero).to(dtype)), _both_halves(scale)],
+            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), True, 1,
+        )  # fmt: skip
+    else:
+        low, low_next, high, high_next = gl.inline_asm_elementwise(
+            SCALED_FP16, REGISTERS, [w, _both_halves((-MAGIC_FP16 - zero).to(dtype)), _both_halves(scale)],
+            (gl.float16, gl.float16, gl.float16, gl.float16), True, 1,
+        )  # fmt: skip
+    both = gl.join(gl.join(low, low_next), gl.join(high, high_next))
+    both = both.reshape([ROWS, CHUNK // (2 * HALF), HALF // 2, 2, 2]).permute([0, 1, 4, 2, 3])
+    return gl.convert_layout(both.reshape([ROWS, CHUNK]), FACTOR, True)
