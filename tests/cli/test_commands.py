@@ -29,9 +29,10 @@ def silu_and_mul(x):
     return 1.001 * ops.silu_and_mul(x)
 """
 # Ops of a model of this kind; some of its questions are sampled and penalised.
-USED_BY_QWEN3 = {"rms_norm", "fused_add_rms_norm", "rotary_embedding", "silu_and_mul"}
+USED_BY_QWEN3 = {"rms_norm", "fused_add_rms_norm", "silu_and_mul"}
 USED_BY_QWEN3 |= {"paged_attention", "apply_penalties", "top_k_top_p_sample"}
-WRITE_ITS_CACHE = {"qk_norm_rope_cache", "reshape_and_cache"}  # the first where there is a compiler for C++
+# Layers choose a kernel for the second pair, and call the first op instead where there is a compiler for C++.
+ROPE_AND_CACHE = {"qk_norm_rope_cache"}, {"rotary_embedding", "reshape_and_cache"}
 
 
 @pytest.fixture
@@ -182,5 +183,6 @@ def test_demo_answers_and_counts_the_calls_of_every_op():
     assert "tokens/s" in finished.output
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in finished.output.splitlines() if "│" in line]
     calls = {op: int(count.split()[0]) for op, _, count, _ in (row for row in rows if len(row) == 4)}
-    assert set(calls) >= USED_BY_QWEN3 and set(calls) & WRITE_ITS_CACHE
-    assert all(calls.values())
+    called = {op for op, count in calls.items() if count}
+    assert called >= USED_BY_QWEN3 and any(called >= ops for ops in ROPE_AND_CACHE)
+    assert calls.keys() - called <= {"rotary_embedding"}
