@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from vllm_opset import selection
+from vllm_opset import ops, selection
 from vllm_opset.model import bound_experts, experts, quantised_experts
 from vllm_opset.model.fp8_linear import scaled_fp8_quant
 from vllm_opset.model.quantised_experts import OpsetQuantisedExperts
@@ -81,7 +81,8 @@ def test_bound_experts_compute_what_the_formula_says(num_tokens, renormalize, la
     assert shared is None
     layer = made.routed_experts
     expected = by_hand(layer.w13_weight, layer.w2_weight, x, weights, ids)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    tolerance = ops.fused_experts.tolerances[torch.float32]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance.rtol, atol=tolerance.atol)
 
 
 def test_weights_that_vllm_loads_again_are_used(layer):
