@@ -34,9 +34,8 @@ def asked_first(monkeypatch) -> Iterator[None]:
     """vLLM takes this device for an NVIDIA GPU when it looks for kernels, and asks opset's first."""
     monkeypatch.setattr(type(current_platform), "_enum", PlatformEnum.CUDA)
     monkeypatch.setattr(auto_awq, "verify_marlin_supported", lambda **layer: None)
-    quantised_weights.ask_linear_kernels_first()
-    yield
-    quantised_weights.leave_linear_kernels()
+    with quantised_weights.linear_kernels_first():
+        yield
 
 
 @pytest.fixture(params=[False, True], ids=["eager", "compiled"])
@@ -59,10 +58,8 @@ def lists() -> dict[str, list[type]]:
 
 def test_opsets_kernels_are_asked_first_and_taken_back():
     before = lists()
-    for _ in range(2):
-        quantised_weights.ask_linear_kernels_first()
-    during = lists()
-    quantised_weights.leave_linear_kernels()
+    with quantised_weights.linear_kernels_first(), quantised_weights.linear_kernels_first():
+        during = lists()
     assert lists() == before
     for kind, (first, *others) in during.items():
         assert first.__module__.startswith("vllm_opset.") and others == before[kind]

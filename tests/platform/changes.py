@@ -174,10 +174,11 @@ def in_a_worker(platform: str) -> Iterator[None]:
         if platform in ("cuda", "npu"):
             until_the_end.enter_context(compat.own_warm_up(print))
         if platform == "native":
-            from vllm_opset.platform.native.worker import _opset_kernels_of_quantised_layers, _opset_layers
+            from vllm_opset.platform import quantised_weights
+            from vllm_opset.platform.native.worker import _opset_layers
 
             until_the_end.enter_context(_opset_layers())
-            until_the_end.enter_context(_opset_kernels_of_quantised_layers())
+            until_the_end.enter_context(quantised_weights.linear_kernels_first())
         if platform in ("cuda", "native"):
             from vllm_opset.kernels.triton._precompile import precompile
 

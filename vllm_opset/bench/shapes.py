@@ -57,7 +57,7 @@ def load(name: str) -> Shape:
 
 
 def _read(name: str) -> dict:
-    """A file of `models`. Where it names a base, it has only what differs from that file."""
+    """A file of `models`. One that names a base has only what differs from the base."""
     shape = yaml.safe_load((FOLDER / "models" / f"{name}.yaml").read_text())
     if "base" not in shape:
         return shape

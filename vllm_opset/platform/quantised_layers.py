@@ -55,7 +55,7 @@ def register_fp8_block_kernel(kernel: type) -> None:
     worker=("native",),
 )
 def ask_linear_kernels_first(kernels: Mapping[str, type]) -> None:
-    """Have vLLM ask opset's kernels for a quantised linear layer before its own.
+    """Have vLLM ask opset's kernels first for a quantised linear layer.
 
     vLLM takes the first kernel of a list that can serve a layer, and its registration adds to the end of the list.
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -141,19 +142,19 @@ def _register_linear() -> None:
     quantised_layers.quantise_weights(scaled_fp8_quant)
 
 
-def ask_linear_kernels_first() -> None:
-    """On stock vLLM, have it ask opset's kernels for quantised linear layers before its own."""
+@contextmanager
+def linear_kernels_first() -> Iterator[None]:
+    """Within this context, stock vLLM asks opset's kernels for quantised linear layers before its own."""
     from vllm_opset.model.fp8_linear import OpsetFp8LinearKernel
     from vllm_opset.model.int4_linear import OpsetInt4LinearKernel
     from vllm_opset.model.int8_linear import OpsetInt8LinearKernel
 
     fp8 = {"fp8": OpsetFp8LinearKernel, "fp8_block": OpsetFp8LinearKernel}
     quantised_layers.ask_linear_kernels_first(fp8 | {"int8": OpsetInt8LinearKernel, "mp": OpsetInt4LinearKernel})
-
-
-def leave_linear_kernels() -> None:
-    """On stock vLLM, have it ask for quantised linear layers as it did before."""
-    quantised_layers.ask_linear_kernels_first({})
+    try:
+        yield
+    finally:
+        quantised_layers.ask_linear_kernels_first({})
 
 
 @functools.cache

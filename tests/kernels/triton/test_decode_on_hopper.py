@@ -7,13 +7,12 @@ import itertools
 
 import pytest
 import torch
+from fp8_products import GROUPS, fp8_arguments
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import _launch, linear
 from vllm_opset.kernels.triton._decode_sm90 import most_pieces, run_of
-from vllm_opset.ops.gemm._quantised import BLOCK, TOKEN_BLOCK, quantised_normal
-from vllm_opset.ops.schemes import PER_ROW, PER_TENSOR
 from vllm_opset.targets import Target, instead
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -46,14 +45,11 @@ def test_every_launch_multiplies(dtype, launch):
 
 @on_hopper
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: "-".join(map(str, launch.values())))
-@pytest.mark.parametrize("groups", [(BLOCK, TOKEN_BLOCK), (PER_ROW, PER_ROW), (PER_TENSOR, PER_ROW)], ids=str)
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
 def test_every_launch_multiplies_fp8(groups, launch):
     rng = torch.Generator("cuda").manual_seed(1)
     for tokens, (outputs, columns) in itertools.product(TOKENS, SHAPES):
-        x, x_scale = quantised_normal((tokens, columns), groups[1], "cuda", rng)
-        weight, scale = quantised_normal((outputs, columns), groups[0], "cuda", rng, columns**-0.5)
-        bias = torch.randn(outputs, generator=rng, device="cuda").bfloat16()
-        arguments = (x, weight, bias, scale, x_scale, torch.bfloat16)
+        arguments = fp8_arguments(tokens, outputs, columns, groups, rng)
         with _launch.trial("scaled_linear_decode_sm90", launch):
             got = kernels_of("linear")["triton"].run(*arguments, variant="decode_sm90")
         torch.testing.assert_close(got, ops.linear(*arguments), rtol=2**-6, atol=2**-5)

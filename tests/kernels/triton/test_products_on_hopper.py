@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from fp8_products import GROUPS, fp8_arguments
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
@@ -19,7 +20,7 @@ from vllm_opset.kernels.triton import (
     linear,
 )
 from vllm_opset.ops.gemm._quantised import BLOCK, TOKEN_BLOCK, quantised_normal
-from vllm_opset.ops.schemes import FP8, INT8, PER_ROW, PER_TENSOR, GroupShape, stored_mxfp4
+from vllm_opset.ops.schemes import FP8, INT8, PER_ROW, GroupShape, stored_mxfp4
 from vllm_opset.targets import Target, instead
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -64,7 +65,7 @@ def _experts(scheme: str, inputs: int, outputs: int, device: str) -> dict[str, t
 
 @on_hopper
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile.values())))
-@pytest.mark.parametrize("groups", [(BLOCK, TOKEN_BLOCK), (PER_ROW, PER_ROW), (PER_TENSOR, PER_ROW)], ids=str)
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
 def test_linear_by_every_tile(groups, tile):
     """Rows, outputs and columns end within tiles, and there are more tiles than programs of one turn.
 
@@ -72,10 +73,7 @@ def test_linear_by_every_tile(groups, tile):
     """
     rng = torch.Generator("cuda").manual_seed(1)
     for tokens, outputs, columns in ((1, 40, 144), (130, 328, 400), (70, 331, 400), (3000, 2200, 1040)):
-        x, x_scale = quantised_normal((tokens, columns), groups[1], "cuda", rng)
-        weight, scale = quantised_normal((outputs, columns), groups[0], "cuda", rng, columns**-0.5)
-        bias = torch.randn(outputs, generator=rng, device="cuda").bfloat16()
-        arguments = (x, weight, bias, scale, x_scale, torch.bfloat16)
+        arguments = fp8_arguments(tokens, outputs, columns, groups, rng)
         with _launch.trial("linear_scaled_sm90", tile):
             got = kernels_of("linear")["triton"].run(*arguments, variant="scaled_sm90")
         torch.testing.assert_close(got, ops.linear(*arguments), **NEAR)

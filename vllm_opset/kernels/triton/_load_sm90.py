@@ -110,8 +110,8 @@ def load_tiles(
 ):  # fmt: skip
     """The loading warps: bring all tiles of a program. BOXES: of the weight in a tile.
 
-    x: a TMA descriptor of boxes like a stage of its ring, or for experts a pointer. weight: a descriptor.
-    scale_ring: for the scales by blocks of x and of the weight, or empty if there are none.
+    x is a TMA descriptor with boxes like a stage of its ring. Experts have a pointer instead. weight is a descriptor.
+    scale_ring receives the scales by blocks of x and of the weight. It is empty if there are none.
     UNROLLED: a tile has a multiple of so many stages.
     """
     x_ring, w_ring, full, empty = ring
@@ -162,7 +162,7 @@ def _scales_of(
     tile, expert, column, tiles, scales, scale_ring,
     OUTPUTS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Where the scales by blocks of a tile's first columns are: of its rows of x, and of its boxes of the weight."""
+    """Pointers to the scales of a tile's first columns by blocks, for its rows of x and its boxes of the weight."""
     weight_scale, ws_expert, ws_row, _, x_scale, xs_row, _ = scales
     BOXES: gl.constexpr = scale_ring[1].shape[1]
     ONE: gl.constexpr = gl.BlockedLayout([1], [WARP], [gl.num_warps()], [0])

@@ -186,7 +186,7 @@ def _tile(
 
 @gluon.jit
 def _scale_pointers(scales, expert, first_output, OUTPUTS: gl.constexpr):
-    """Where the scales of a warpgroup's outputs are, and the zero points if there are any.
+    """Pointers to the scales of a warpgroup's outputs, and to the zero points if there are any.
 
     Rows beyond the last output are zero, as the copy engine brings them, or not stored, whatever their scale is.
     """
@@ -254,7 +254,7 @@ def _store(
 
 
 class Packed(NamedTuple):
-    """What a call multiplies. weight: [experts, outputs, columns / 2]. zero_point: of int4, or None."""
+    """The operands of a call. weight is [experts, outputs, columns / 2]. int4 may have a zero_point."""
 
     x: torch.Tensor
     weight: torch.Tensor

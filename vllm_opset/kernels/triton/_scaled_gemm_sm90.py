@@ -52,9 +52,9 @@ def scaled_gemm_sm90(
 ):  # fmt: skip
     """Launches at most as many programs as run at a time.
 
-    x: a TMA descriptor of boxes [ROWS, WIDTH], or for experts a pointer. weight: a descriptor of boxes [WIDTH, WIDTH].
-    out: a descriptor of boxes [HALF, WIDTH] with COPIED_RESULTS, otherwise a pointer.
-    num_rows: of the result. ROWS: of a tile, one or two HALFs. PARTS: the products of a warpgroup, WIDTH outputs each.
+    x is a TMA descriptor of boxes [ROWS, WIDTH], and for experts a pointer. weight is one of boxes [WIDTH, WIDTH].
+    out is a descriptor of boxes [HALF, WIDTH] with COPIED_RESULTS, and a pointer without. num_rows is that of out.
+    ROWS is that of a tile: one or two HALFs. PARTS is the number of a warpgroup's products, of WIDTH outputs each.
     For experts, there are TILES tiles in a block of BLOCK_SIZE.
     """
     pdl_wait(PDL)

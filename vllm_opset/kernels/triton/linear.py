@@ -38,13 +38,13 @@ from vllm_opset.variants import Variant, Variants
 
 
 class Call(NamedTuple):
-    """scaled: whether the weight is quantised in 8 bits. packed: whether it is in 4. hopper: whether `scaled_sm90` can
-    multiply them. decode: whether `decode_sm90` can, and decode_suits: whether it is the fastest.
+    """What the choice of a variant depends on.
 
-    few: whether x has few rows. `ring` and `packed` then suit a packed weight, and `scaled` a scaled one.
-    ring: whether `ring` can multiply a packed weight.
-    packed_hopper: whether `packed_sm90` can, and packed_suits: whether it is the fastest.
-    one_row: whether x has one row, and the weight's rows are contiguous.
+    scaled: the weight is quantised in 8 bits. packed: it is in 4.
+    hopper: `scaled_sm90` can multiply them. decode: `decode_sm90` can. decode_suits: it is also the fastest.
+    few: x has few rows, so `ring` and `packed` suit a packed weight, and `scaled` suits a scaled one.
+    ring: `ring` can multiply a packed weight. packed_hopper: `packed_sm90` can. packed_suits: it is also the fastest.
+    one_row: x has one row, and the weight's rows are contiguous.
     """
 
     scaled: bool

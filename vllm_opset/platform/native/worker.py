@@ -31,7 +31,7 @@ class OpsetNativeWorker(Starting, PackingWorker):
             if "ops" in self.parts:
                 building.enter_context(_opset_layers())
             if "linear" in self.parts and self.model_config.quantization is not None:
-                building.enter_context(_opset_kernels_of_quantised_layers())
+                building.enter_context(quantised_weights.linear_kernels_first())
             super().load_model(**kwargs)
         model = self.model_runner.get_model()
         if "ops" in self.parts:
@@ -87,13 +87,3 @@ def _opset_layers() -> Iterator[None]:
         yield
     finally:
         registration.unregister()
-
-
-@contextmanager
-def _opset_kernels_of_quantised_layers() -> Iterator[None]:
-    """Within this context, vLLM asks opset's kernels for quantised linear layers before its own."""
-    quantised_weights.ask_linear_kernels_first()
-    try:
-        yield
-    finally:
-        quantised_weights.leave_linear_kernels()
