@@ -71,7 +71,7 @@ def _whole(layer: str, hidden_size: int, choices: random.Random) -> float:
 
 
 def _of_rank(layer: str, hidden_size: int, size: float, multiple: int) -> tuple[int, int]:
-    """(in_features, out_features) of one rank. Ranks share the outputs of the first layers, and inputs of the others."""
+    """(in_features, out_features) of one rank. Ranks share the outputs of some layers, and the inputs of others."""
     if layer in ("qkv", "gate-up"):
         return hidden_size, _draws.to_multiple(size, OUTPUTS)
     return _draws.to_multiple(size, multiple), hidden_size

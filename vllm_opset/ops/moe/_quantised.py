@@ -125,7 +125,7 @@ def int4_experts(weight: torch.Tensor, group: int, zero_point: bool, rng: torch.
 
 
 def in_int4(arguments: tuple, how: dict, group: int, zero_point: bool, on: str = "cpu"):
-    """Arguments of fused_experts with random weights in int4 in place of those given. on: the device that draws them."""
+    """Arguments of fused_experts, with random weights in int4 in place of those given. on: where they are drawn."""
     x, w1, w2, *others = arguments
     rng = _samples.generator(f"int4 {group}", on)
     names = ("", "_scale", "_zero_point")

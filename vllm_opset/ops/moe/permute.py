@@ -82,9 +82,7 @@ def _(topk_ids, num_experts, block_size, expert_map=None) -> Cost:
     return Cost(bytes=read + 4 * num_blocks * (block_size + 1), flops=topk_ids.numel())
 
 
-def choices(
-    name: str, num_tokens: int, num_experts: int, top_k: int, device: str, on: str = "cpu"
-) -> torch.Tensor:
+def choices(name: str, num_tokens: int, num_experts: int, top_k: int, device: str, on: str = "cpu") -> torch.Tensor:
     """int32 [num_tokens, top_k], different experts in each row; expert 0 comes up often, the last one never.
 
     on: the device that draws them.
