@@ -50,6 +50,6 @@ def hidden_size(device: str, choices: random.Random, multiple: int) -> int:
     return choices.choice(sizes)
 
 
-def to_multiple(size: float, multiple: int) -> int:
-    """The multiple nearest to a size, at least one."""
-    return multiple * max(1, round(size / multiple))
+def to_multiple(size: float, multiple: int, least: int) -> int:
+    """The multiple nearest to a size, and not below `least`, which is a multiple too."""
+    return max(least, multiple * round(size / multiple))

@@ -22,6 +22,7 @@ KV_HEADS = (1, 2, 4, 8, 8)
 INTERMEDIATE_SIZES = (2.5, 8 / 3, 3, 3.5, 4, 5.25)  # as multiples of the hidden size
 RANKS = (1, 1, 1, 2, 4, 8)
 OUTPUTS = 64  # the sizes of outputs are multiples of it
+LEAST = 256  # of a rank's part of a layer
 LAYERS = ("qkv", "o", "gate-up", "down")
 
 
@@ -73,5 +74,5 @@ def _whole(layer: str, hidden_size: int, choices: random.Random) -> float:
 def _of_rank(layer: str, hidden_size: int, size: float, multiple: int) -> tuple[int, int]:
     """(in_features, out_features) of one rank. Ranks share the outputs of some layers, and the inputs of others."""
     if layer in ("qkv", "gate-up"):
-        return hidden_size, _draws.to_multiple(size, OUTPUTS)
-    return _draws.to_multiple(size, multiple), hidden_size
+        return hidden_size, _draws.to_multiple(size, OUTPUTS, LEAST)
+    return _draws.to_multiple(size, multiple, LEAST), hidden_size

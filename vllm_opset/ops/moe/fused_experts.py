@@ -5,7 +5,6 @@ Semantics: vLLM's `fused_experts`, and `moe_sum` with the shared experts added. 
 """
 
 import math
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -367,9 +366,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
             yield sample(num_tokens, 128, 8, 2048, 768, fp8=True)
 
 
-@fused_experts.random_input
-def _(device: str, dtype: torch.dtype, sizes: random.Random) -> Sample:
-    return _experts_draws.draw(device, dtype, sizes, TOLERANCES[dtype].atol)
+fused_experts.random_input(_experts_draws.draw)
 
 
 def _all_experts(run, x: torch.Tensor) -> torch.Tensor:
