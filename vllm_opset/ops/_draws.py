@@ -15,16 +15,17 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device computes in a moment: the most tokens, the most elements of the weights, and the hidden sizes."""
+    """What a device computes in a moment: the most tokens, and elements of weights and of inputs or outputs."""
 
     tokens: int
     elements: int
+    activations: int
     hidden_sizes: tuple[int, ...]
 
 
 LIMITS = {
-    "cuda": Limits(16384, 2**30, HIDDEN_SIZES),  # 2 GiB in bf16
-    "cpu": Limits(256, 2**22, (256, 384, 512, 768, 1024)),
+    "cuda": Limits(16384, 2**30, 2**29, HIDDEN_SIZES),  # weights of 2 GiB in bf16; checks in fp64
+    "cpu": Limits(256, 2**22, 2**22, (256, 384, 512, 768, 1024)),
 }
 
 

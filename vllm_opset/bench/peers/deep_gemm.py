@@ -3,9 +3,11 @@
 import functools
 import importlib
 import importlib.util
+import os
+import shutil
+from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
 from vllm_opset.ops.gemm._quantised import BLOCK, TOKEN_BLOCK
 from vllm_opset.ops.schemes import FP8
@@ -24,7 +26,7 @@ def unavailable(device: str) -> str | None:
         return "vLLM, which it is called through, is not installed"
     if not _module().is_deep_gemm_supported():
         return "this vLLM has no DeepGEMM, or VLLM_USE_DEEP_GEMM=0 turns it off"
-    return None if cpp_extension.CUDA_HOME else "DeepGEMM needs nvcc to compile its kernels"
+    return None if _can_compile() else "DeepGEMM needs nvcc to compile its kernels"
 
 
 def prepare_linear(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, weight_zero_point=None):
@@ -42,6 +44,12 @@ def linear(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None
     out = torch.empty((len(x), len(weight)), dtype=out_dtype, device=x.device)
     _module().fp8_gemm_nt((x, x_scale), (weight, weight_scale), out, is_deep_gemm_e8m0_used=False)
     return out
+
+
+def _can_compile() -> bool:
+    folders = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    found = shutil.which("nvcc") or any(Path(folder, "bin/nvcc").exists() for folder in folders if folder)
+    return bool(found) or os.environ.get("DG_JIT_USE_NVRTC") == "1"
 
 
 @functools.cache

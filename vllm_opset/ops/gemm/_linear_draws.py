@@ -32,9 +32,10 @@ def draw(device: str, dtype: torch.dtype, choices: random.Random) -> Sample:
     multiple = 64 if kind == AS_IT_IS else 128
     hidden_size = _draws.hidden_size(device, choices, multiple)
     whole = _whole(layer, hidden_size, choices)
-    while math.prod(shape := _of_rank(layer, hidden_size, whole / ranks, multiple)) > _draws.limits(device).elements:
+    limits = _draws.limits(device)
+    while math.prod(shape := _of_rank(layer, hidden_size, whole / ranks, multiple)) > limits.elements:
         ranks *= 2
-    num_tokens = _draws.num_tokens(device, choices)
+    num_tokens = min(_draws.num_tokens(device, choices), limits.activations // max(shape))
     group, zero_point = choices.choice(INT4_GROUPS), choices.random() < 0.5
     name = f"{_draws.DTYPE_NAMES[dtype] if kind == AS_IT_IS else kind} T{num_tokens} {shape[0]} to {shape[1]} ({layer}"
     name += f", groups of {group}{', zero points' if zero_point else ''})" if kind == INT4 else ")"
