@@ -94,7 +94,7 @@ def comparisons(results: Iterable[Result]) -> Iterator[Comparison]:
                 ratios = {case: seconds[case] / result.seconds for case, result in own.items() if case in seconds}
                 if ratios:
                     checked = [one for one in found[kernel] if not one.skipped and kind in (None, kind_of(one.case))]
-                    wrong = sum(one.check is not None for one in checked)
+                    wrong = sum(result.check is not None for result in checked)
                     of_both = {case: own[case].seconds for case in ratios}
                     yield Comparison(op, kernel, other, ratios, of_both, wrong, len(checked), kind)
 
