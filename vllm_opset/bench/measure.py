@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
 import torch
@@ -19,6 +19,8 @@ from vllm_opset.parity import check_sample
 # A time is doubtful if half the distance between its quartiles is more than this share of it. It is also doubtful if
 # it beats the floor by more than two measurements of the same ceiling differ.
 UNSTEADY, ABOVE_CEILING = 0.25, 1.1
+# What others raise for a case that they cannot do. vLLM and PyTorch check shapes in all of these ways.
+REFUSALS = (NotImplementedError, RuntimeError, AssertionError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,16 @@ class Candidate:
     kernel: Kernel
     peer: bool
     variant: str | None = None
+
+
+@dataclass(frozen=True)
+class Peer(Kernel):
+    """A peer wrapped as a kernel. convert: makes the arguments of `run` of those of the op, once; None if they are."""
+
+    convert: Callable[..., tuple[tuple, dict]] | None = field(default=None, repr=False, compare=False)
+
+    def prepared_call(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return (args, kwargs) if self.convert is None else self.convert(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -151,7 +163,7 @@ def measure(
     except Exception as error:
         if not candidate.peer and candidate.kernel.provider != REFERENCE:
             return dataclasses.replace(result, check=_first_line(verdict or f"raised {type(error).__name__}: {error}"))
-        if not isinstance(error, (NotImplementedError, RuntimeError)):
+        if not isinstance(error, REFUSALS):
             raise
         # The implementation cannot do the case, or cannot do it in a CUDA graph.
         return dataclasses.replace(result, skipped=_first_line(str(error).strip() or type(error).__name__))
@@ -173,4 +185,4 @@ def _with_variant(kernel: Kernel, variant: str) -> Candidate:
 
 
 def _as_kernel(op: Op, name: str, run: Callable) -> Kernel:
-    return Kernel(op.name, name, name, (), lambda problem: None, run)
+    return Peer(op.name, name, name, (), lambda problem: None, run, convert=peers.preparation(name, op))

@@ -33,6 +33,7 @@ class Comparison:
 
     ratios: by case, the other's time divided by the kernel's, so that more than 1 is faster. seconds: the kernel's.
     wrong: the number of the kernel's results that are further from the reference than allowed, of `checked`.
+    kind: of the cases, if they are only those of one kind.
     """
 
     op: str
@@ -42,6 +43,7 @@ class Comparison:
     seconds: dict[str, float]
     wrong: int
     checked: int
+    kind: str | None = None
 
     @property
     def geometric_mean(self) -> float:
@@ -57,15 +59,24 @@ class Comparison:
         return sorted(self.ratios, key=self.ratios.get)[:WORST]
 
     def as_json(self) -> dict:
-        names = {"op": self.op, "kernel": self.kernel, "other": self.other}
+        names = {"op": self.op, "kernel": self.kernel, "other": self.other, "kind": self.kind}
         counts = {"cases": len(self.ratios), "wrong": self.wrong, "checked": self.checked}
         quantiles = {str(share): self.quantile(share) for share in (0, *QUANTILES, 1)}
         worst = {case: self.ratios[case] for case in self.worst()}
         return names | counts | {"geometric_mean": self.geometric_mean, "quantiles": quantiles, "worst": worst}
 
 
+def kind_of(case: str) -> str | None:
+    """The kind of a problem, by the name that `random_cases` gave it; None if it has none."""
+    _, _, drawn = case.partition(" ")
+    return drawn.split()[0] if drawn else None
+
+
 def comparisons(results: Iterable[Result]) -> Iterator[Comparison]:
-    """The first of opset's kernels, in the order of selection, beside each other implementation and the floor."""
+    """The first of opset's kernels, in the order of selection, beside each other implementation and the floor.
+
+    A comparison on all cases comes first, then those on the cases of one kind, if there are several.
+    """
     by_op: dict[str, dict[str, list[Result]]] = {}
     for result in results:
         by_op.setdefault(result.op, {}).setdefault(result.implementation, []).append(result)
@@ -74,26 +85,29 @@ def comparisons(results: Iterable[Result]) -> Iterator[Comparison]:
         if kernel is None:
             continue
         ours = {result.case: result for result in found[kernel] if result.seconds is not None}
-        checked = [result for result in found[kernel] if not result.skipped]
-        wrong = sum(result.check is not None for result in checked)
         times = {FLOOR: {case: result.floor for case, result in ours.items()}}
         times |= {name: _seconds(own) for name, own in found.items() if name != kernel}
         for other, seconds in times.items():
-            ratios = {case: seconds[case] / result.seconds for case, result in ours.items() if case in seconds}
-            if ratios:
-                of_both = {case: ours[case].seconds for case in ratios}
-                yield Comparison(op, kernel, other, ratios, of_both, wrong, len(checked))
+            kinds = list(dict.fromkeys(filter(None, (kind_of(case) for case in ours if case in seconds))))
+            for kind in [None, *(kinds if len(kinds) > 1 else [])]:
+                own = {case: result for case, result in ours.items() if kind in (None, kind_of(case))}
+                ratios = {case: seconds[case] / result.seconds for case, result in own.items() if case in seconds}
+                if ratios:
+                    checked = [one for one in found[kernel] if not one.skipped and kind in (None, kind_of(one.case))]
+                    wrong = sum(result.check is not None for result in checked)
+                    of_both = {case: own[case].seconds for case in ratios}
+                    yield Comparison(op, kernel, other, ratios, of_both, wrong, len(checked), kind)
 
 
 def tables(results: Iterable[Result]) -> Iterator[tuple[str, list[str], list[dict]]]:
-    """(title, columns, rows): a table of all comparisons of an op, and one of the worst cases of each."""
+    """(title, columns, rows): a table of all comparisons of an op, and the worst cases of each on all kinds."""
     by_op: dict[str, list[Comparison]] = {}
     for comparison in comparisons(results):
         by_op.setdefault(comparison.op, []).append(comparison)
     for op, found in by_op.items():
         rows = [_row(comparison) for comparison in found]
         yield f"{op}, {found[0].kernel} beside others", list(rows[0]), rows
-        for comparison in found:
+        for comparison in (one for one in found if one.kind is None):
             worst = [
                 {
                     "case": case,
@@ -109,6 +123,7 @@ def _row(comparison: Comparison) -> dict[str, str]:
     quantiles = {f"{share:.0%}": f"{comparison.quantile(share):.2f}{TIMES}" for share in QUANTILES}
     return {
         "beside": comparison.other,
+        "kind": comparison.kind or "all",
         "cases": str(len(comparison.ratios)),
         "wrong": f"{comparison.wrong} of {comparison.checked}",
         "geometric mean": f"{comparison.geometric_mean:.2f}{TIMES}",

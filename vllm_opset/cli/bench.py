@@ -13,15 +13,15 @@ from typer.core import TyperGroup
 from vllm_opset import ops
 from vllm_opset.bench import ceilings, peers
 from vllm_opset.bench.format import command_line
-from vllm_opset.bench.measure import Candidate, by_variant, candidates, cases, dtype_of, measure
+from vllm_opset.bench.measure import dtype_of, measure
 from vllm_opset.bench.pictures import draw_ops
-from vllm_opset.bench.random_cases import random_cases
+from vllm_opset.bench.plan import Plan
 from vllm_opset.bench.report import LEGEND, Report, device_name, page
 from vllm_opset.cli import outputs
 from vllm_opset.cli.arguments import DTYPES, known, require_device
 from vllm_opset.cli.show import print_table
-from vllm_opset.kernel import REFERENCE, kernels_of
-from vllm_opset.ops.contract import Op, Sample
+from vllm_opset.kernel import kernels_of
+from vllm_opset.ops.contract import Op
 from vllm_opset.selection import nearest
 
 DEVICES = ("cpu", "cuda")  # the devices on which kernels can be timed
@@ -48,6 +48,9 @@ def bench(
         int | None, typer.Option(min=1, help="Time so many random problems instead, and compare implementations.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the random problems.")] = 0,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Processes that call all cases once before they are timed, to compile kernels.")
+    ] = 1,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; what there is without it.")] = None,
     conditions: outputs.Conditions = None,
     from_files: outputs.From = None,
@@ -58,14 +61,15 @@ def bench(
     """Time kernels and their peers on the device with cold caches, and check them against the reference.
 
     A kernel with variants is timed once with the variant that its table takes, and once with each other that can run
-    the case. --random compares implementations on problems that ops draw. `vllm-opset bench e2e` times whole engines.
+    the case. --random compares implementations on problems that ops draw, all together and by kind, such as how weights
+    are stored. `vllm-opset bench e2e` times whole engines.
     """
     files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
     if files.sources:
         reports = [Report.from_json(run) for run in files.read("device", " ".join(names or []))]
     else:
         drawn = None if random is None else {"number": random, "seed": seed}
-        reports = [_measured(names or [], against or [], alone, kernel, case, dtype, device, conditions, drawn)]
+        reports = [_measured(names or [], against or [], alone, kernel, case, dtype, device, conditions, drawn, jobs)]
     for report in reports:
         _print(report)
     files.write(reports, [report.as_json() for report in reports], page, draw_ops)
@@ -73,7 +77,7 @@ def bench(
 
 def _measured(
     names: list[str], against: list[str], alone: bool, kernel: str | None, case: str, dtype: str, device: str | None,
-    conditions: str | None, drawn: Mapping[str, int] | None,
+    conditions: str | None, drawn: Mapping[str, int] | None, jobs: int,
 ) -> Report:  # fmt: skip
     """Measure, as the options of `bench` say."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -83,14 +87,19 @@ def _measured(
     inputs = "bench_samples" if drawn is None else "draw"
     chosen = [_op(name, inputs) for name in names or [op.name for op in ops.ALL if hasattr(op, inputs)]]
     found, missing = _peers([] if alone else against or list(peers.NAMES), device)
-    work = _work(chosen, device, DTYPES[known(dtype, DTYPES, "--dtype")], kernel, found, case, drawn)
+    in_dtype = DTYPES[known(dtype, DTYPES, "--dtype")]
+    plan = Plan(tuple(op.name for op in chosen), device, in_dtype, kernel, tuple(found), case, drawn)
+    _check_kernel(plan)
+    work = plan.work()
     if not work:
         raise typer.BadParameter(f"no case matches {case!r}", param_hint="--case")
-    limits = ceilings.measure(device, DTYPES[dtype])
+    if jobs > 1 and (failures := plan.call_ahead(jobs)):
+        typer.echo(f"{len(failures)} calls failed ahead of the measurement; the first: {failures[0]}", err=True)
+    limits = ceilings.measure(device, in_dtype)
     results = [
-        measure(op, sample, candidate, device, dtype_of(op, DTYPES[dtype]), limits)
+        measure(op, sample, candidate, device, dtype_of(op, in_dtype), limits)
         for op, sample, implementation in track(work, "timing", console=Console(stderr=True), transient=True)
-        for candidate in by_variant(op, implementation, sample, others=kernel is None and drawn is None)
+        for candidate in plan.variants(op, sample, implementation)
     ]
     if drawn is not None:
         again = f" --random {drawn['number']} --seed {drawn['seed']}"
@@ -100,39 +109,15 @@ def _measured(
     )
 
 
-def _work(
-    chosen: list[Op],
-    device: str,
-    dtype: torch.dtype,
-    kernel: str | None,
-    against: list[str],
-    pattern: str,
-    drawn: Mapping[str, int] | None,
-) -> list[tuple[Op, Sample, Candidate]]:
-    """All measurements to make. Measurements of one case are next to each other."""
-    implementations = {op.name: list(candidates(op, device, kernel, against)) for op in chosen}
-    if drawn is not None and kernel is None:  # many problems are measured: the reference would take most of the time
-        for found in implementations.values():
-            found[:] = [candidate for candidate in found if candidate.kernel.provider != REFERENCE]
-    kernels = [one for op in chosen for one in kernels_of(op.name).values() if one.runs_on(device)]
+def _check_kernel(plan: Plan) -> None:
+    """Raise an error if the named kernel does not run on the device."""
+    kernels = [one for name in plan.ops for one in kernels_of(name).values() if one.runs_on(plan.device)]
     variants = {f"{one.name}:{variant}" for one in kernels if one.variants for variant in one.variants.by_name}
     ours = {one.name for one in kernels} | variants
-    if kernel is not None and kernel not in ours:
+    if plan.kernel is not None and plan.kernel not in ours:
         raise typer.BadParameter(
-            f"no kernel {kernel!r} runs on {device}; {nearest(kernel, ours)}", param_hint="--kernel"
+            f"no kernel {plan.kernel!r} runs on {plan.device}; {nearest(plan.kernel, ours)}", param_hint="--kernel"
         )
-    return [
-        (op, sample, candidate)
-        for op in chosen
-        for sample in _samples(op, device, dtype_of(op, dtype), pattern, drawn)
-        for candidate in implementations[op.name]
-    ]
-
-
-def _samples(op: Op, device: str, dtype: torch.dtype, pattern: str, drawn: Mapping[str, int] | None) -> list[Sample]:
-    if drawn is None:
-        return cases(op, device, dtype, pattern)
-    return random_cases(op, device, dtype, drawn["number"], drawn["seed"], pattern)
 
 
 def _peers(names: list[str], device: str) -> tuple[list[str], dict[str, str]]:

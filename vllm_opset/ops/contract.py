@@ -156,7 +156,10 @@ class Op:
         return make
 
     def random_input(self, draw: Callable[[str, torch.dtype, random.Random], Sample]) -> Callable:
-        """Registers `(device, dtype, choices) -> Sample`, a random problem. `choices` makes all decisions on sizes."""
+        """Registers `(device, dtype, choices) -> Sample`, a random problem. `choices` makes all decisions on sizes.
+
+        The first word of the sample's name is its kind. Benchmarks compare implementations on each kind as well.
+        """
         self.draw = draw
         return draw
 

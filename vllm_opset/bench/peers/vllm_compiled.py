@@ -1,11 +1,16 @@
-"""vLLM's compiled CUDA ops (`torch.ops._C`), from a stock vLLM wheel."""
+"""vLLM's compiled CUDA ops (`torch.ops._C`), from a stock vLLM wheel.
+
+Weights in fp8 are multiplied by CUTLASS, and those in int4 by Machete or Marlin, as vLLM chooses.
+"""
 
 import importlib
 import importlib.util
 
 import torch
 
-from vllm_opset.ops.schemes import FP8, GroupShape
+from vllm_opset.bench.peers._vllm_int4 import Int4Weight
+from vllm_opset.ops.gemm._quantised import BLOCK, TOKEN_BLOCK
+from vllm_opset.ops.schemes import FP8, PACKED, PER_ROW, GroupShape
 
 LIBRARIES = ("vllm._C", "vllm._C_stable_libtorch")  # depending on the release, one may be missing
 
@@ -89,6 +94,29 @@ def silu_and_mul_quant(x, to_dtype, group_shape, scale=None, out=None):
         return values, scale
     torch.ops._C.silu_and_mul_per_block_quant(values, x, scales, group_shape[1], None, False)
     return values, scales
+
+
+def prepare_linear(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, weight_zero_point=None):
+    """An int4 weight as vLLM's kernel prepares it; the scales of fp8 as vLLM's quantisation writes them."""
+    _refuse("weights without scales", weight_scale is None)
+    if weight.dtype is PACKED:
+        return (x, Int4Weight(weight, weight_scale, weight_zero_point, out_dtype), bias), {}
+    _refuse("other weights than fp8 by fp8", weight.dtype is not FP8 or x_scale is None)
+    shapes = {(BLOCK.scale_shape(weight.shape), TOKEN_BLOCK.scale_shape(x.shape)): True}
+    shapes |= {(PER_ROW.scale_shape(weight.shape), PER_ROW.scale_shape(x.shape)): False}
+    by_blocks = shapes.get((tuple(weight_scale.shape), tuple(x_scale.shape)))
+    _refuse("scales of another granularity", by_blocks is None)
+    if by_blocks:
+        weight_scale, x_scale = weight_scale.t(), x_scale.t().contiguous().t()
+    return (x, weight.t(), bias, weight_scale, x_scale, out_dtype), {}
+
+
+def linear(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, weight_zero_point=None):
+    if isinstance(weight, Int4Weight):
+        return weight.multiply(x, bias)
+    out = torch.empty((len(x), weight.shape[1]), dtype=out_dtype, device=x.device)
+    torch.ops._C.cutlass_scaled_mm(out, x, weight, x_scale, weight_scale, bias)
+    return out
 
 
 def silu_and_mul(x):

@@ -1,12 +1,12 @@
 """Random problems of paged_attention: head layouts of many models, pages, ragged lengths and windows."""
 
-import math
 import random
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from vllm_opset.ops._draws import log_uniform
 from vllm_opset.ops.attention._paged_inputs import PagedCase, _bench_inputs
 from vllm_opset.ops.contract import Sample
 
@@ -41,11 +41,11 @@ def draw(device: str, dtype: torch.dtype, choices: random.Random) -> Sample:
     load = LOADS["cpu" if device == "cpu" else "cuda"]
     kind, (num_heads, num_kv_heads) = choices.choice(KINDS), choices.choice(HEADS)
     head_size, block_size = choices.choice(HEAD_SIZES), choices.choice(BLOCK_SIZES)
-    count = _log_uniform(choices, 1, load.prefills if kind == "prefill" else load.requests)
+    count = log_uniform(choices, 1, load.prefills if kind == "prefill" else load.requests)
     longest = min(load.tokens, load.elements // (2 * num_kv_heads * head_size * count))
-    seq_lens = [_log_uniform(choices, 1, longest) for _ in range(count)]
+    seq_lens = [log_uniform(choices, 1, longest) for _ in range(count)]
     requests = list(zip(_query_lens(kind, seq_lens, load, choices), seq_lens, strict=True))
-    window = _log_uniform(choices, 16, max(seq_lens) + 16) if choices.random() < WINDOWED else None
+    window = log_uniform(choices, 16, max(seq_lens) + 16) if choices.random() < WINDOWED else None
     case = PagedCase(requests, num_heads, num_kv_heads, head_size, block_size, window)
     name = (
         f"{kind} B{count} q{max(query_len for query_len, _ in requests)} ctx{min(seq_lens)} to {max(seq_lens)} "
@@ -61,14 +61,9 @@ def _query_lens(kind: str, seq_lens: list[int], load: Load, choices: random.Rand
         drafted = choices.randint(*VERIFIED)
         return [min(drafted, seq_len) for seq_len in seq_lens]
     if kind == "prefill":
-        return [_log_uniform(choices, 1, min(most, seq_len)) for seq_len in seq_lens]
+        return [log_uniform(choices, 1, min(most, seq_len)) for seq_len in seq_lens]
     query_lens = [1] * len(seq_lens)
     if kind == "mixed":
         chunk = choices.randrange(len(seq_lens))
-        query_lens[chunk] = _log_uniform(choices, 1, min(load.queries, seq_lens[chunk]))
+        query_lens[chunk] = log_uniform(choices, 1, min(load.queries, seq_lens[chunk]))
     return query_lens
-
-
-def _log_uniform(choices: random.Random, least: int, most: int) -> int:
-    """A number from `least` to `most`; half of them are below the geometric mean of the two."""
-    return round(math.exp(choices.uniform(math.log(least), math.log(max(least, most)))))

@@ -4,7 +4,6 @@ Semantics: `torch.nn.functional.linear`, and for quantised weights and activatio
 layers with weights call it, language model heads included.
 """
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 
 from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
-from vllm_opset.ops.gemm import _packed, _quantised
+from vllm_opset.ops.gemm import _linear_draws, _packed, _quantised
 from vllm_opset.ops.schemes import FP8, INT8, NONE, PACKED, Scheme, dequantise, group_of, quantised, values_shape
 
 PARTIAL_SUMS = "fp32 in another order; PyTorch lets a GPU round partial sums, which are of order 1, to the dtype"
@@ -201,18 +200,6 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
             yield sample(num_tokens, *shape)
 
 
-@linear.random_input
-def _(device: str, dtype: torch.dtype, choices: random.Random) -> Sample:
-    """A layer of a model of 0.5 to 8 billion parameters, with few rows, as in decode steps."""
-    num_tokens = choices.choice((1, 1, 2, 4, 8, 16, 64))
-    in_features, out_features = (64 * choices.randint(8, 64 if device == "cpu" else 192) for _ in range(2))
-
-    def make() -> tuple[tuple, dict]:
-        rng = _samples.generator(f"{num_tokens} {in_features} {out_features}", device)
-        x = _samples.normal((num_tokens, in_features), dtype, device, rng)
-        return (x, _samples.normal((out_features, in_features), dtype, device, rng)), {}
-
-    return Sample(f"T{num_tokens} {in_features} to {out_features}", make)
-
+linear.random_input(_linear_draws.draw)
 
 _properties.rows_are_independent(linear, lambda run, x: run(x, torch.eye(64, dtype=x.dtype, device=x.device)))

@@ -110,7 +110,8 @@ def rounded_experts(weight: torch.Tensor, group: GroupShape, dtype: torch.dtype)
     """Weights of experts in `dtype` with their scales. Each row is larger than the last, so that scales differ."""
     rows = torch.linspace(0.25, 1, weight.shape[1], device=weight.device)[:, None]
     if dtype is FP4:
-        return stored_mxfp4(weight * rows)
+        parts = [stored_mxfp4(own) for own in weight * rows]  # one by one, because they need much memory
+        return tuple(torch.stack(part) for part in zip(*parts, strict=True))
     scales = [scales_of(own, dtype, group) for own in weight * rows]
     values = [stored(own, scale, dtype) for own, scale in zip(weight * rows, scales, strict=True)]
     return torch.stack(values), torch.stack(scales)
@@ -123,10 +124,10 @@ def int4_experts(weight: torch.Tensor, group: int, zero_point: bool, rng: torch.
     return tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*made, strict=True))
 
 
-def in_int4(arguments: tuple, how: dict, group: int, zero_point: bool):
-    """Arguments of fused_experts with random weights in int4 in place of those given."""
+def in_int4(arguments: tuple, how: dict, group: int, zero_point: bool, on: str = "cpu"):
+    """Arguments of fused_experts, with random weights in int4 in place of those given. on: where they are drawn."""
     x, w1, w2, *others = arguments
-    rng = _samples.generator(f"int4 {group}")
+    rng = _samples.generator(f"int4 {group}", on)
     names = ("", "_scale", "_zero_point")
     parts = {
         f"{name}{part}": tensor

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
 from vllm_opset.ops.gemm._quantised import BLOCK, ROUNDED_FACTORS, TOKEN_BLOCK
-from vllm_opset.ops.moe import _activations, _quantised
+from vllm_opset.ops.moe import _activations, _experts_draws, _quantised
 from vllm_opset.ops.moe._experts_inputs import experts_arguments
 from vllm_opset.ops.moe.permute import ABSENT, choices, map_of_half, places
 from vllm_opset.ops.schemes import (
@@ -364,6 +364,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         else:  # Qwen3-30B-A3B
             yield sample(num_tokens, 128, 8, 2048, 768)
             yield sample(num_tokens, 128, 8, 2048, 768, fp8=True)
+
+
+fused_experts.random_input(_experts_draws.draw)
 
 
 def _all_experts(run, x: torch.Tensor) -> torch.Tensor:

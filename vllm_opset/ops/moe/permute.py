@@ -82,9 +82,12 @@ def _(topk_ids, num_experts, block_size, expert_map=None) -> Cost:
     return Cost(bytes=read + 4 * num_blocks * (block_size + 1), flops=topk_ids.numel())
 
 
-def choices(name: str, num_tokens: int, num_experts: int, top_k: int, device: str) -> torch.Tensor:
-    """int32 [num_tokens, top_k], different experts in each row; expert 0 comes up often, the last one never."""
-    scores = torch.rand((num_tokens, num_experts), generator=_samples.generator(name))
+def choices(name: str, num_tokens: int, num_experts: int, top_k: int, device: str, on: str = "cpu") -> torch.Tensor:
+    """int32 [num_tokens, top_k], different experts in each row; expert 0 comes up often, the last one never.
+
+    on: the device that draws them.
+    """
+    scores = torch.rand((num_tokens, num_experts), generator=_samples.generator(name, on), device=on)
     scores[:, 0] += 0.5
     if num_experts > top_k:
         scores[:, -1] = -1

@@ -1,0 +1,90 @@
+"""What `vllm-opset bench` measures: cases and implementations, and their calls ahead of the measurement."""
+
+import multiprocessing
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from vllm_opset import ops, selection
+from vllm_opset.bench.measure import Candidate, by_variant, candidates, cases, dtype_of
+from vllm_opset.bench.random_cases import random_cases
+from vllm_opset.kernel import REFERENCE
+from vllm_opset.ops.contract import Op, Sample
+
+Work = tuple[Op, Sample, Candidate]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, by names, so that another process can be told.
+
+    kernel: only this one, or one of its variants. against: peers. pattern: of the cases. drawn: the number of random
+    problems and their seed, or None for the benchmark cases of the contracts.
+    """
+
+    ops: tuple[str, ...]
+    device: str
+    dtype: torch.dtype
+    kernel: str | None
+    against: tuple[str, ...]
+    pattern: str
+    drawn: Mapping[str, int] | None
+
+    def work(self) -> list[Work]:
+        """All measurements to make, before variants are known. Measurements of one case are next to each other."""
+        chosen = [ops.BY_NAME[name] for name in self.ops]
+        implementations = {op.name: list(candidates(op, self.device, self.kernel, list(self.against))) for op in chosen}
+        if self.drawn is not None and self.kernel is None:
+            # Many problems are measured: the reference would take most of the time.
+            for found in implementations.values():
+                found[:] = [candidate for candidate in found if candidate.kernel.provider != REFERENCE]
+        return [
+            (op, sample, candidate)
+            for op in chosen
+            for sample in self._samples(op)
+            for candidate in implementations[op.name]
+        ]
+
+    def variants(self, op: Op, sample: Sample, candidate: Candidate) -> Iterator[Candidate]:
+        """The candidate with the variant that runs the sample, and with others unless one was named."""
+        return by_variant(op, candidate, sample, others=self.kernel is None and self.drawn is None)
+
+    def call_ahead(self, jobs: int) -> list[str]:
+        """Call each measurement once, in `jobs` processes, which leaves compiled kernels in the caches on disk.
+
+        Returns what was raised.
+        """
+        # Processes are spawned, because a child that is forked from a process that has used a GPU cannot use the GPU.
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), selection.configure) as pool:
+            shares = [pool.submit(_call, self, first, jobs) for first in range(jobs)]
+            return [failure for share in shares for failure in share.result()]
+
+    def _samples(self, op: Op) -> list[Sample]:
+        dtype = dtype_of(op, self.dtype)
+        if self.drawn is None:
+            return cases(op, self.device, dtype, self.pattern)
+        return random_cases(op, self.device, dtype, self.drawn["number"], self.drawn["seed"], self.pattern)
+
+
+def _call(plan: Plan, first: int, step: int) -> list[str]:
+    """Call every `step`-th measurement, the first of them being `first`. Returns the exceptions."""
+    failures = []
+    for op, sample, candidate in plan.work()[first::step]:
+        try:
+            for one in plan.variants(op, sample, candidate):
+                args, kwargs = sample.make()
+                if one.kernel.supports(op.problem_for(*args, **kwargs)) is None:
+                    one.kernel.call(*args, **kwargs)
+            _settle(plan.device)
+        except Exception as error:  # the measurement will raise it again, and say what it means
+            failures.append(f"{op.name}, {candidate.kernel.name}, {sample.name}: {error}")
+    return failures
+
+
+def _settle(device: str) -> None:
+    """Wait for the device, and leave its memory to other processes."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
