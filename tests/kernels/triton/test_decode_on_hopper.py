@@ -19,8 +19,10 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper generation: runs on one")
 # piece_bytes: one that lets several programs share tiles, and one that lets none.
 LAUNCHES = [
-    {"rows": rows, "lines": lines, "stages": 3, "programs": programs, "piece_bytes": piece_bytes}
-    for (rows, lines, programs), piece_bytes in itertools.product(((64, 1, 2), (64, 2, 1), (128, 1, 1)), (0, 1 << 20))
+    {"rows": rows, "lines": lines, "stages": 3, "wide": wide, "programs": programs, "piece_bytes": piece_bytes}
+    for (rows, lines, wide, programs), piece_bytes in itertools.product(
+        ((64, 1, 0, 2), (64, 2, 0, 1), (128, 1, 0, 1), (128, 1, 1, 1), (128, 2, 1, 1), (256, 1, 1, 1)), (0, 1 << 20)
+    )
 ]
 # Outputs and columns end within tiles and lines, and there are more and fewer tiles than programs.
 SHAPES = ((40, 144), (333, 400), (6144, 4096))
@@ -48,7 +50,7 @@ def test_every_launch_multiplies(dtype, launch):
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
 def test_every_launch_multiplies_fp8(groups, launch):
     rng = torch.Generator("cuda").manual_seed(1)
-    for tokens, (outputs, columns) in itertools.product(TOKENS, SHAPES):
+    for tokens, (outputs, columns) in itertools.product((*TOKENS, 100), SHAPES):
         arguments = fp8_arguments(tokens, outputs, columns, groups, rng)
         with _launch.trial("scaled_linear_decode_sm90", launch):
             got = kernels_of("linear")["triton"].run(*arguments, variant="decode_sm90")

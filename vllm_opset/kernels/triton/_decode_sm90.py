@@ -7,6 +7,8 @@ programs may share a tile. The last one of them then adds their sums, always in 
 
 By blocks, each product of 128 columns in fp8 starts from zero, and is multiplied by its scales and added in fp32. By
 rows, tensor cores add the products, as in `_scaled_gemm_sm90`.
+
+The launch says which of two kernels takes a call: `decode_sm90`, whose warps load and multiply, or `_wide_decode_sm90`.
 """
 
 import functools
@@ -16,24 +18,23 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch, _scaled_gemm_sm90
 from vllm_opset.kernels.triton._counters import barrier, zeros
+from vllm_opset.kernels.triton._decode_tiles_sm90 import SUM_BYTES, add, add_scaled, finish, load_weight, load_x
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import LINE, available, is_aligned
+from vllm_opset.kernels.triton._load_sm90 import LINE, WARP, available, is_aligned
 from vllm_opset.kernels.triton._rows import num_rows
 from vllm_opset.kernels.triton._scaled_gemm_sm90 import WIDTH as BLOCK
 from vllm_opset.kernels.triton._scaled_gemm_sm90 import Operands, by_blocks, strides
+from vllm_opset.kernels.triton._wide_decode_sm90 import WARPGROUPS, WARPS, wide_decode_sm90
 
 FEWEST_TOKENS = 8  # that wgmma takes as the columns of a product
-# More tokens would need a second tile of x. By blocks, registers do not hold their products and scales beside the sums.
-MOST_TOKENS, MOST_TOKENS_BY_BLOCKS = 128, 64
-WARP_ROWS, THREADS = 16, 32  # A warp multiplies so many rows of the weight, and has so many threads.
+MOST_TOKENS = 128  # More tokens would need a second tile of x.
+WARP_ROWS = 16  # A warp multiplies so many rows of the weight.
 REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of a multiprocessor, and of a thread
-SUM_BYTES = gl.constexpr(32)  # So many bytes of a row are the columns of one instruction.
 
 
 @gluon.jit(
@@ -49,7 +50,7 @@ def decode_sm90(
     """A program takes `run` of the num_units units, of which each tile has tile_units.
 
     x, weight: TMA descriptors of boxes of one line. LINES: of each row in a unit. num_blocks: of scales in a row.
-    partials, counters: see `_finish`.
+    partials, counters: see `finish`.
     """
     ROWS: gl.constexpr = weight.block_type.shape[0]
     TOKENS: gl.constexpr = x.block_type.shape[0]
@@ -67,15 +68,15 @@ def decode_sm90(
     end = gl.minimum(begin + run, num_units)
     # The kernel before this one does not write the weight, so this one need not wait for it.
     for stage in range(STAGES):
-        _load_weight(weight, ring, stage, begin + stage, end, tile_units, LINES)
+        load_weight(weight, ring, stage, begin + stage, end, tile_units, LINES)
     pdl_wait(PDL)
     for stage in range(STAGES):
-        _load_x(x, ring, stage, begin + stage, end, tile_units, LINES)
+        load_x(x, ring, stage, begin + stage, end, tile_units, LINES)
     if BY_BLOCKS:
         following = _scales_at(begin, end, scales, sizes, ROWS, LINES, SUMS)
     done = 0
     for tile in range(begin // tile_units, gl.cdiv(end, tile_units)):
-        sums = gl.zeros([ROWS, TOKENS], gl.float32, SUMS)
+        sums = (gl.zeros([ROWS, TOKENS], gl.float32, SUMS),)
         for _ in range(gl.minimum(end, (tile + 1) * tile_units) - gl.maximum(begin, tile * tile_units)):
             stage, unit = done % STAGES, begin + done
             if BY_BLOCKS:  # a unit ahead: loads take longer than a product
@@ -83,38 +84,14 @@ def decode_sm90(
                 following = _scales_at(unit + 1, end, scales, sizes, ROWS, LINES, SUMS)
             mbarrier.wait(full.index(stage), done // STAGES & 1)
             if BY_BLOCKS:
-                sums = _add_scaled(sums, of_unit, w_ring, x_ring, stage, LINES)
+                sums = add_scaled(sums, of_unit, w_ring, x_ring, stage, 0, LINES)
             else:
-                sums = _add(sums, w_ring, x_ring, stage, LINES)
+                sums = add(sums, w_ring, x_ring, stage, 0, LINES)
             barrier()  # All warps have read the stage.
-            _load_weight(weight, ring, stage, unit + STAGES, end, tile_units, LINES)
-            _load_x(x, ring, stage, unit + STAGES, end, tile_units, LINES)
+            load_weight(weight, ring, stage, unit + STAGES, end, tile_units, LINES)
+            load_x(x, ring, stage, unit + STAGES, end, tile_units, LINES)
             done += 1
-        _finish(sums, scales, bias, out, partials, counters, tile, sizes, BY_BLOCKS)
-
-
-@gluon.jit
-def _load_weight(weight, ring, stage, unit, end, tile_units, LINES: gl.constexpr):
-    """Lets the stage's barrier await a unit of the weight and of x, and brings the first."""
-    w_ring, x_ring, full = ring
-    ROWS: gl.constexpr = w_ring.shape[1]
-    TOKENS: gl.constexpr = x_ring.shape[1]
-    WIDTH: gl.constexpr = w_ring.shape[2]
-    mbarrier.expect(full.index(stage), LINES * (ROWS + TOKENS) * LINE, pred=unit < end)
-    for line in gl.static_range(LINES):
-        corner = [unit // tile_units * ROWS, (unit % tile_units * LINES + line) * WIDTH]
-        place = w_ring.index(stage * LINES + line)
-        tma.async_copy_global_to_shared(weight, corner, full.index(stage), place, pred=unit < end)
-
-
-@gluon.jit
-def _load_x(x, ring, stage, unit, end, tile_units, LINES: gl.constexpr):
-    _, x_ring, full = ring
-    WIDTH: gl.constexpr = x_ring.shape[2]
-    for line in gl.static_range(LINES):
-        corner = [0, (unit % tile_units * LINES + line) * WIDTH]
-        place = x_ring.index(stage * LINES + line)
-        tma.async_copy_global_to_shared(x, corner, full.index(stage), place, pred=unit < end)
+        finish(sums, scales, bias, out, partials, counters, tile, sizes, BY_BLOCKS, 0, 1)
 
 
 @gluon.jit
@@ -133,106 +110,13 @@ def _scales_at(unit, end, scales, sizes, ROWS: gl.constexpr, LINES: gl.constexpr
     return found
 
 
-@gluon.jit
-def _add(sums, w_ring, x_ring, stage, LINES: gl.constexpr):
-    """Adds the products of a unit on tensor cores."""
-    for line in gl.static_range(LINES):
-        x = x_ring.index(stage * LINES + line).permute((1, 0))
-        sums = hopper.warpgroup_mma(w_ring.index(stage * LINES + line), x, sums, is_async=True)
-    return hopper.warpgroup_mma_wait(0, deps=(sums,))
-
-
-@gluon.jit
-def _add_scaled(sums, scales, w_ring, x_ring, stage, LINES: gl.constexpr):
-    """Adds the products of a unit, multiplied by their scales."""
-    SUMS: gl.constexpr = sums.type.layout
-    nothing = gl.zeros(sums.shape, gl.float32, SUMS)
-    products = ()
-    for line in gl.static_range(LINES):
-        x = x_ring.index(stage * LINES + line).permute((1, 0))
-        w = w_ring.index(stage * LINES + line)
-        products += (hopper.warpgroup_mma(w, x, nothing, use_acc=False, is_async=True),)
-    for line in gl.static_range(LINES):
-        product = hopper.warpgroup_mma_wait(LINES - 1 - line, deps=(products[line],))
-        sums += product * (scales[2 * line] * scales[2 * line + 1])[None, :]
-    return sums
-
-
-@gluon.jit
-def _finish(sums, scales, bias, out, partials, counters, tile, sizes, BY_BLOCKS: gl.constexpr):
-    """Stores the results of a tile, if this is its only program or the last one.
-
-    partials: room for two tiles of each program. counters: zero for each tile, and zero again afterwards.
-    """
-    SUMS: gl.constexpr = sums.type.layout
-    _, _, _, tile_units, run = sizes
-    program, first_unit = gl.program_id(0), tile * tile_units
-    first, last = first_unit // run, (first_unit + tile_units - 1) // run
-    if first == last:
-        _store(sums, scales, bias, out, tile, sizes, BY_BLOCKS)
-    else:
-        counter = counters + tile
-        # If all others' sums are in memory, this program's own need not be.
-        is_last = gl.atomic_add(counter, 0, sem="acquire") == last - first
-        if not is_last:
-            gl.store(_partial(partials, sums, program, first_unit, run), sums)
-            barrier()  # all threads' stores come before the count
-            is_last = gl.atomic_add(counter, 1, sem="acq_rel") == last - first
-        if is_last:
-            total = gl.zeros(sums.shape, gl.float32, SUMS)
-            for other in range(first, last + 1):
-                pointers = _partial(partials, sums, other, first_unit, run)
-                total += gl.where(other == program, sums, gl.load(pointers, other != program, cache_modifier=".cg"))
-            gl.store(counter, 0)
-            _store(total, scales, bias, out, tile, sizes, BY_BLOCKS)
-
-
-@gluon.jit
-def _partial(partials, sums, program, first_unit, run):
-    """Where a program leaves its sums of a tile. It shares only its first and its last tile with others.
-
-    first_unit: of the tile.
-    """
-    ROWS: gl.constexpr = sums.shape[0]
-    TOKENS: gl.constexpr = sums.shape[1]
-    SUMS: gl.constexpr = sums.type.layout
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    token = gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))
-    place = 2 * program + gl.where(first_unit > program * run, 1, 0)
-    return partials + place * (ROWS * TOKENS) + (row[:, None] * TOKENS + token[None, :])
-
-
-@gluon.jit
-def _store(y, scales, bias, out, tile, sizes, BY_BLOCKS: gl.constexpr):
-    ROWS: gl.constexpr = y.shape[0]
-    TOKENS: gl.constexpr = y.shape[1]
-    SUMS: gl.constexpr = y.type.layout
-    WARPS: gl.constexpr = gl.num_warps()
-    # A thread writes 16 bytes of a token's results.
-    WHOLE: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, WARPS], [0, 1])
-    weight_scale, ws_row, _, x_scale, xs_row, _ = scales
-    num_tokens, num_outputs, _, _, _ = sizes
-    output = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    if weight_scale is not None and not BY_BLOCKS:
-        token = gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))
-        y *= gl.load(weight_scale + output * ws_row, output < num_outputs, 0.0)[:, None]
-        y *= gl.load(x_scale + token * xs_row, token < num_tokens, 0.0)[None, :]
-    if bias is not None:
-        y += gl.load(bias + output, output < num_outputs, 0.0).to(gl.float32)[:, None]
-    y = gl.convert_layout(y.to(out.dtype.element_ty), WHOLE)
-    output = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE))
-    token = gl.arange(0, TOKENS, gl.SliceLayout(0, WHOLE))
-    result = token.to(gl.int64)[None, :] * num_outputs + output[:, None]
-    gl.store(out + result, y, (output < num_outputs)[:, None] & (token < num_tokens)[None, :])
-
-
 def can(call: Operands) -> bool:
     """Whether a Hopper GPU multiplies these by its own kernel for few tokens."""
     tokens = num_rows(call.x)
     if not 0 < tokens <= MOST_TOKENS:
         return False
     if call.weight_scale is not None:
-        return _scaled_gemm_sm90.can(call) and (tokens <= MOST_TOKENS_BY_BLOCKS or not by_blocks(call))
+        return _scaled_gemm_sm90.can(call)
     in_16_bits = call.x.element_size() == 2 and available(call.x.device)
     return in_16_bits and is_aligned(call.weight) and is_aligned(_rows(call.x))
 
@@ -258,17 +142,20 @@ def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
     num_programs = _launch.cdiv(tiles * tile_units, run)
     out = x.new_empty((*x.shape[:-1], num_outputs), dtype=out_dtype or x.dtype)
     partials = x.new_empty((2 * num_programs, values["rows"], tokens), dtype=torch.float32)
-    warps = values["rows"] // WARP_ROWS
+    kernel, warps, limit = decode_sm90, values["rows"] // WARP_ROWS, {}
+    if values["wide"]:
+        kernel, warps = wide_decode_sm90, WARPS
+    else:
+        limit = {"maxnreg": min(MOST_REGISTERS, REGISTERS // (warps * WARP.value * values["programs"]))}
     box = NVMMASharedLayout(128, 8 * x.element_size(), rank=2)
     of_weight, of_x = ((0, 0) if scale is None else strides(scale) for scale in (weight_scale, x_scale))
-    decode_sm90[(num_programs,)](
+    kernel[(num_programs,)](
         TensorDescriptor.from_tensor(rows, [tokens, width], box),
         TensorDescriptor.from_tensor(weight, [values["rows"], width], box),
-        bias, out, weight_scale, *of_weight, x_scale, *of_x, partials, zeros(x.device, tiles),
+        bias, out, weight_scale, *of_weight, x_scale, *of_x, partials, zeros(x.device, tiles * WARPGROUPS.value),
         len(rows), num_outputs, _launch.cdiv(columns, BLOCK.value), tile_units, tiles * tile_units, run,
         BY_BLOCKS=weight_scale is not None and by_blocks(call), LINES=values["lines"], STAGES=values["stages"],
-        num_warps=warps, maxnreg=min(MOST_REGISTERS, REGISTERS // (warps * THREADS * values["programs"])),
-        **_launch.launch_options(x.device),
+        num_warps=warps, **limit, **_launch.launch_options(x.device),
     )  # fmt: skip
     return out
 

@@ -1,0 +1,167 @@
+"""Tiles of `decode_sm90`: loads and products of a unit, sums of several programs, and results.
+
+Outputs are rows and tokens are columns. A warpgroup has its rows of a tile in parts: one product each for 128 bytes of
+columns. The sums of a tile are a tuple of them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from vllm_opset.kernels.triton._counters import barrier
+from vllm_opset.kernels.triton._load_sm90 import LINE
+
+SUM_BYTES = gl.constexpr(32)  # So many bytes of a row are the columns of one instruction.
+
+
+@gluon.jit
+def load_weight(weight, ring, stage, unit, end, tile_units, LINES: gl.constexpr):
+    """Lets the stage's barrier await a unit of the weight and of x, and brings the first."""
+    w_ring, x_ring, full = ring
+    ROWS: gl.constexpr = w_ring.shape[1]
+    TOKENS: gl.constexpr = x_ring.shape[1]
+    WIDTH: gl.constexpr = w_ring.shape[2]
+    mbarrier.expect(full.index(stage), LINES * (ROWS + TOKENS) * LINE, pred=unit < end)
+    for line in gl.static_range(LINES):
+        corner = [unit // tile_units * ROWS, (unit % tile_units * LINES + line) * WIDTH]
+        place = w_ring.index(stage * LINES + line)
+        tma.async_copy_global_to_shared(weight, corner, full.index(stage), place, pred=unit < end)
+
+
+@gluon.jit
+def load_x(x, ring, stage, unit, end, tile_units, LINES: gl.constexpr):
+    _, x_ring, full = ring
+    WIDTH: gl.constexpr = x_ring.shape[2]
+    for line in gl.static_range(LINES):
+        corner = [0, (unit % tile_units * LINES + line) * WIDTH]
+        place = x_ring.index(stage * LINES + line)
+        tma.async_copy_global_to_shared(x, corner, full.index(stage), place, pred=unit < end)
+
+
+@gluon.jit
+def add(sums, w_ring, x_ring, stage, FIRST_ROW: gl.constexpr, LINES: gl.constexpr):
+    """Adds the products of a unit on tensor cores. FIRST_ROW: of the warpgroup, in the tile."""
+    ROWS: gl.constexpr = sums[0].shape[0]
+    for line in gl.static_range(LINES):
+        x = x_ring.index(stage * LINES + line).permute((1, 0))
+        added = ()
+        for part in gl.static_range(len(sums)):
+            w = w_ring.index(stage * LINES + line).slice(FIRST_ROW + part * ROWS, ROWS)
+            added += (hopper.warpgroup_mma(w, x, sums[part], is_async=True),)
+        sums = added
+    if len(sums) == 1:
+        return (hopper.warpgroup_mma_wait(0, deps=sums),)
+    else:
+        return hopper.warpgroup_mma_wait(0, deps=sums)
+
+
+@gluon.jit
+def add_scaled(sums, scales, w_ring, x_ring, stage, FIRST_ROW: gl.constexpr, LINES: gl.constexpr):
+    """Adds the products of a unit, multiplied by their scales: for each line those of x, and that of the weight."""
+    ROWS: gl.constexpr = sums[0].shape[0]
+    PARTS: gl.constexpr = len(sums)
+    SUMS: gl.constexpr = sums[0].type.layout
+    nothing = gl.zeros(sums[0].shape, gl.float32, SUMS)
+    products = ()
+    for line in gl.static_range(LINES):
+        x = x_ring.index(stage * LINES + line).permute((1, 0))
+        for part in gl.static_range(PARTS):
+            w = w_ring.index(stage * LINES + line).slice(FIRST_ROW + part * ROWS, ROWS)
+            products += (hopper.warpgroup_mma(w, x, nothing, use_acc=False, is_async=True),)
+    for line in gl.static_range(LINES):
+        scale = scales[2 * line] * scales[2 * line + 1]
+        added = ()
+        for part in gl.static_range(PARTS):
+            # The first argument is the number of products that still run.
+            product = products[line * PARTS + part]
+            product = hopper.warpgroup_mma_wait((LINES - line) * PARTS - 1 - part, deps=(product,))
+            added += (sums[part] + product * scale[None, :],)
+        sums = added
+    return sums
+
+
+@gluon.jit
+def finish(
+    sums, scales, bias, out, partials, counters, tile, sizes,
+    BY_BLOCKS: gl.constexpr, INDEX: gl.constexpr, WARPGROUPS: gl.constexpr,
+):  # fmt: skip
+    """Stores the results of a tile, if this is its only program or the last one.
+
+    Each of WARPGROUPS parts of the threads does so for its own rows. INDEX: of this one.
+    partials: room for two tiles of each program. counters: zero for each tile, and zero again afterwards.
+    """
+    PARTS: gl.constexpr = len(sums)
+    SUMS: gl.constexpr = sums[0].type.layout
+    _, _, _, tile_units, run = sizes
+    program, first_unit, mine = gl.program_id(0), tile * tile_units, tile * WARPGROUPS + INDEX
+    first, last = first_unit // run, (first_unit + tile_units - 1) // run
+    if first == last:
+        for part in gl.static_range(PARTS):
+            _store(sums[part], scales, bias, out, mine * PARTS + part, sizes, BY_BLOCKS)
+    else:
+        counter = counters + mine
+        # If all others' sums are in memory, this program's own need not be.
+        is_last = gl.atomic_add(counter, 0, sem="acquire") == last - first
+        if not is_last:
+            place = _place(program, first_unit, run) * WARPGROUPS + INDEX
+            for part in gl.static_range(PARTS):
+                gl.store(_partial(partials, sums[part], place * PARTS + part), sums[part])
+            barrier()  # all threads' stores come before the count
+            is_last = gl.atomic_add(counter, 1, sem="acq_rel") == last - first
+        if is_last:
+            total = (gl.zeros(sums[0].shape, gl.float32, SUMS),) * PARTS
+            for other in range(first, last + 1):
+                place, added = _place(other, first_unit, run) * WARPGROUPS + INDEX, ()
+                for part in gl.static_range(PARTS):
+                    pointers = _partial(partials, sums[part], place * PARTS + part)
+                    of_other = gl.load(pointers, other != program, cache_modifier=".cg")
+                    added += (total[part] + gl.where(other == program, sums[part], of_other),)
+                total = added
+            gl.store(counter, 0)
+            for part in gl.static_range(PARTS):
+                _store(total[part], scales, bias, out, mine * PARTS + part, sizes, BY_BLOCKS)
+
+
+@gluon.jit
+def _place(program, first_unit, run):
+    """Which of the places is for a program's sums of a tile. It shares only its first and its last tile with others.
+
+    first_unit: of the tile.
+    """
+    return 2 * program + gl.where(first_unit > program * run, 1, 0)
+
+
+@gluon.jit
+def _partial(partials, sums, place):
+    ROWS: gl.constexpr = sums.shape[0]
+    TOKENS: gl.constexpr = sums.shape[1]
+    SUMS: gl.constexpr = sums.type.layout
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))
+    return partials + place * (ROWS * TOKENS) + (row[:, None] * TOKENS + token[None, :])
+
+
+@gluon.jit
+def _store(y, scales, bias, out, tile, sizes, BY_BLOCKS: gl.constexpr):
+    """tile: the number of tiles with as many rows as y that come before."""
+    ROWS: gl.constexpr = y.shape[0]
+    TOKENS: gl.constexpr = y.shape[1]
+    SUMS: gl.constexpr = y.type.layout
+    WARPS: gl.constexpr = gl.num_warps()
+    # A thread writes 16 bytes of a token's results.
+    WHOLE: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, WARPS], [0, 1])
+    weight_scale, ws_row, _, x_scale, xs_row, _ = scales
+    num_tokens, num_outputs, _, _, _ = sizes
+    output = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+    if weight_scale is not None and not BY_BLOCKS:
+        token = gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))
+        y *= gl.load(weight_scale + output * ws_row, output < num_outputs, 0.0)[:, None]
+        y *= gl.load(x_scale + token * xs_row, token < num_tokens, 0.0)[None, :]
+    if bias is not None:
+        y += gl.load(bias + output, output < num_outputs, 0.0).to(gl.float32)[:, None]
+    y = gl.convert_layout(y.to(out.dtype.element_ty), WHOLE)
+    output = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE))
+    token = gl.arange(0, TOKENS, gl.SliceLayout(0, WHOLE))
+    result = token.to(gl.int64)[None, :] * num_outputs + output[:, None]
+    gl.store(out + result, y, (output < num_outputs)[:, None] & (token < num_tokens)[None, :])
