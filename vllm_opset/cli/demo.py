@@ -45,7 +45,8 @@ def answer(
     try:
         llm = _load(model, dtype)
     except PluginError as error:
-        raise typer.BadParameter(f"{error} `vllm-opset doctor` shows this machine.", param_hint="environment") from error
+        message = f"{error} `vllm-opset doctor` shows this machine."
+        raise typer.BadParameter(message, param_hint="environment") from error
     ready = time.perf_counter()
     outputs = llm.chat([task["messages"] for task in asked], _sampling(len(asked)), use_tqdm=False)
     seconds = time.perf_counter() - ready
