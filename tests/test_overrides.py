@@ -161,6 +161,13 @@ def test_a_file_that_is_not_there_is_an_error(monkeypatch):
         configure()
 
 
+def test_a_file_that_is_no_text_is_an_error(monkeypatch, tmp_path):
+    (tmp_path / "opset.yaml").write_bytes(b"\xff\xfe\x00")
+    monkeypatch.setenv("OPSET_CONFIG", str(tmp_path / "opset.yaml"))
+    with pytest.raises(OverrideError, match=r"OPSET_CONFIG: cannot read .*opset\.yaml: .*utf-8"):
+        configure()
+
+
 def test_a_file_that_is_no_yaml_is_an_error(monkeypatch, tmp_path):
     (tmp_path / "opset.yaml").write_text("kernels: {layer_norm: [")
     monkeypatch.setenv("OPSET_CONFIG", str(tmp_path / "opset.yaml"))

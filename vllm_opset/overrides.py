@@ -106,7 +106,7 @@ class _Loader(yaml.SafeLoader):
 def _read_yaml(path: str) -> Mapping:
     try:
         return yaml.load(Path(path).read_text(), _Loader) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise OverrideError(f"OPSET_CONFIG: cannot read {path}: {error}") from error
 
 

@@ -124,6 +124,7 @@ def test_parity_of_nothing_is_an_error(command_here, monkeypatch):
     [
         (["parity", "silu_and_mull"], {}, "unknown op 'silu_and_mull'; did you mean 'silu_and_mul'?"),
         (["parity", "--kernel", "mine"], {}, "no kernel named 'mine' runs on cpu"),
+        (["parity", "rms_norm", "--kernel", "cp"], {}, "no kernel named 'cp' runs on cpu; did you mean 'cp"),
         (["parity", "rms_norm", "--dtype", "float61"], {}, "unknown: 'float61'; did you mean 'float16'?"),
         (["parity", "compute_slot_mapping", "--dtype", "float16"], {}, "none of the ops is checked in this dtype"),
         (["parity", "rms_norm", "--device", "npu"], {}, "there is no npu here"),
@@ -176,6 +177,13 @@ def test_demo_says_where_there_is_a_model(command_here, tmp_path):
 
 
 @pytest.mark.engine
+def test_demo_says_in_one_error_why_the_platform_cannot_be_had():
+    finished = command("demo", OPSET_PLATFORM="gpu")
+    assert finished.code == 2, finished.output
+    assert "OPSET_PLATFORM='gpu' is not a choice; known: auto" in finished.err
+    assert "Traceback" not in finished.output
+
+
 def test_demo_answers_and_counts_the_calls_of_every_op():
     finished = command("demo", "--questions", "8")
     assert finished.code == 0, finished.output

@@ -101,6 +101,25 @@ def test_doctor_counts_what_an_override_cannot_do():
     assert set(rows) == {"cpu", "none"} and "asks for paged_attention=cpu, which cannot do it" in rows["none"]["why"]
 
 
+@pytest.mark.parametrize(
+    ("files", "version"),
+    [
+        ({"RECORD": "brought.py,,\n"}, "3.2.0 (brought-ascend)"),
+        ({}, "installed without its metadata"),
+    ],
+    ids=["a distribution of another name", "no distribution"],
+)
+def test_doctor_takes_the_version_from_the_distribution_that_brings_a_module(tmp_path, monkeypatch, files, version):
+    (tmp_path / "brought.py").touch()
+    info = tmp_path / "brought_ascend-3.2.0.dist-info"
+    info.mkdir()
+    for name, text in {"METADATA": "Metadata-Version: 2.1\nName: brought-ascend\nVersion: 3.2.0\n", **files}.items():
+        (info / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert doctor._version("brought") == version
+    assert doctor._version("brought_by_nothing") == "not installed"
+
+
 def test_doctor_says_why_the_platform_cannot_be_had():
     finished = command("doctor", "--json", OPSET_PLATFORM="of")
     assert finished.code == 1, finished.output

@@ -13,7 +13,7 @@ import typer
 
 from vllm_opset.cli.arguments import DTYPES, known
 from vllm_opset.cli.show import print_table
-from vllm_opset.platform import stock
+from vllm_opset.platform import PluginError, stock
 
 QUESTIONS = "heldout.jsonl"
 IN_CHECKOUT = Path(__file__).parents[2] / "examples" / "tiny-qwen3"
@@ -42,7 +42,11 @@ def answer(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
     asked = random.Random(0).sample(held_out, min(questions, len(held_out)))
     started = time.perf_counter()
-    llm = _load(model, dtype)
+    try:
+        llm = _load(model, dtype)
+    except PluginError as error:
+        message = f"{error} `vllm-opset doctor` shows this machine."
+        raise typer.BadParameter(message, param_hint="environment") from error
     ready = time.perf_counter()
     outputs = llm.chat([task["messages"] for task in asked], _sampling(len(asked)), use_tqdm=False)
     seconds = time.perf_counter() - ready

@@ -103,9 +103,16 @@ def _machine() -> dict[str, str]:
     }
 
 
-def _version(distribution: str) -> str:
-    installed = importlib.util.find_spec(distribution) is not None
-    return importlib.metadata.version(distribution) if installed else "not installed"
+def _version(module: str) -> str:
+    """The version of the distribution that brings the module. `triton` may come from, say, triton-ascend."""
+    if importlib.util.find_spec(module) is None:
+        return "not installed"
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        names = importlib.metadata.packages_distributions().get(module, ())
+        known = (f"{importlib.metadata.version(name)} ({name})" for name in names)
+        return ", ".join(known) or "installed without its metadata"
 
 
 def _accelerator() -> str:

@@ -4,7 +4,7 @@ import inspect
 
 from vllm_opset import devices, ops
 from vllm_opset.cli.show import AsJson, print_json, print_missing, print_table
-from vllm_opset.kernel import REFERENCE, Kernel, kernels_of, unavailable
+from vllm_opset.kernel import Kernel, kernels_of, unavailable
 
 
 def list_ops(as_json: AsJson = False) -> None:
@@ -36,7 +36,5 @@ def _row(kernel: Kernel) -> dict:
 
 def _limits(kernel: Kernel) -> str:
     """The first paragraph of the docstring of the kernel's `supports` function, on one line."""
-    if kernel.provider == REFERENCE:
-        return "everything in the contract"
     text = inspect.getdoc(kernel.supports) or "not documented"
     return " ".join(text.split("\n\n")[0].split())

@@ -39,7 +39,9 @@ def check(
     wanted = {DTYPES[known(name, DTYPES, "--dtype")] for name in dtype or ()}
     every = [(op.name, candidate.name, one) for op, candidate in found for one in op.dtypes]
     if not every:
-        raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}{missing(device)}", param_hint="--kernel")
+        known_here = {candidate.name for _, candidate in _chosen(names or list(ops.BY_NAME), device, None)}
+        hint = f"{missing(device)}; {nearest(kernel, known_here)}"
+        raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}{hint}", param_hint="--kernel")
     chosen = [one for one in every if not wanted or one[-1] in wanted]
     if not chosen:
         raise typer.BadParameter("none of the ops is checked in this dtype", param_hint="--dtype")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, find, has, patch, uses
+from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, has, patch, uses
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -284,10 +284,3 @@ def forget_shared_layers() -> None:
     from vllm.model_executor.layers import rotary_embedding
 
     rotary_embedding._ROPE_DICT.clear()
-
-
-def kv_cache_groups(config: "VllmConfig", spec: dict) -> list:
-    """vLLM's groups of layers that share a block table. The function moved to another module in 0.33."""
-    planning = "vllm.v1.core.kv_cache_planning"
-    module = planning if has(planning)() else "vllm.v1.core.kv_cache_utils"
-    return find(f"{module}.get_kv_cache_groups")(config, spec)

@@ -162,7 +162,7 @@ DIFFERENCES = (
     Bridge(
         "groups of layers",
         "The function that groups the layers by block table is in another module.",
-        "vllm_opset.platform.compat.kv_cache_groups",
+        "vllm_opset.platform.cuda.workspace.kv_cache_groups",
         has("vllm.v1.core.kv_cache_planning"),
         first=(0, 33),
     ),

@@ -188,3 +188,9 @@ def test_kv_cache_is_what_was_asked_for(monkeypatch):
 def test_too_little_memory_names_the_setting(memory, asked, monkeypatch):
     with pytest.raises(ValueError, match="--kv-cache-memory-bytes"):
         budget(monkeypatch, memory, asked=asked)
+
+
+def test_a_size_that_is_asked_for_is_not_cured_by_a_share_that_does_not_count(monkeypatch):
+    with pytest.raises(ValueError, match="Ask for less by --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE") as error:
+        budget(monkeypatch, Memory(40 * GIB, 2 * GIB), asked=3 * GIB)
+    assert "--gpu-memory-utilization" not in str(error.value)

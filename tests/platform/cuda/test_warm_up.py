@@ -156,7 +156,7 @@ def test_partial_results_are_held_while_vllm_measures(form, launched, monkeypatc
     from vllm_opset.platform.cuda import workspace
 
     cls, held, during = worker_class(form), [], []
-    monkeypatch.setattr(workspace.compat, "kv_cache_groups", lambda config, spec: [spec, spec])
+    monkeypatch.setattr(workspace, "kv_cache_groups", lambda config, spec: [spec, spec])
     monkeypatch.setattr(workspace.torch, "empty", lambda size, **_: Held(size, held))
 
     def measure(self) -> None:

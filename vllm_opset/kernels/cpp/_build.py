@@ -26,7 +26,7 @@ SOURCES = Path(__file__).parent
 # they are not needed and prevent vector code.
 FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 CURE = "install g++ 12 or newer, or name one by CXX"
-TIME_LIMIT = 300  # seconds; a build takes two on a current processor
+TIME_LIMIT = 300  # seconds; a build takes about ten of one core
 OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

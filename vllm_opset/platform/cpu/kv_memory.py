@@ -38,7 +38,10 @@ def budget(vllm_config: "VllmConfig", specs: Iterable["KVCacheSpec"]) -> int:
     asked = vllm_config.cache_config.kv_cache_memory_bytes or users_choice()
     if asked is not None:
         if asked > memory.available:
-            raise ValueError(f"A KV cache of {gib(asked)} is asked for, and {gib(memory.available)} are free. {CURE}")
+            raise ValueError(
+                f"A KV cache of {gib(asked)} is asked for, and {gib(memory.available)} are free. Ask for less by "
+                f"--kv-cache-memory-bytes or {VARIABLE}, free memory, or take a smaller model or dtype."
+            )
         return asked
     reserve = max(HEADROOM, int((1 - vllm_config.cache_config.gpu_memory_utilization) * memory.total))
     share = (memory.available - reserve) // vllm_config.parallel_config.local_world_size

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.kernels.triton.paged_attention import most_workspace
-from vllm_opset.platform import compat
+from vllm_opset.platform.bridges import find, has
 
 
 @contextmanager
@@ -43,5 +44,12 @@ def most_bytes(worker: Worker) -> int:
     kinds = {(impl.num_heads, impl.num_kv_heads, impl.head_size, impl.dtype) for impl in impls}
     if not kinds:
         return 0
-    groups = compat.kv_cache_groups(worker.vllm_config, runner.get_kv_cache_spec())
+    groups = kv_cache_groups(worker.vllm_config, runner.get_kv_cache_spec())
     return max(1, len(groups)) * max(most_workspace(*kind, num_reqs, runner.device) for kind in kinds)
+
+
+def kv_cache_groups(config: VllmConfig, spec: dict) -> list:
+    """vLLM's groups of layers that share a block table. The function moved to another module in 0.33."""
+    planning = "vllm.v1.core.kv_cache_planning"
+    module = planning if has(planning)() else "vllm.v1.core.kv_cache_utils"
+    return find(f"{module}.get_kv_cache_groups")(config, spec)

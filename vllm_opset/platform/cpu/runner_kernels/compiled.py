@@ -1,4 +1,4 @@
-"""The kernels that every step launches, in C++ (`kernels/cpp/steps.cpp`). They do what their namesakes here do.
+"""The kernels that every step launches, in C++ (`kernels/cpp/runner_steps.cpp`). They do what their namesakes here do.
 
 A call of one takes a few microseconds. In NumPy it takes ten times as many, most of it for a dozen small operations.
 Without a compiler this module is not imported, and the functions in NumPy serve.

@@ -1,0 +1,42 @@
+"""Tables on terminals of some width, in pipes, and with cells that rich could take for its markup."""
+
+import pytest
+
+from vllm_opset.cli.show import print_table
+
+LONG = "first kernel for cpu that supports it, and a reason that is wider than a narrow terminal"
+
+
+def printed(capsys, *rows: dict) -> str:
+    print_table("A table of [two] columns", ("op", "why"), rows)
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def in_a_pipe(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.mark.usefixtures("in_a_pipe")
+@pytest.mark.parametrize("text", ["[/INST] yes", "weight must be [5]", "[red]", "git :fire: x"])
+def test_a_cell_is_text(capsys, text):
+    assert text in printed(capsys, {"op": "linear", "why": text})
+
+
+@pytest.mark.usefixtures("in_a_pipe")
+def test_a_title_is_text(capsys):
+    assert "A table of [two] columns" in printed(capsys, {"op": "linear", "why": LONG})
+
+
+@pytest.mark.usefixtures("in_a_pipe")
+def test_each_row_is_one_line_in_a_pipe(capsys):
+    lines = printed(capsys, {"op": "silu_and_mul_with_clamp", "why": LONG * 5}).splitlines()
+    assert any("silu_and_mul_with_clamp" in line and LONG * 5 in line for line in lines)
+    assert all(line == line.rstrip() for line in lines[1:])
+
+
+def test_a_narrow_terminal_shows_the_whole_name_of_an_op(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    out = printed(capsys, {"op": "silu_and_mul_with_clamp", "why": LONG})
+    assert "silu_and_mul_with_clamp" in out
+    assert max(map(len, out.splitlines())) <= 50
