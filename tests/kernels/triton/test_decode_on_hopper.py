@@ -13,6 +13,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import _launch, linear
 from vllm_opset.kernels.triton._decode_sm90 import most_pieces, run_of
+from vllm_opset.ops.gemm._quantised import BLOCK
 from vllm_opset.targets import Target, instead
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -52,7 +53,7 @@ def test_every_launch_multiplies_fp8(groups, launch):
     rng = torch.Generator("cuda").manual_seed(1)
     for tokens, (outputs, columns) in itertools.product((*TOKENS, 100), SHAPES):
         arguments = fp8_arguments(tokens, outputs, columns, groups, rng)
-        with _launch.trial("scaled_linear_decode_sm90", launch):
+        with _launch.trial(f"{'blocks' if groups[0] == BLOCK else 'rows'}_linear_decode_sm90", launch):
             got = kernels_of("linear")["triton"].run(*arguments, variant="decode_sm90")
         torch.testing.assert_close(got, ops.linear(*arguments), rtol=2**-6, atol=2**-5)
 

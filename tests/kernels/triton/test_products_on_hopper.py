@@ -146,8 +146,8 @@ def _picked_for_linear(tokens, groups=(BLOCK, TOKEN_BLOCK), columns=256, dtype=F
 def test_linear_takes_the_kernel_for_many_tokens_of_fp8():
     rows = (PER_ROW, PER_ROW)
     assert _picked_for_linear(4096) == _picked_for_linear(300, rows) == "scaled_sm90"
+    assert _picked_for_linear(65) == _picked_for_linear(65, rows) == "scaled_sm90"
     assert _picked_for_linear(1) == _picked_for_linear(64) == _picked_for_linear(64, rows) == "decode_sm90"
-    assert _picked_for_linear(65) == _picked_for_linear(256, rows) == "scaled"
     assert _picked_for_linear(300, (GroupShape(32, 32), GroupShape(1, 32))) == "scaled", "smaller blocks"
     assert _picked_for_linear(300, rows, columns=200) == "scaled", "rows that the copy engine does not take"
     assert _picked_for_linear(300, rows, dtype=INT8) == _picked_for_linear(300, out_dtype=torch.float32) == "scaled"

@@ -130,9 +130,9 @@ def suits(call: Operands) -> bool:
 def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
     """The product of the contract, for arguments that were checked."""
     x, weight, weight_scale, x_scale, out_dtype = call
-    launch = "linear_decode_sm90" if weight_scale is None else "scaled_linear_decode_sm90"
-    rows, (num_outputs, columns) = _rows(x), weight.shape
-    values = _launch.parameters(launch, x.device, len(rows))
+    of_blocks, rows, (num_outputs, columns) = weight_scale is not None and by_blocks(call), _rows(x), weight.shape
+    scheme = "" if weight_scale is None else "blocks_" if of_blocks else "rows_"
+    values = _launch.parameters(f"{scheme}linear_decode_sm90", x.device, len(rows))
     width, tokens = LINE.value // x.element_size(), max(_launch.next_power_of_2(len(rows)), FEWEST_TOKENS)
     tiles, tile_units = _launch.cdiv(num_outputs, values["rows"]), _launch.cdiv(columns, width * values["lines"])
     run = run_of(
@@ -154,7 +154,7 @@ def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
         TensorDescriptor.from_tensor(weight, [values["rows"], width], box),
         bias, out, weight_scale, *of_weight, x_scale, *of_x, partials, zeros(x.device, tiles * WARPGROUPS.value),
         len(rows), num_outputs, _launch.cdiv(columns, BLOCK.value), tile_units, tiles * tile_units, run,
-        BY_BLOCKS=weight_scale is not None and by_blocks(call), LINES=values["lines"], STAGES=values["stages"],
+        BY_BLOCKS=of_blocks, LINES=values["lines"], STAGES=values["stages"],
         num_warps=warps, **limit, **_launch.launch_options(x.device),
     )  # fmt: skip
     return out

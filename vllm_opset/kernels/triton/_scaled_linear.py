@@ -35,11 +35,6 @@ def supports(problem: LinearProblem) -> str | None:
     return None
 
 
-def most_tokens_beside_sm90(device: torch.device) -> int:
-    """The number of tokens up to which this kernel multiplies what `_scaled_gemm_sm90` can."""
-    return _launch.parameters("linear_scaled", device, 0)["most_tokens_beside_sm90"]
-
-
 def scaled_linear(
     x: torch.Tensor,
     weight: torch.Tensor,

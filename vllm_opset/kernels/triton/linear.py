@@ -5,7 +5,7 @@ int4 weights have four variants. `ring` multiplies by few tokens on NVIDIA GPUs 
 all groups, and `dequantised` by many (`_packed_linear`).
 
 fp8 weights have three variants. On Hopper GPUs, `decode_sm90` multiplies by few tokens (`_decode_sm90`), and
-`scaled_sm90` by many (`_scaled_gemm_sm90`). `scaled` does all else, and serves int8 weights as well (`_scaled_linear`).
+`scaled_sm90` by more (`_scaled_gemm_sm90`). `scaled` does all else, and serves int8 weights as well (`_scaled_linear`).
 
 Other weights have three variants. `one_row` sums products in registers, as fast as the weight can be read.
 `decode_sm90` multiplies by few tokens on Hopper GPUs. `torch` calls PyTorch (cuBLAS), which uses the tensor cores.
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
     scaled: the weight is quantised in 8 bits. packed: it is in 4.
     hopper: `scaled_sm90` can multiply them. decode: `decode_sm90` can. decode_suits: it is also the fastest.
-    few: x has few rows, so `ring` and `packed` suit a packed weight, and `scaled` suits a scaled one.
+    few: x has few rows, so `ring` and `packed` suit a packed weight.
     ring: `ring` can multiply a packed weight. packed_hopper: `packed_sm90` can. packed_suits: it is also the fastest.
     one_row: x has one row, and the weight's rows are contiguous.
     """
@@ -65,10 +65,7 @@ def describe(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=No
     operands = Operands(x, weight, weight_scale, x_scale, out_dtype)
     hopper = scaled and _scaled_gemm_sm90.can(operands)
     decode = not packed and _decode_sm90.can(operands)
-    if packed:
-        few = rows <= _packed_linear.most_packed_tokens(x.device)
-    else:
-        few = hopper and rows <= _scaled_linear.most_tokens_beside_sm90(x.device)
+    few = packed and rows <= _packed_linear.most_packed_tokens(x.device)
     ring = packed and _packed_linear_sm80.fits(x, weight, weight_scale)
     decode_suits = decode and _decode_sm90.suits(operands)
     packed_hopper = packed and _packed_gemm_sm90.fits(x, weight, weight_scale)
@@ -92,7 +89,7 @@ VARIANTS = Variants(
     Variant("dequantised", can=lambda call: call.packed),
     Variant("one_row", can=lambda call: call.one_row and not (call.scaled or call.packed)),
     Variant("decode_sm90", can=lambda call: call.decode, suits=lambda call: call.decode_suits),
-    Variant("scaled_sm90", can=lambda call: call.hopper, suits=lambda call: not call.few),
+    Variant("scaled_sm90", can=lambda call: call.hopper),
     Variant("scaled", can=lambda call: call.scaled),
     Variant("torch"),
 )
