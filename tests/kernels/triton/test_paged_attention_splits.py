@@ -73,10 +73,10 @@ def test_the_plan_cuts_the_row_of_all_blocks_into_equal_ranges(name, num_program
     requests = tuple((int(query_len), seq_len if query_len else 0) for query_len, seq_len in REQUESTS[name])
     batch = PagedCase(requests).batch(torch.zeros(len(requests), 1, dtype=torch.int32, device="cpu"))
     starts, ends = torch.full((2, len(requests) + 1), -1, dtype=torch.int32, device="cpu")
-    first_requests, last_requests = torch.full((2, num_programs), -1, dtype=torch.int32, device="cpu")
+    ranges = torch.full((num_programs, decode.RANGE_FIELDS.value), -1, dtype=torch.int32, device="cpu")
     decode.plan[(1,)](
-        batch.query_start_loc, batch.seq_lens, len(requests), starts, ends, first_requests, last_requests,
-        num_programs, switch_cost, whole_cost, LEFT=left, BLOCK_N=BLOCK_N, COMBINE_COST=COMBINE_COST,
+        batch.query_start_loc, batch.seq_lens, len(requests), starts, ends, ranges, num_programs, switch_cost,
+        whole_cost, LEFT=left, BLOCK_N=BLOCK_N, COMBINE_COST=COMBINE_COST,
     )  # fmt: skip
     blocks = [_blocks(query_len, seq_len, left) for query_len, seq_len in requests]
     *ends, blocks_per_program = ends.tolist()
@@ -92,10 +92,12 @@ def test_the_plan_cuts_the_row_of_all_blocks_into_equal_ranges(name, num_program
     assert ends == [start + number for start, number in zip(starts.tolist(), blocks, strict=False)]
     for program in range(num_programs):
         first, last = program * blocks_per_program, (program + 1) * blocks_per_program - 1
-        assert first_requests[program] == min(sum(end <= first for end in starts[1:].tolist()), len(requests) - 1)
-        assert last_requests[program] == min(sum(end <= last for end in starts[1:].tolist()), len(requests) - 1)
+        request = min(sum(end <= first for end in starts[1:].tolist()), len(requests) - 1)
+        last_request = min(sum(end <= last for end in starts[1:].tolist()), len(requests) - 1)
+        facts = [starts[request].item(), ends[request], batch.query_start_loc[request].item(), *requests[request]]
+        assert ranges[program].tolist() == [request, last_request - request + 1, *facts, blocks_per_program]
     if whole and max(blocks) > 0:
-        assert all(first_requests[: _split(blocks, whole)] == last_requests[: _split(blocks, whole)])
+        assert all(ranges[: _split(blocks, whole), 1] == 1)
 
 
 def _split(blocks: list[int], most: int) -> int:

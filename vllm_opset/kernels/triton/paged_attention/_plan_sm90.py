@@ -14,7 +14,7 @@ import triton.language as tl
 
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton.paged_attention._call import WARPGROUP, Call
+from vllm_opset.kernels.triton.paged_attention._call import WARPGROUP, Call, tickets
 from vllm_opset.kernels.triton.paged_attention.combine import combine_rows
 from vllm_opset.kernels.triton.paged_attention.prefill import queries_of
 from vllm_opset.ops.attention.paged_batch import PagedBatch
@@ -36,11 +36,14 @@ class Plan(NamedTuple):
     last one means nothing if the tile is not split.
 
     split_tiles: [most_partials, 4], the request, the tile's first query, its first partial result and their number.
+
+    ticket: [1], counts the items that are drawn. Each layer of a step leaves it at zero for the next one.
     """
 
     sizes: torch.Tensor
     items: torch.Tensor
     split_tiles: torch.Tensor
+    ticket: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tiles", "num_programs", "most_partials", "least_blocks"])
@@ -202,11 +205,13 @@ def combine_prefill_sm90(
 ):  # fmt: skip
     """Any number of programs combines the partial results of attend_prefill_sm90, ROWS rows at a time.
 
-    The loads before `pdl_wait` read the plan, which is older than the results.
+    The loads before `pdl_wait` read the plan, which is older than the results. Programs without a turn end at once. The
+    first one always waits, so that the launch never ends before attend_prefill_sm90, on which the next kernel relies.
     """
     TURNS: tl.constexpr = BLOCK_M // ROWS
     num_turns = tl.load(sizes + 2) * TURNS * NUM_KV_HEADS
-    pdl_wait(PDL)
+    if tl.program_id(0) < max(1, num_turns):
+        pdl_wait(PDL)
     for turn in range(tl.program_id(0), num_turns, tl.num_programs(0)):
         head, first_row = turn % NUM_KV_HEADS, turn // NUM_KV_HEADS % TURNS * ROWS
         place = split_tiles + turn // (NUM_KV_HEADS * TURNS) * SPLIT_TILE_FIELDS
@@ -222,21 +227,44 @@ def combine_prefill_sm90(
 
 
 def most_partials(call: Call, values: _launch.Parameters, queries: int) -> int:
-    """The most splits, for each KV head, of tiles whose keys are split; none if they see few. queries: of a tile."""
-    if call.span(queries) <= values["unsplit_keys"]:
+    """The most splits, for each KV head, of tiles whose keys are split. queries: of a tile.
+
+    None if tiles see few keys, or if the plan would split none anyway. That spares the launch that combines nothing.
+    """
+    most = values["programs"] * _launch.multiprocessors(call.query.device) // call.num_kv_heads
+    longest = call.span(queries)
+    if longest <= values["unsplit_keys"] or _least_keys(call, queries) >= longest * most:
         return 0
-    return values["programs"] * _launch.multiprocessors(call.query.device) // call.num_kv_heads
+    return most
+
+
+def _least_keys(call: Call, queries: int) -> float:
+    """The fewest keys that all tiles see together, whatever the lengths of the requests.
+
+    A request has at least as many keys as queries, and requests of equal lengths see fewest. The first tile of a request
+    sees the keys before its queries, and the last one also as many as these are. All others lie between. Only of a single
+    request does the host know the keys before its queries: if max_seq_len is above its length, as in a graph, the keys of
+    all tiles are fewer in proportion.
+    """
+    num_tokens, longest = len(call.query), call.span(queries)
+    before = max(0, call.batch.max_seq_len - num_tokens) if call.num_reqs == 1 else 0
+    last = before + num_tokens / call.num_reqs
+    return num_tokens / queries * (min(longest, before) + min(longest, last)) / 2
 
 
 def make_plan(
     batch: PagedBatch, num_tiles: int, queries: int, num_kv_heads: int, left: int | None, right: int | None,
     box_rows: int, block_n: int, num_partials: int, values: tuple[tuple[str, int], ...],
 ) -> Plan:  # fmt: skip
-    """Launches `plan_prefill`. queries: of a tile. num_partials: see `most_partials`."""
+    """Launches `plan_prefill`. queries: of a tile. num_partials: see `most_partials`.
+
+    Kernels read the plan before the preceding kernel has ended. That is right for the first of them as well, because the
+    ticket is made after the plan: when that kernel begins, the plan has ended.
+    """
     device, table = batch.seq_lens.device, dict(values)
     empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
     most_items = num_tiles + num_partials
-    made = Plan(empty(3), empty(most_items, ITEM_FIELDS.value), empty(num_partials, SPLIT_TILE_FIELDS.value))
+    made = (empty(3), empty(most_items, ITEM_FIELDS.value), empty(num_partials, SPLIT_TILE_FIELDS.value))
     plan_prefill[(1,)](
         batch.query_start_loc, batch.seq_lens, len(batch.seq_lens), num_tiles, empty(3, num_tiles), *made,
         _launch.multiprocessors(device), num_partials, max(1, table["split_keys"] // block_n),
@@ -244,7 +272,7 @@ def make_plan(
         SIZES=1 + 2 * table["programs"], SPLIT_COST=table["split_cost"], COMBINE_COST=table["combine_cost"],
         num_warps=WARPGROUP, **_launch.FUSION,
     )  # fmt: skip
-    return made
+    return Plan(*made, tickets(batch, 1))
 
 
 def launch_combine(call: Call, made: Plan, partials: tuple, num_partials: int, rows: int) -> None:

@@ -28,19 +28,21 @@ from vllm_opset.ops.attention.paged_batch import PagedBatch
 
 # Requests that are planned at a time, and programs whose first requests are searched at a time. Any numbers are right.
 REQUESTS, PROGRAMS = tl.constexpr(256), tl.constexpr(64)
+RANGE_FIELDS = tl.constexpr(8)  # 32 bytes, which one access of DRAM brings
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_programs", "switch_cost", "whole_cost"])
 def plan(
-    query_start_loc, seq_lens, num_reqs, starts, ends, first_requests, last_requests, num_programs,
-    switch_cost, whole_cost,
+    query_start_loc, seq_lens, num_reqs, starts, ends, ranges, num_programs, switch_cost, whole_cost,
     LEFT: tl.constexpr, BLOCK_N: tl.constexpr, COMBINE_COST: tl.constexpr,
 ):  # fmt: skip
     """Runs as one program.
 
     starts: [num_reqs + 1], the first place of each request in the sequence, and the end of the sequence.
     ends: [num_reqs + 1], the end of each request's blocks, and the places of a program.
-    first_requests, last_requests: [num_programs], the requests in which each program begins and ends.
+    ranges: [num_programs, 8], the request in which each program begins, and the number of requests up to that in which
+    it ends. Then come the results of `_request` for the first of them, and the places of a program. So a program knows
+    its first keys after one load, and not after a second one that depends on it.
 
     switch_cost: to go on to another request takes a program as long as attending this many blocks. As many places stay
     empty after each request. COMBINE_COST: to combine one more partial result takes as long as attending this many
@@ -88,8 +90,14 @@ def plan(
             place_ends = tl.load(starts + 1 + request, request < num_reqs, 2**31 - 1)[None, :]
             before_first += tl.sum((place_ends <= (program * blocks_per_program)[:, None]).to(tl.int32), 1)
             before_last += tl.sum((place_ends < ((program + 1) * blocks_per_program)[:, None]).to(tl.int32), 1)
-        tl.store(first_requests + program, tl.minimum(before_first, num_reqs - 1), program < num_programs)
-        tl.store(last_requests + program, tl.minimum(before_last, num_reqs - 1), program < num_programs)
+        first_request, last_request = tl.minimum(before_first, num_reqs - 1), tl.minimum(before_last, num_reqs - 1)
+        facts = _request(starts, ends, query_start_loc, seq_lens, first_request)
+        place, exists = ranges + program * RANGE_FIELDS, program < num_programs
+        tl.store(place, first_request, exists)
+        tl.store(place + 1, last_request - first_request + 1, exists)
+        for field in tl.static_range(5):
+            tl.store(place + 2 + field, facts[field], exists)
+        tl.store(place + 7, blocks_per_program, exists)
 
 
 @triton.jit
@@ -114,7 +122,7 @@ def attend_decode(
     query, query_strides, cache, cache_strides, out, out_strides,
     query_start_loc, seq_lens, block_table, table_strides, num_reqs,
     scale, soft_cap, alibi_slopes, sinks, k_scale, v_scale,
-    partials, stats, tickets, starts, ends, first_requests, last_requests, num_programs,
+    partials, stats, tickets, starts, ends, ranges, num_programs,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, UNMASKED_BLOCKS: tl.constexpr, OWN_TURN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
@@ -130,10 +138,10 @@ def attend_decode(
     """
     program = tl.program_id(0)
     head, program = program % NUM_KV_HEADS, program // NUM_KV_HEADS
-    blocks_per_program = tl.load(ends + num_reqs)
-    first_request = tl.load(first_requests + program)
-    num_requests = tl.load(last_requests + program) - first_request + 1
-    start, end, first_token, query_len, seq_len = _request(starts, ends, query_start_loc, seq_lens, first_request)
+    place = ranges + program * RANGE_FIELDS
+    first_request, num_requests, start, end = tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
+    first_token, query_len, seq_len = tl.load(place + 4), tl.load(place + 5), tl.load(place + 6)
+    blocks_per_program = tl.load(place + 7)
     keys = cache + head.to(tl.int64) * cache_strides[1]
     if PDL:
         key = _low(seq_len - query_len, LEFT) + max(0, program * blocks_per_program - start) * BLOCK_N
@@ -190,7 +198,7 @@ def attend_decode(
 @triton.jit(do_not_specialize=["num_reqs", "num_programs"])
 def combine_verify(
     out, out_strides, query_start_loc, seq_lens, num_reqs, sinks, v_scale,
-    partials, stats, starts, ends, first_requests, num_programs,
+    partials, stats, starts, ends, ranges, num_programs,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, COMBINED_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -207,7 +215,7 @@ def combine_verify(
     by_request = num_reqs < num_programs
     request = index
     if not by_request:
-        request = tl.load(first_requests + index + 1)
+        request = tl.load(ranges + (index + 1) * RANGE_FIELDS)
     start, end, first_token, query_len, _ = _request(starts, ends, query_start_loc, seq_lens, request)
     first_partial, num_partials = _partials(start, end, blocks_per_program, request, head, num_reqs, num_programs)
     first_row, num_rows = tl.program_id(1) * COMBINED_ROWS, query_len * GROUP
@@ -270,10 +278,10 @@ def _launch_ranges(call: Call, launch: str) -> None:
     values = _launch.parameters(launch, device, call.num_reqs * num_kv_heads)
     rows = tile_rows(call.most_rows, call.group, call.query.dtype)
     table = thresholds(device)
-    warps = values["warps"] * max(1, rows * block_d // table["decode_elements"])
+    warps = _warps(call, values) * max(1, rows * block_d // table["decode_elements"])
     block_n = call.block_n(values)
     num_programs = max(1, values["programs"] * _launch.multiprocessors(device) // num_kv_heads)
-    tickets, starts, ends, first_requests, last_requests = call.batch.once(
+    tickets, starts, ends, ranges = call.batch.once(
         _plan, num_kv_heads, num_programs, values["switch_cost"], values["whole_cost"], table["combine_cost"],
         call.left, block_n,
     )  # fmt: skip
@@ -288,7 +296,7 @@ def _launch_ranges(call: Call, launch: str) -> None:
     }  # fmt: skip
     attend_decode[(num_programs * num_kv_heads,)](
         *call.attend_arguments(), *partials, None if separate_combine else tickets,
-        starts, ends, first_requests, last_requests, num_programs,
+        starts, ends, ranges, num_programs,
         BLOCK_SIZE=call.block_size, LEFT=call.left, RIGHT=call.right, UNMASKED_BLOCKS=table["unmasked_blocks"],
         OWN_TURN=own_turn, BLOCK_N=block_n, num_warps=warps,
         num_stages=values["stages"], **shape,
@@ -296,9 +304,17 @@ def _launch_ranges(call: Call, launch: str) -> None:
     if separate_combine and num_programs > 1:
         places = min(call.num_reqs, num_programs - 1) * num_kv_heads
         combine_verify[(places, _launch.cdiv(call.most_rows, combined_rows))](
-            *call.combine_arguments(), *partials, starts, ends, first_requests, num_programs,
+            *call.combine_arguments(), *partials, starts, ends, ranges, num_programs,
             COMBINED_ROWS=combined_rows, num_warps=WARPGROUP, **shape,
         )  # fmt: skip
+
+
+def _warps(call: Call, values: _launch.Parameters) -> int:
+    """Fewer where programs attend few keys: barriers take most of the time there. An fp8 cache would spill with them."""
+    num_programs = values["programs"] * _launch.multiprocessors(call.query.device)
+    keys = call.num_reqs * call.num_kv_heads * call.span(call.batch.max_query_len) / num_programs
+    short = keys <= values.get("short_keys", 0) and call.kv_cache.dtype == call.query.dtype
+    return values["short_warps"] if short else values["warps"]
 
 
 def _plan(
@@ -318,9 +334,9 @@ def _plan(
     """
     num_reqs, device = len(batch.seq_lens), batch.seq_lens.device
     starts, ends = (torch.empty(num_reqs + 1, dtype=torch.int32, device=device) for _ in range(2))
-    first_requests, last_requests = (torch.empty(num_programs, dtype=torch.int32, device=device) for _ in range(2))
+    ranges = torch.empty(num_programs, RANGE_FIELDS.value, dtype=torch.int32, device=device)
     plan[(1,)](
-        batch.query_start_loc, batch.seq_lens, num_reqs, starts, ends, first_requests, last_requests, num_programs,
-        switch_cost, whole_cost, LEFT=left, BLOCK_N=block_n, COMBINE_COST=combine_cost, **_launch.FUSION,
+        batch.query_start_loc, batch.seq_lens, num_reqs, starts, ends, ranges, num_programs, switch_cost, whole_cost,
+        LEFT=left, BLOCK_N=block_n, COMBINE_COST=combine_cost, **_launch.FUSION,
     )  # fmt: skip
-    return _call.tickets(batch, num_reqs * num_kv_heads), starts, ends, first_requests, last_requests
+    return _call.tickets(batch, num_reqs * num_kv_heads), starts, ends, ranges

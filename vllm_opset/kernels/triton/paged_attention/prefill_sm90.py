@@ -54,7 +54,10 @@ def attend_prefill_sm90(
     query, out: rows of aligned 16-byte units. cache: a TMA descriptor of the KV cache with boxes [1, 1, rows, COLUMNS];
     these rows divide BLOCK_SIZE and BLOCK_N. sizes, items: see `Plan`. partials, stats: None if no tile is split.
     ticket: zero, and zero again afterwards.
+
+    The loads before `pdl_wait` read the plan, which is older than the preceding kernel.
     """
+    split_blocks, num_items = gl.load(sizes), gl.load(sizes + 1)
     pdl_wait(PDL)
     dtype: gl.constexpr = query.dtype.element_ty
     BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
@@ -77,7 +80,7 @@ def attend_prefill_sm90(
     scheduler = (tiles, full_tiles, empty_tiles)
 
     tensors = (query, query_strides, out, out_strides, sinks, partials, stats)
-    scales, split_blocks, num_items = (scale, soft_cap), gl.load(sizes), gl.load(sizes + 1)
+    scales = (scale, soft_cap)
     ring = (keys, values, full_keys, empty_keys, full_values, empty_values, cleared)
     batch = (query_start_loc, seq_lens, block_table, table_strides)
     gl.warp_specialize(
@@ -145,7 +148,7 @@ def launch_prefill_sm90(call: Call) -> None:
         call.query, call.query.stride(), descriptor, len(cache), call.out, call.out.stride(),
         batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(),
         call.scale, call.soft_cap or None, call.sinks, *partials, made.sizes, made.items, num_partials,
-        batch.once(_call.tickets, 1),
+        made.ticket,
         NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, BLOCK_SIZE=call.block_size,
         LEFT=call.left, RIGHT=call.right, BLOCK_N=block_n, BLOCK_D=call.block_d, STAGES=values["stages"],
         num_warps=WARPGROUP, **_launch.launch_options(device),
