@@ -8,6 +8,7 @@ small to fill a GPU. So the step sizes of these loops and the number of multipro
 import importlib
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import INTERPRETED
 from vllm_opset.kernels.triton.paged_attention import _plan_sm90, combine, decode, prefill
+from vllm_opset.kernels.triton.paged_attention._call import Call
 from vllm_opset.ops.attention._paged_inputs import UNTOUCHED, PagedCase
 from vllm_opset.ops.attention.paged_attention import TOLERANCES
 
@@ -202,3 +204,23 @@ def test_combining_takes_each_row_of_split_tiles():
         BLOCK_D=columns, PDL=False,
     )  # fmt: skip
     torch.testing.assert_close(out, want)
+
+
+def test_no_launch_combines_where_the_plan_splits_nothing(monkeypatch):
+    """The host rules out splits by the sizes of a batch alone, and the plan agrees, whatever the lengths are."""
+    monkeypatch.setattr(_plan_sm90._launch, "multiprocessors", lambda device: 12)
+    values = {"programs": 2, "split_keys": BLOCK_N, "unsplit_keys": 0, "split_cost": 1, "combine_cost": 1}
+    rng, ruled_out = random.Random(0), 0
+    for _ in range(60):
+        query_lens = [rng.randint(1, 300) for _ in range(rng.choice((1, 1, 2, 5)))]
+        requests = tuple((length, length + rng.choice((0, 0, 40, 900))) for length in query_lens)
+        case = PagedCase(requests, num_heads=8, num_kv_heads=4, window=rng.choice((None, 100)))
+        (query, cache, batch, out), _ = case.make("splits", "cpu", torch.float32)
+        left = None if case.window is None else case.window - 1
+        call = Call(query, cache, batch, out, 1.0, left, 0, 0.0, None, None, None, None)
+        if _plan_sm90.most_partials(call, values, QUERIES) == 0:
+            num_tiles = sum(query_lens) // QUERIES + len(requests)
+            key = num_tiles, QUERIES, 4, left, 0, BOX_ROWS, BLOCK_N, 6, tuple(values.items())
+            assert _plan_sm90.make_plan(batch, *key).sizes[2] == 0
+            ruled_out += 1
+    assert 10 < ruled_out < 50

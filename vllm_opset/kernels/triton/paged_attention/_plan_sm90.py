@@ -241,10 +241,10 @@ def most_partials(call: Call, values: _launch.Parameters, queries: int) -> int:
 def _least_keys(call: Call, queries: int) -> float:
     """The fewest keys that all tiles see together, whatever the lengths of the requests.
 
-    A request has at least as many keys as queries, and requests of equal lengths see fewest. The first tile of a request
-    sees the keys before its queries, and the last one also as many as these are. All others lie between. Only of a single
-    request does the host know the keys before its queries: if max_seq_len is above its length, as in a graph, the keys of
-    all tiles are fewer in proportion.
+    A request has at least as many keys as queries, and requests of equal lengths see fewest. The first tile of a
+    request sees the keys before its queries, and the last one also as many as these are. All others lie between. Only
+    of a single request does the host know the keys before its queries. If max_seq_len is above its length, as in a
+    graph, this number is too large. Then a tile may not be split that would have been, and results stay right.
     """
     num_tokens, longest = len(call.query), call.span(queries)
     before = max(0, call.batch.max_seq_len - num_tokens) if call.num_reqs == 1 else 0
@@ -258,8 +258,8 @@ def make_plan(
 ) -> Plan:  # fmt: skip
     """Launches `plan_prefill`. queries: of a tile. num_partials: see `most_partials`.
 
-    Kernels read the plan before the preceding kernel has ended. That is right for the first of them as well, because the
-    ticket is made after the plan: when that kernel begins, the plan has ended.
+    Kernels read the plan before the preceding kernel has ended. That is right for the first of them as well, because
+    the ticket is made after the plan: when that kernel begins, the plan has ended.
     """
     device, table = batch.seq_lens.device, dict(values)
     empty = functools.partial(torch.empty, dtype=torch.int32, device=device)

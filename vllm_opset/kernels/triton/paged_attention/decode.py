@@ -310,7 +310,7 @@ def _launch_ranges(call: Call, launch: str) -> None:
 
 
 def _warps(call: Call, values: _launch.Parameters) -> int:
-    """Fewer where programs attend few keys: barriers take most of the time there. An fp8 cache would spill with them."""
+    """Fewer where programs attend few keys, and barriers take most of the time. An fp8 cache would spill with fewer."""
     num_programs = values["programs"] * _launch.multiprocessors(call.query.device)
     keys = call.num_reqs * call.num_kv_heads * call.span(call.batch.max_query_len) / num_programs
     short = keys <= values.get("short_keys", 0) and call.kv_cache.dtype == call.query.dtype
