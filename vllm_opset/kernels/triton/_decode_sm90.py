@@ -175,20 +175,20 @@ def _finish(sums, scales, bias, out, partials, counters, tile, sizes, BY_BLOCKS:
         # If all others' sums are in memory, this program's own need not be.
         is_last = gl.atomic_add(counter, 0, sem="acquire") == last - first
         if not is_last:
-            gl.store(_partial(partials, sums, program, first_unit, run), sums)
+            gl.store(partial_of(partials, sums, program, first_unit, run), sums)
             barrier()  # all threads' stores come before the count
             is_last = gl.atomic_add(counter, 1, sem="acq_rel") == last - first
         if is_last:
             total = gl.zeros(sums.shape, gl.float32, SUMS)
             for other in range(first, last + 1):
-                pointers = _partial(partials, sums, other, first_unit, run)
+                pointers = partial_of(partials, sums, other, first_unit, run)
                 total += gl.where(other == program, sums, gl.load(pointers, other != program, cache_modifier=".cg"))
             gl.store(counter, 0)
             _store(total, scales, bias, out, tile, sizes, BY_BLOCKS)
 
 
 @gluon.jit
-def _partial(partials, sums, program, first_unit, run):
+def partial_of(partials, sums, program, first_unit, run):
     """Where a program leaves its sums of a tile. It shares only its first and its last tile with others.
 
     first_unit: of the tile.
