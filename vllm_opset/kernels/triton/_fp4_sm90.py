@@ -14,8 +14,9 @@ from triton.experimental.gluon import language as gl
 WIDTH = gl.constexpr(128)  # columns of a unit
 WORDS = gl.constexpr(WIDTH.value // 8)  # of 32 bits, which hold a row's weights of a unit
 SUMS_FACTOR = gl.constexpr(2.0**64)
-# Makes a scale's byte s two bf16 of 2**(s - 127 + 126 - 64), whose exponents are stored with 127 more.
-PAIR, PAIR_BIAS = gl.constexpr(0x00800080), gl.constexpr((126 - 64) * 0x00800080)
+# A scale's byte s is that of 2**(s - 127). Two bf16 of 2**(s - 127 + 126 - 64) have s and this as their exponents. The
+# largest one is infinity, which makes NaN of zeros: for the byte that stands for NaN, and for scales above 2**64.
+MORE, LARGEST, PAIR = gl.constexpr(126 - 64), gl.constexpr(255), gl.constexpr(0x00800080)
 
 # Makes eight values four pairs: the values i and i + 4 of a word, for each i. 0xEA: (a & b) | c.
 WIDEN = """{
@@ -80,7 +81,7 @@ def widened(words, scale, FACTOR: gl.constexpr):
     LAYOUT: gl.constexpr = words_layout(ROWS, gl.num_warps())
     GROUPS: gl.constexpr = groups_layout(ROWS, gl.num_warps())
     w = gl.convert_layout(words.load(LAYOUT).reshape([ROWS, WORDS // 4, 4]), GROUPS, True)
-    pair = scale.to(gl.int32) * PAIR + PAIR_BIAS
+    pair = gl.minimum(scale.to(gl.int32) + MORE, LARGEST) * PAIR
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
         WIDEN, WIDEN_REGISTERS, [w, pair[:, :, None]],
         (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
