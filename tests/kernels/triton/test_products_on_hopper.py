@@ -30,6 +30,10 @@ TILES = [
     for (rows, outputs), ordered in itertools.product(((64, 256), (128, 128), (128, 256)), (0, 1))
 ]
 PACKED_TILES = [{"rows": rows, "group": 8, "stages": 4} for rows in (64, 128, 256)]
+DECODE_TILES = [
+    {"rows": 128, "warps": 8, "stages": 5, "programs": 2},
+    {"rows": 64, "warps": 4, "stages": 2, "programs": 4},
+]
 INT4_TILES = [
     {"tokens": 16, "warpgroups": 4, "parts": 1, "stages": 8, "programs": 132, "registers": 104},
     {"tokens": 64, "warpgroups": 4, "parts": 1, "stages": 6, "programs": 132, "registers": 104},
@@ -117,6 +121,30 @@ def test_experts_by_every_tile(scheme, block_size):
 
 
 @on_hopper
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("tile", DECODE_TILES, ids=lambda tile: "-".join(map(str, tile.values())))
+@pytest.mark.parametrize(("outputs", "inputs", "tokens"), [(328, 352, 1), (328, 352, 300), (1000, 2880, 60)])
+def test_few_choices_by_mxfp4(outputs, inputs, tokens, tile):
+    """Outputs and columns end within tiles, and programs within tiles too. One expert is absent, one has no choices.
+
+    Some experts have several blocks.
+    """
+    how = _experts("mxfp4", inputs, outputs, "cuda")
+    rng = torch.Generator("cuda").manual_seed(2)
+    ids = torch.rand(tokens, 4, generator=rng, device="cuda").topk(2).indices.int()
+    absent = ids == 3
+    order = ops.permute(ids, 5, 16, torch.tensor([0, 1, 2, -1, 4], dtype=torch.int32, device="cuda"))
+    how |= {"bias": torch.randn(5, outputs, generator=rng, device="cuda").bfloat16(), "out_dtype": torch.bfloat16}
+    x, weight = how.pop("x")[:tokens], how.pop("weight")
+    wanted = ops.grouped_gemm(x, weight, *order, 2, **how)
+    with _launch.trial("mxfp4_grouped_gemm_decode_sm90", tile):
+        for _ in range(2):  # the counters are zero again
+            got = kernels_of("grouped_gemm")["triton"].run(x, weight, *order, 2, **how, variant="decode_sm90")
+            torch.testing.assert_close(got, wanted, **NEAR)
+            assert not got[absent.flatten()].any()
+
+
+@on_hopper
 @pytest.mark.parametrize("tile", INT4_TILES, ids=lambda tile: "-".join(map(str, tile.values())))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("zero_points", [False, True])
@@ -172,6 +200,23 @@ def _picked_for_experts(scheme: str, block_size: int, **others: torch.Tensor) ->
 def test_experts_take_the_kernel_for_blocks_that_fill_its_tiles(scheme):
     picked = {block_size: _picked_for_experts(scheme, block_size) for block_size in (16, 32, 64, 96, 128)}
     assert picked == {16: "decode", 32: "prefill", 64: "prefill_sm90", 96: "prefill", 128: "prefill_sm90"}
+
+
+def test_small_blocks_of_mxfp4_take_their_kernel_if_there_are_many():
+    def picked(scheme: str, blocks: int, **others: torch.Tensor) -> str:
+        (x, weight, *_), how = _operands(scheme, 16, **others)
+        order = torch.zeros(16 * blocks, dtype=torch.int32), torch.zeros(blocks, dtype=torch.int32)
+        return grouped_gemm.VARIANTS.of(None, x, weight, *order, 1, **how)
+
+    least = _launch_values("blocks_grouped_gemm_decode_sm90")["least_blocks"]
+    assert [picked("mxfp4", blocks) for blocks in (least - 1, least)] == ["decode", "decode_sm90"]
+    assert picked("int4", least) == picked("blocks", least) == "decode"
+    with instead(Target("nvidia", "sm80")):
+        assert picked("mxfp4", least) == "decode"
+
+
+def _launch_values(launch: str) -> _launch.Parameters:
+    return _launch.parameters(launch, torch.device("cpu"), 0)
 
 
 def test_experts_in_int4_take_it_for_stages_of_one_scale():

@@ -55,6 +55,7 @@ KERNELS = {
     "_int4_grouped_gemm": ("_int4_grouped_gemm",),
     "_scaled_gemm_sm90": ("scaled_gemm_sm90",),
     "_mxfp4_gemm_sm90": ("mxfp4_gemm_sm90",),
+    "_experts_decode_sm90": ("experts_decode_sm90",),
     "_packed_experts_sm90": ("packed_experts_sm90",),
     "quantise": ("_quantise",),
     "combine": ("_combine",),
@@ -63,7 +64,7 @@ KERNELS = {
 # The kernels of each dtype of the weights; the others multiply by weights as they are.
 OF_WEIGHTS = {
     FP8: {"_scaled_grouped_gemm", "scaled_gemm_sm90", "_quantise"},
-    torch.uint8: {"_mxfp4_grouped_gemm", "mxfp4_gemm_sm90", "packed_experts_sm90"},
+    torch.uint8: {"_mxfp4_grouped_gemm", "experts_decode_sm90", "mxfp4_gemm_sm90", "packed_experts_sm90"},
     UINT4: {"_int4_grouped_gemm", "packed_experts_sm90"},
 }
 

@@ -1,8 +1,8 @@
 """Products of few choices in bf16 by experts' MXFP4 weights on Hopper GPUs, as fast as the weights can be read.
 
 Outputs are the rows of wgmma's products, which it takes from registers, and a block's choices are their columns. The
-copy engine (TMA) brings packed weights in units of WIDTH columns of a tile. A thread widens 16 bytes of a row at a time.
-They share one scale. It multiplies them by columns of x in another order than theirs, so x is stored in that order.
+copy engine (TMA) brings packed weights in units of WIDTH columns of a tile. A thread widens 16 bytes of a row at a
+time, which share one scale. It multiplies them by columns of x in another order than theirs, so x is stored in that order.
 
 All programs take equally many units of the blocks that have an expert, one after the other. Several programs may share
 a tile. The last one of them then adds their sums, always in the same order.
@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._counters import barrier, zeros
 from vllm_opset.kernels.triton._decode_sm90 import MOST_REGISTERS, REGISTERS, THREADS, partial_of
 from vllm_opset.kernels.triton._fp4_sm90 import SUMS_FACTOR, WIDTH, WORDS, reordered, scale_pairs, widened
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import available, is_aligned
 from vllm_opset.kernels.triton._tiles import Order
 from vllm_opset.ops.schemes import MXFP4, is_mxfp4
@@ -67,18 +67,18 @@ def experts_decode_sm90(
         expert = gl.load(expert_ids + block).to(gl.int64)
         rows = _rows_of(x, x_stride, block, order, top_k, BLOCK_SIZE)
         scales = _scales_of(weight_scale + expert * ws_expert, ws_row, ws_column, first_output, ROWS, OUTPUTS)
-        step = gl.maximum(begin - tile * UNITS, 0)
+        first_step = gl.maximum(begin - tile * UNITS, 0)
         last_step = gl.minimum(end - tile * UNITS, UNITS) - 1
-        x_ring.index(done & 1).store(reordered(_x_at(rows, step, COLUMNS)))
-        following = _x_at(rows, gl.minimum(step + 1, last_step), COLUMNS)
-        scale = _scales_at(scales, gl.minimum(step + 1, last_step), ws_column, COLUMNS)
+        x_ring.index(done & 1).store(reordered(_x_at(rows, first_step, COLUMNS)))
+        following = _x_at(rows, gl.minimum(first_step + 1, last_step), COLUMNS)
+        scale = _scales_at(scales, gl.minimum(first_step + 1, last_step), ws_column, COLUMNS)
         mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
-        factor = widened(w_ring.index(done % STAGES), _scales_at(scales, step, ws_column, COLUMNS), FACTOR)
+        factor = widened(w_ring.index(done % STAGES), _scales_at(scales, first_step, ws_column, COLUMNS), FACTOR)
         hopper.fence_async_shared()  # Threads wrote x, and wgmma reads it.
         barrier()
         _load(weight, ring, done % STAGES, begin + done + STAGES, end, expert_ids, OUTPUTS, TILES, UNITS)
         sums = gl.zeros([ROWS, TOKENS], gl.float32, SUMS)
-        for step in range(step, last_step):
+        for step in range(first_step, last_step):
             product = hopper.warpgroup_mma(factor, x_ring.index(done & 1).permute((1, 0)), sums, is_async=True)
             done += 1
             x_ring.index(done & 1).store(reordered(following))
@@ -232,6 +232,11 @@ def can(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None
     return is_aligned(x) and is_aligned(weight)
 
 
+def suits(device: torch.device, num_blocks: int) -> bool:
+    """Whether this kernel is the fastest for so many blocks."""
+    return num_blocks >= _launch.parameters("blocks_grouped_gemm_decode_sm90", device, 0)["least_blocks"]
+
+
 def decode_experts(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -241,11 +246,11 @@ def decode_experts(
     order: Order,
     values: _launch.Parameters,
 ) -> None:
-    """Writes the product of the contract of `grouped_gemm` to out. values: the launch's rows, warps, stages, programs."""
+    """Writes the product of the contract of `grouped_gemm` to out. values: the launch's rows, warps and so on."""
     (_, outputs, half), device, num_blocks = weight.shape, x.device, len(order.expert_ids)
     rows, warps = values["rows"], values["warps"]
-    num_tiles = num_blocks * _launch.cdiv(outputs, rows)
-    num_programs = min(values["programs"] * _launch.multiprocessors(device), num_tiles * _launch.cdiv(2 * half, WIDTH.value))
+    num_tiles, tile_units = num_blocks * _launch.cdiv(outputs, rows), _launch.cdiv(2 * half, WIDTH.value)
+    num_programs = min(values["programs"] * _launch.multiprocessors(device), num_tiles * tile_units)
     words = weight.view(-1, half).view(torch.int32)
     experts_decode_sm90[(num_programs,)](
         x, x.stride(0), TensorDescriptor.from_tensor(words, [rows, WORDS.value], NVMMASharedLayout(64, 32, rank=2)),

@@ -4,8 +4,8 @@ A product is a sum over columns, whose order does not matter. So thread t of the
 widens the t-th 32 columns, which are 16 bytes and share a scale. x is stored in the order of columns that this gives.
 
 A value is s eem in bits, and bf16 is s eeeeeeee mmmmmmm. With its three bits at the lower end of the exponent, it is
-2**-126 of what it stands for, also where ee is 0. One product with a power of two makes that good and applies the scale.
-The power has 2**-64 of the scale, which bf16 holds for scales from 2**-62 to 2**64. The sums are multiplied by 2**64.
+2**-126 of what it stands for, also where ee is 0. One product with a power of two makes that good, and applies 2**-64
+of the scale, which bf16 holds for scales from 2**-62 to 2**64. The sums are multiplied by 2**64.
 """
 
 from triton.experimental import gluon

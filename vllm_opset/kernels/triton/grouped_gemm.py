@@ -46,14 +46,13 @@ LEAST_COLUMNS = 16  # that tensor cores multiply at a time
 class Call(NamedTuple):
     """block_size: the choices of a block. hopper: whether `prefill_sm90` can multiply them. decode_sm90: likewise.
 
-    blocks, least_blocks: how many there are, and from how many on `decode_sm90` is the fastest.
+    many_blocks: whether there are so many that it is the fastest.
     """
 
     block_size: int
     hopper: bool
     decode_sm90: bool
-    blocks: int
-    least_blocks: int
+    many_blocks: bool
 
 
 def supports(problem: GroupedGemmProblem) -> str | None:
@@ -83,22 +82,18 @@ def describe(
 ) -> Call:  # fmt: skip
     block_size = len(sorted_token_ids) // max(len(expert_ids), 1)
     decode_sm90 = _experts_decode_sm90.can(x, weight, weight_scale, block_size)
-    least_blocks = _launch.parameters("blocks_grouped_gemm_decode_sm90", x.device, 0)["least_blocks"] if decode_sm90 else 0
+    many_blocks = decode_sm90 and _experts_decode_sm90.suits(x.device, len(expert_ids))
     if weight.dtype is PACKED:
         hopper = _packed_experts_sm90.can(x, weight, weight_scale)
     else:
         hopper = _scaled_gemm_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
     hopper = hopper and block_size % LEAST_ROWS_SM90 == 0
-    return Call(block_size, hopper, decode_sm90, len(expert_ids), least_blocks)
+    return Call(block_size, hopper, decode_sm90, many_blocks)
 
 
 VARIANTS = Variants(
     describe,
-    Variant(
-        "decode_sm90",
-        can=lambda call: call.decode_sm90,
-        suits=lambda call: call.blocks >= call.least_blocks,
-    ),
+    Variant("decode_sm90", can=lambda call: call.decode_sm90, suits=lambda call: call.many_blocks),
     Variant("decode", can=lambda call: call.block_size <= LEAST_ROWS),
     Variant("prefill_sm90", can=lambda call: call.hopper),
     Variant("prefill"),
