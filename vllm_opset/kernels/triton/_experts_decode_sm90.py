@@ -2,7 +2,7 @@
 
 Outputs are the rows of wgmma's products, which it takes from registers, and a block's choices are their columns. The
 copy engine (TMA) brings packed weights in units of WIDTH columns of a tile. A thread widens 16 bytes of a row at a
-time, which share one scale. It multiplies them by columns of x in another order than theirs, so x is stored in that order.
+time, which share one scale. The order of their columns is not that of wgmma, so x is stored in their order.
 
 All programs take equally many units of the blocks that have an expert, one after the other. Several programs may share
 a tile. The last one of them then adds their sums, always in the same order.
