@@ -267,10 +267,14 @@ def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
         bias, out, weight_scale, *of_weight, x_scale, *of_x, partials, zeros(x.device, tiles),
         len(rows), num_outputs, _launch.cdiv(columns, BLOCK.value), tile_units, tiles * tile_units, run,
         BY_BLOCKS=weight_scale is not None and by_blocks(call), LINES=values["lines"], STAGES=values["stages"],
-        num_warps=warps, maxnreg=min(MOST_REGISTERS, REGISTERS // (warps * THREADS * values["programs"])),
-        **_launch.launch_options(x.device),
+        num_warps=warps, maxnreg=most_registers(warps, values["programs"]), **_launch.launch_options(x.device),
     )  # fmt: skip
     return out
+
+
+def most_registers(warps: int, programs: int) -> int:
+    """The registers of a thread with which so many programs share a multiprocessor. Threads get multiples of eight."""
+    return min(MOST_REGISTERS, REGISTERS // (warps * THREADS * programs) // 8 * 8)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

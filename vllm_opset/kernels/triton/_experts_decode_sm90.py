@@ -18,8 +18,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._counters import barrier, zeros
-from vllm_opset.kernels.triton._decode_sm90 import MOST_REGISTERS, REGISTERS, THREADS, partial_of
-from vllm_opset.kernels.triton._fp4_sm90 import SUMS_FACTOR, WIDTH, WORDS, reordered, scale_pairs, widened
+from vllm_opset.kernels.triton._decode_sm90 import most_registers, partial_of
+from vllm_opset.kernels.triton._fp4_sm90 import SUMS_FACTOR, WIDTH, WORDS, reordered, scale_pairs, widened, words_of
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import available, is_aligned
 from vllm_opset.kernels.triton._tiles import Order
@@ -29,6 +29,7 @@ TOKENS = gl.constexpr(16)  # the columns of a product, and the most choices of a
 SCALED = gl.constexpr(MXFP4.group.columns)  # So many columns share a scale.
 GROUPS = gl.constexpr(WIDTH.value // SCALED.value)  # of a unit's columns
 COUNTED = gl.constexpr(256)  # So many blocks are counted at a time.
+OF_FIRST_LANE = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
 
 
 @gluon.jit(do_not_specialize=["num_choices", "num_blocks"])
@@ -73,7 +74,8 @@ def experts_decode_sm90(
         following = _x_at(rows, gl.minimum(first_step + 1, last_step), COLUMNS)
         scale = _scales_at(scales, gl.minimum(first_step + 1, last_step), ws_column, COLUMNS)
         mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
-        factor = widened(w_ring.index(done % STAGES), _scales_at(scales, first_step, ws_column, COLUMNS), FACTOR)
+        words = words_of(w_ring.index(done % STAGES))
+        factor = widened(words, _scales_at(scales, first_step, ws_column, COLUMNS), FACTOR)
         hopper.fence_async_shared()  # Threads wrote x, and wgmma reads it.
         barrier()
         _load(weight, ring, done % STAGES, begin + done + STAGES, end, expert_ids, OUTPUTS, TILES, UNITS)
@@ -84,13 +86,14 @@ def experts_decode_sm90(
             x_ring.index(done & 1).store(reordered(following))
             hopper.fence_async_shared()
             mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
-            next_factor = widened(w_ring.index(done % STAGES), scale, FACTOR)
+            words, scale_of_words = words_of(w_ring.index(done % STAGES)), scale
             # A unit ahead: loads take longer than a product.
             following = _x_at(rows, gl.minimum(step + 2, last_step), COLUMNS)
             scale = _scales_at(scales, gl.minimum(step + 2, last_step), ws_column, COLUMNS)
-            sums, factor = hopper.warpgroup_mma_wait(0, deps=(product, next_factor))
-            barrier()  # All warps have read the weights, and written x.
+            # The words wait too: widened beside the product, they would need twice as many registers.
+            sums, words = hopper.warpgroup_mma_wait(0, deps=(product, words))
             _load(weight, ring, done % STAGES, begin + done + STAGES, end, expert_ids, OUTPUTS, TILES, UNITS)
+            factor = widened(words, scale_of_words, FACTOR)
         sums = hopper.warpgroup_mma(factor, x_ring.index(done & 1).permute((1, 0)), sums, is_async=True)
         sums = hopper.warpgroup_mma_wait(0, deps=(sums,))
         done += 1
@@ -106,7 +109,8 @@ def _filled(expert_ids, num_blocks):
     for first in range(0, num_blocks, COUNTED):
         expert = gl.load(expert_ids + first + lane, first + lane < num_blocks, -1)
         found += gl.sum((expert >= 0).to(gl.int32), 0)
-    return found
+    # Now ptxas knows that all threads have the same number, and computes what follows from it once for a warp.
+    return gl.inline_asm_elementwise(OF_FIRST_LANE, "=r,r", [found], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -258,6 +262,5 @@ def decode_experts(
         x.new_empty((2 * num_programs, rows, TOKENS.value), dtype=torch.float32), zeros(device, num_tiles), len(out),
         num_blocks, order.top_k, OUTPUTS=outputs, COLUMNS=2 * half, BLOCK_SIZE=order.block_size,
         STAGES=values["stages"], num_warps=warps,
-        maxnreg=min(MOST_REGISTERS, REGISTERS // (warps * THREADS * values["programs"])),
-        **_launch.launch_options(device),
+        maxnreg=most_registers(warps, values["programs"]), **_launch.launch_options(device),
     )  # fmt: skip

@@ -18,20 +18,18 @@ SUMS_FACTOR = gl.constexpr(2.0**64)
 # largest one is infinity, which makes NaN of zeros: for the byte that stands for NaN, and for scales above 2**64.
 MORE, LARGEST, PAIR = gl.constexpr(126 - 64), gl.constexpr(255), gl.constexpr(0x00800080)
 
-# Makes eight values four pairs: the values i and i + 4 of a word, for each i. 0xEA: (a & b) | c.
+# Makes eight values four pairs: the values i and i + 4 of a word, for each i. A product of integers makes two copies
+# of a value: one has the sign in its place, and the other one the rest.
 WIDEN = """{
-.reg .b32 sign, value, pair;
-shl.b32 sign, $8, 12; shl.b32 value, $8, 6;
-and.b32 value, value, 0x01C001C0; lop3.b32 pair, sign, 0x80008000, value, 0xEA;
+.reg .b32 high, pair;
+shr.u32 high, $8, 8;
+and.b32 pair, $8, 0x000F000F; mul.lo.u32 pair, pair, 0x1040; and.b32 pair, pair, 0x81C081C0;
 mul.rn.bf16x2 pair, pair, $9; mov.b32 {$0, $1}, pair;
-shl.b32 sign, $8, 8; shl.b32 value, $8, 2;
-and.b32 value, value, 0x01C001C0; lop3.b32 pair, sign, 0x80008000, value, 0xEA;
+and.b32 pair, $8, 0x00F000F0; mul.lo.u32 pair, pair, 0x0104; and.b32 pair, pair, 0x81C081C0;
 mul.rn.bf16x2 pair, pair, $9; mov.b32 {$2, $3}, pair;
-shl.b32 sign, $8, 4; shr.u32 value, $8, 2;
-and.b32 value, value, 0x01C001C0; lop3.b32 pair, sign, 0x80008000, value, 0xEA;
+and.b32 pair, high, 0x000F000F; mul.lo.u32 pair, pair, 0x1040; and.b32 pair, pair, 0x81C081C0;
 mul.rn.bf16x2 pair, pair, $9; mov.b32 {$4, $5}, pair;
-shr.u32 value, $8, 6;
-and.b32 value, value, 0x01C001C0; lop3.b32 pair, $8, 0x80008000, value, 0xEA;
+and.b32 pair, high, 0x00F000F0; mul.lo.u32 pair, pair, 0x0104; and.b32 pair, pair, 0x81C081C0;
 mul.rn.bf16x2 pair, pair, $9; mov.b32 {$6, $7}, pair;
 }"""
 WIDEN = gl.constexpr(WIDEN)
@@ -75,15 +73,21 @@ def scale_pairs(ROWS: gl.constexpr):
 
 
 @gluon.jit
+def words_of(unit):
+    """The words of a unit in shared memory, by row and group."""
+    ROWS: gl.constexpr = unit.shape[0]
+    LAYOUT: gl.constexpr = words_layout(ROWS, gl.num_warps())
+    GROUPS: gl.constexpr = groups_layout(ROWS, gl.num_warps())
+    return gl.convert_layout(unit.load(LAYOUT).reshape([ROWS, WORDS // 4, 4]), GROUPS, True)
+
+
+@gluon.jit
 def widened(words, scale, FACTOR: gl.constexpr):
     """2**-64 of a unit's weights, in the order of columns of `reordered`. scale: bytes by rows and groups."""
     ROWS: gl.constexpr = words.shape[0]
-    LAYOUT: gl.constexpr = words_layout(ROWS, gl.num_warps())
-    GROUPS: gl.constexpr = groups_layout(ROWS, gl.num_warps())
-    w = gl.convert_layout(words.load(LAYOUT).reshape([ROWS, WORDS // 4, 4]), GROUPS, True)
     pair = gl.minimum(scale.to(gl.int32) + MORE, LARGEST) * PAIR
     a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
-        WIDEN, WIDEN_REGISTERS, [w, pair[:, :, None]],
+        WIDEN, WIDEN_REGISTERS, [words, pair[:, :, None]],
         (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
         True, 1,
     )  # fmt: skip
