@@ -30,6 +30,10 @@ TILES = [
     for (rows, outputs), ordered in itertools.product(((64, 256), (128, 128), (128, 256)), (0, 1))
 ]
 PACKED_TILES = [{"rows": rows, "group": 8, "stages": 4} for rows in (64, 128, 256)]
+DECODE_TILES = [
+    {"rows": 128, "warps": 8, "stages": 5, "programs": 2},
+    {"rows": 64, "warps": 4, "stages": 2, "programs": 4},
+]
 INT4_TILES = [
     {"tokens": 16, "warpgroups": 4, "parts": 1, "stages": 8, "programs": 132, "registers": 104},
     {"tokens": 64, "warpgroups": 4, "parts": 1, "stages": 6, "programs": 132, "registers": 104},
@@ -117,6 +121,30 @@ def test_experts_by_every_tile(scheme, block_size):
 
 
 @on_hopper
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("tile", DECODE_TILES, ids=lambda tile: "-".join(map(str, tile.values())))
+@pytest.mark.parametrize(("outputs", "inputs", "tokens"), [(328, 352, 1), (328, 352, 300), (1000, 2880, 60)])
+def test_few_choices_by_mxfp4(outputs, inputs, tokens, tile):
+    """Outputs and columns end within tiles, and programs within tiles too. One expert is absent, one has no choices.
+
+    Some experts have several blocks.
+    """
+    how = _experts("mxfp4", inputs, outputs, "cuda")
+    rng = torch.Generator("cuda").manual_seed(2)
+    ids = torch.rand(tokens, 4, generator=rng, device="cuda").topk(2).indices.int()
+    absent = ids == 3
+    order = ops.permute(ids, 5, 16, torch.tensor([0, 1, 2, -1, 4], dtype=torch.int32, device="cuda"))
+    how |= {"bias": torch.randn(5, outputs, generator=rng, device="cuda").bfloat16(), "out_dtype": torch.bfloat16}
+    x, weight = how.pop("x")[:tokens], how.pop("weight")
+    wanted = ops.grouped_gemm(x, weight, *order, 2, **how)
+    with _launch.trial("mxfp4_grouped_gemm_decode_sm90", tile):
+        for _ in range(2):  # the counters are zero again
+            got = kernels_of("grouped_gemm")["triton"].run(x, weight, *order, 2, **how, variant="decode_sm90")
+            torch.testing.assert_close(got, wanted, **NEAR)
+            assert not got[absent.flatten()].any()
+
+
+@on_hopper
 @pytest.mark.parametrize("tile", INT4_TILES, ids=lambda tile: "-".join(map(str, tile.values())))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("zero_points", [False, True])
@@ -171,7 +199,10 @@ def _picked_for_experts(scheme: str, block_size: int, **others: torch.Tensor) ->
 @pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4", "int4"])
 def test_experts_take_the_kernel_for_blocks_that_fill_its_tiles(scheme):
     picked = {block_size: _picked_for_experts(scheme, block_size) for block_size in (16, 32, 64, 96, 128)}
-    assert picked == {16: "decode", 32: "prefill", 64: "prefill_sm90", 96: "prefill", 128: "prefill_sm90"}
+    few = "decode_sm90" if scheme == "mxfp4" else "decode"
+    assert picked == {16: few, 32: "prefill", 64: "prefill_sm90", 96: "prefill", 128: "prefill_sm90"}
+    with instead(Target("nvidia", "sm80")):
+        assert _picked_for_experts(scheme, 16) == "decode"
 
 
 def test_experts_in_int4_take_it_for_stages_of_one_scale():

@@ -146,7 +146,7 @@ def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
     if values["wide"]:
         kernel, warps = wide_decode_sm90, WARPS
     else:
-        limit = {"maxnreg": min(MOST_REGISTERS, REGISTERS // (warps * WARP.value * values["programs"]))}
+        limit = {"maxnreg": most_registers(warps, values["programs"])}
     box = NVMMASharedLayout(128, 8 * x.element_size(), rank=2)
     of_weight, of_x = ((0, 0) if scale is None else strides(scale) for scale in (weight_scale, x_scale))
     kernel[(num_programs,)](
@@ -158,6 +158,11 @@ def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
         num_warps=warps, **limit, **_launch.launch_options(x.device),
     )  # fmt: skip
     return out
+
+
+def most_registers(warps: int, programs: int) -> int:
+    """The registers of a thread with which so many programs share a multiprocessor. Threads get multiples of eight."""
+    return min(MOST_REGISTERS, REGISTERS // (warps * WARP.value * programs) // 8 * 8)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -104,17 +104,17 @@ def finish(
         # If all others' sums are in memory, this program's own need not be.
         is_last = gl.atomic_add(counter, 0, sem="acquire") == last - first
         if not is_last:
-            place = _place(program, first_unit, run) * WARPGROUPS + INDEX
+            place = place_of(program, first_unit, run) * WARPGROUPS + INDEX
             for part in gl.static_range(PARTS):
-                gl.store(_partial(partials, sums[part], place * PARTS + part), sums[part])
+                gl.store(partial_of(partials, sums[part], place * PARTS + part), sums[part])
             barrier()  # all threads' stores come before the count
             is_last = gl.atomic_add(counter, 1, sem="acq_rel") == last - first
         if is_last:
             total = (gl.zeros(sums[0].shape, gl.float32, SUMS),) * PARTS
             for other in range(first, last + 1):
-                place, added = _place(other, first_unit, run) * WARPGROUPS + INDEX, ()
+                place, added = place_of(other, first_unit, run) * WARPGROUPS + INDEX, ()
                 for part in gl.static_range(PARTS):
-                    pointers = _partial(partials, sums[part], place * PARTS + part)
+                    pointers = partial_of(partials, sums[part], place * PARTS + part)
                     of_other = gl.load(pointers, other != program, cache_modifier=".cg")
                     added += (total[part] + gl.where(other == program, sums[part], of_other),)
                 total = added
@@ -124,7 +124,7 @@ def finish(
 
 
 @gluon.jit
-def _place(program, first_unit, run):
+def place_of(program, first_unit, run):
     """Which of the places is for a program's sums of a tile. It shares only its first and its last tile with others.
 
     first_unit: of the tile.
@@ -133,7 +133,7 @@ def _place(program, first_unit, run):
 
 
 @gluon.jit
-def _partial(partials, sums, place):
+def partial_of(partials, sums, place):
     ROWS: gl.constexpr = sums.shape[0]
     TOKENS: gl.constexpr = sums.shape[1]
     SUMS: gl.constexpr = sums.type.layout

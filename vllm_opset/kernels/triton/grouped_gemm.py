@@ -6,7 +6,8 @@ programs of empty blocks multiply and write nothing.
 - `decode`: blocks of up to 16 choices. Reading the weights takes the time, and each weight is read once.
 - `prefill`: larger blocks, whose programs are ordered so that those of one expert run at the same time.
 
-On Hopper GPUs, `prefill_sm90` multiplies larger blocks in fp8, and in 16 bits by int4 and MXFP4 weights.
+On Hopper GPUs, `decode_sm90` multiplies blocks of up to 16 choices by MXFP4 weights.
+`prefill_sm90` multiplies larger blocks in fp8, and in 16 bits by int4 and MXFP4 weights.
 """
 
 from typing import NamedTuple
@@ -18,6 +19,7 @@ import triton.language as tl
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import (
+    _experts_decode_sm90,
     _int4_grouped_gemm,
     _launch,
     _mxfp4_gemm_sm90,
@@ -42,10 +44,11 @@ LEAST_COLUMNS = 16  # that tensor cores multiply at a time
 
 
 class Call(NamedTuple):
-    """block_size: the choices of a block. hopper: whether `prefill_sm90` can multiply them."""
+    """block_size: the choices of a block. hopper: whether `prefill_sm90` can multiply them. decode_sm90: likewise."""
 
     block_size: int
     hopper: bool
+    decode_sm90: bool
 
 
 def supports(problem: GroupedGemmProblem) -> str | None:
@@ -74,15 +77,18 @@ def describe(
     weight_zero_point=None,
 ) -> Call:  # fmt: skip
     block_size = len(sorted_token_ids) // max(len(expert_ids), 1)
+    decode_sm90 = _experts_decode_sm90.can(x, weight, weight_scale, block_size)
     if weight.dtype is PACKED:
         hopper = _packed_experts_sm90.can(x, weight, weight_scale)
     else:
         hopper = _scaled_gemm_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
-    return Call(block_size, hopper and block_size % LEAST_ROWS_SM90 == 0)
+    hopper = hopper and block_size % LEAST_ROWS_SM90 == 0
+    return Call(block_size, hopper, decode_sm90)
 
 
 VARIANTS = Variants(
     describe,
+    Variant("decode_sm90", can=lambda call: call.decode_sm90),
     Variant("decode", can=lambda call: call.block_size <= LEAST_ROWS),
     Variant("prefill_sm90", can=lambda call: call.hopper),
     Variant("prefill"),
@@ -111,6 +117,10 @@ def grouped_gemm(
         return out
     mxfp4, order = is_mxfp4(weight, weight_scale), Order(sorted_token_ids, expert_ids, top_k)
     picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out_dtype)
+    if picked == "decode_sm90":
+        values = _launch.parameters("mxfp4_grouped_gemm_decode_sm90", x.device, len(expert_ids))
+        _experts_decode_sm90.decode_experts(x, weight, bias, weight_scale, out, order, values)
+        return out
     if picked == "prefill_sm90" and weight.dtype is PACKED:
         _multiply_packed_sm90(Packed(x, weight, weight_scale, weight_zero_point), bias, out, order)
         return out
