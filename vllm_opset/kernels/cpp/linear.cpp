@@ -59,9 +59,9 @@ void multiply_along_rows(const float* x, const float* weight, const float* bias,
     for (int64_t token = 0; token < tokens; token++) rows[token] = x + token * x_token;
 #pragma omp parallel for schedule(static) if (out * in > WORTH_THREADS)
     for (int64_t begin = 0; begin < out; begin += BLOCK)
-        multiply_rows(weight + begin * in, std::min(BLOCK, out - begin), rows.data(), tokens, in,
+        multiply_rows(PlainRows<float>{weight, in}, begin, std::min(begin + BLOCK, out), rows.data(), tokens, in,
                       [&](int64_t row, int64_t token, float product) {
-                          y[token * out + begin + row] = bias ? product + bias[begin + row] : product;
+                          y[token * out + row] = bias ? product + bias[row] : product;
                       });
 }
 

@@ -1,10 +1,6 @@
 // linear in bf16 with a packed weight: panels of LANES rows side by side, in pairs of columns.
 #include "_vector.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 namespace opset {
 namespace {
 
@@ -12,15 +8,13 @@ namespace {
 // there must be enough of them to hide the latency of an addition.
 #ifdef __AVX512F__
 constexpr int PANELS = 4, TOKENS = 6, PANELS_OF_ONE = 8;
-constexpr int PARTS = 1;  // registers for the lanes of a panel, because compilers split larger vectors badly
 #else
 constexpr int PANELS = 1, TOKENS = 4, PANELS_OF_ONE = 4;
-constexpr int PARTS = 2;
 #endif
 constexpr int64_t WORTH_PRODUCTS = 32 * WORTH_THREADS;  // products that take as long as elements of other kernels
 
-typedef float Sums __attribute__((vector_size(64 / PARTS)));
-typedef uint32_t Pairs __attribute__((vector_size(64 / PARTS)));  // two columns of a row each, the first in the low half
+using Sums = PartFloats;
+using Pairs = PartWords;  // two columns of a row each, the first in the low half
 
 // Adds the products of both columns to the sums of the rows.
 inline void add(Sums& sums, Pairs weight, uint32_t x) {
