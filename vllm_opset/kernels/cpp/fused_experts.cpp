@@ -106,9 +106,10 @@ void multiply_down(const Choices& choices, const E* x, const Weight& weight, con
 
 }  // namespace
 
-// x: [tokens, in] with row stride x_token. weight: [experts, out, in], as it is stored, bias: [experts, out] or null. y: [tokens, top_k,
-// out]; rows of absent experts are left as they are. ids: [tokens, top_k], map: [map_size] or null. All others are
-// contiguous. Returns the first choice of an expert that does not exist before anything is written, otherwise -1.
+// x: [tokens, in] with row stride x_token. weight: [experts, out, in], as it is stored. bias: [experts, out] or null.
+// y: [tokens, top_k, out]; rows of absent experts are left as they are. ids: [tokens, top_k], map: [map_size] or null.
+// All others are contiguous. Returns the first choice of an expert that does not exist before anything is written,
+// otherwise -1.
 extern "C" int64_t experts_up(int64_t type, const void* x, const Weight* weight, const void* bias, void* y,
                               const int32_t* ids, const int32_t* map, int64_t map_size, int64_t tokens, int64_t top_k,
                               int64_t experts, int64_t in, int64_t out, int64_t x_token) {
