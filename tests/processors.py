@@ -15,6 +15,7 @@ from vllm_opset.platform.cpu import machine
 TESTS = (
     "tests/test_parity.py",
     "tests/kernels/cpp/test_cpp.py",
+    "tests/kernels/cpp/test_stored.py",
     "tests/ops/test_linear.py",
     "tests/test_targets.py",
     "tests/model/test_linear_layers.py",

@@ -96,7 +96,7 @@ class Experts:
             name: kernel.prepared(name, value, **{other: given[other] for other in given if other != name})
             for name, value in given.items()
         }
-        packs = ready["w1"] is not given["w1"]
+        packs = any(ready[name] is not given[name] for name in ("w1", "w2"))
         ready = {name: self._hold(name, value) for name, value in ready.items() if packs or name not in ("w1", "w2")}
         others = {name: self._hold(name, value) for name, value in self._arguments.items() if name not in ready}
         self._arguments |= others | {name: value for name, value in ready.items() if name in self._arguments}

@@ -1,6 +1,10 @@
 // Vectors of 16 floats: one register of AVX-512, two of AVX2 or four of NEON. The compiler splits them.
 #pragma once
 
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include <utility>
 
 #include "_types.h"
@@ -9,6 +13,30 @@ namespace opset {
 
 constexpr int LANES = 16;
 typedef float Floats __attribute__((vector_size(64)));
+
+// The registers that hold LANES floats. GCC splits larger vectors badly, so loops that matter are written in these.
+#ifdef __AVX512F__
+constexpr int PARTS = 1;
+#else
+constexpr int PARTS = 2;
+#endif
+constexpr int PART = LANES / PARTS;
+typedef float PartFloats __attribute__((vector_size(4 * PART)));
+typedef int32_t PartIntegers __attribute__((vector_size(4 * PART)));
+typedef uint32_t PartWords __attribute__((vector_size(4 * PART)));
+typedef uint16_t PartHalves __attribute__((vector_size(2 * PART)));
+
+inline PartFloats load_part(const float* from) {
+    PartFloats wide;
+    std::memcpy(&wide, from, sizeof wide);
+    return wide;
+}
+
+inline PartFloats load_part(const bfloat16* from) {
+    PartHalves narrow;
+    std::memcpy(&narrow, from, sizeof narrow);
+    return bits_of<PartFloats>(__builtin_convertvector(narrow, PartWords) << 16);
+}
 
 inline Floats load(const float* from) {
     Floats wide;

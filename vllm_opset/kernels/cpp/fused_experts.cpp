@@ -1,5 +1,5 @@
 // Both products of fused_experts. Each reads the weights of the experts that have tokens, once, where they are.
-#include "_dot.h"
+#include "_stored.h"
 
 namespace opset {
 namespace {
@@ -45,9 +45,10 @@ struct ByExpert {
 // Calls f(choice, row, product) for the rows from `begin` to before `end` of the weights [experts, out, in] of all
 // experts that have tokens. row_of(choice): the row of activations to multiply.
 template <class E, class R, class F>
-void multiply_experts(const ByExpert& sorted, int64_t experts, const E* weight, const E* bias, int64_t in, int64_t out,
-                      int64_t begin, int64_t end, R row_of, F f) {
+void multiply_experts(const ByExpert& sorted, int64_t experts, const Weight& weight, const E* bias, int64_t in,
+                      int64_t out, int64_t begin, int64_t end, R row_of, F f) {
     std::vector<const E*> x;
+    std::vector<E> buffer(weight.format == Format::PLAIN ? 0 : TILE * in);
     for (int64_t expert = 0; expert < experts; expert++) {
         const int64_t *choices = sorted.order.data() + sorted.first[expert];
         const int64_t tokens = sorted.first[expert + 1] - sorted.first[expert];
@@ -55,10 +56,12 @@ void multiply_experts(const ByExpert& sorted, int64_t experts, const E* weight, 
         x.resize(tokens);
         for (int64_t i = 0; i < tokens; i++) x[i] = row_of(choices[i]);
         const E* biases = bias ? bias + expert * out : nullptr;
-        multiply_rows(weight + (expert * out + begin) * in, end - begin, x.data(), tokens, in,
-                      [&](int64_t row, int64_t token, float product) {
-                          f(choices[token], begin + row, biases ? product + widen(biases[begin + row]) : product);
-                      });
+        const auto result = [&](int64_t row, int64_t token, float product) {
+            f(choices[token], row, biases ? product + widen(biases[row]) : product);
+        };
+        const auto multiply = [&](auto rows) { multiply_rows(rows, begin, end, x.data(), tokens, in, result); };
+        if (weight.format != Format::PLAIN) multiply(StoredRows<E>{Stored(weight, out, in, expert), buffer.data()});
+        else multiply(PlainRows<E>{reinterpret_cast<const E*>(weight.values) + expert * out * in, in});
     }
 }
 
@@ -70,8 +73,8 @@ void each_block(int64_t out, int64_t products, F f) {
 }
 
 template <class E>
-void multiply_up(const Choices& choices, const E* x, const E* weight, const E* bias, E* y, int64_t in, int64_t out,
-                 int64_t x_token) {
+void multiply_up(const Choices& choices, const E* x, const Weight& weight, const E* bias, E* y, int64_t in,
+                 int64_t out, int64_t x_token) {
     const ByExpert sorted(choices);
     each_block(out, choices.number() * in * out, [&](int64_t begin, int64_t end) {
         multiply_experts(
@@ -82,7 +85,7 @@ void multiply_up(const Choices& choices, const E* x, const E* weight, const E* b
 }
 
 template <class E>
-void multiply_down(const Choices& choices, const E* x, const E* weight, const E* bias, const float* weights,
+void multiply_down(const Choices& choices, const E* x, const Weight& weight, const E* bias, const float* weights,
                    const E* shared, E* y, int64_t in, int64_t out) {
     const ByExpert sorted(choices);
     each_block(out, choices.number() * in * out, [&](int64_t begin, int64_t end) {
@@ -103,17 +106,18 @@ void multiply_down(const Choices& choices, const E* x, const E* weight, const E*
 
 }  // namespace
 
-// x: [tokens, in] with row stride x_token. weight: [experts, out, in], bias: [experts, out] or null. y: [tokens, top_k,
-// out]; rows of absent experts are left as they are. ids: [tokens, top_k], map: [map_size] or null. All others are
-// contiguous. Returns the first choice of an expert that does not exist before anything is written, otherwise -1.
-extern "C" int64_t experts_up(int64_t type, const void* x, const void* weight, const void* bias, void* y,
+// x: [tokens, in] with row stride x_token. weight: [experts, out, in], as it is stored. bias: [experts, out] or null.
+// y: [tokens, top_k, out]; rows of absent experts are left as they are. ids: [tokens, top_k], map: [map_size] or null.
+// All others are contiguous. Returns the first choice of an expert that does not exist before anything is written,
+// otherwise -1.
+extern "C" int64_t experts_up(int64_t type, const void* x, const Weight* weight, const void* bias, void* y,
                               const int32_t* ids, const int32_t* map, int64_t map_size, int64_t tokens, int64_t top_k,
                               int64_t experts, int64_t in, int64_t out, int64_t x_token) {
     const Choices choices{ids, map, map_size, tokens, top_k, experts};
     if (const int64_t lost = choices.lost(); lost >= 0) return lost;
     with_type(type, [&](auto* element) {
         using E = std::remove_pointer_t<decltype(element)>;
-        multiply_up(choices, static_cast<const E*>(x), static_cast<const E*>(weight), static_cast<const E*>(bias),
+        multiply_up(choices, static_cast<const E*>(x), *weight, static_cast<const E*>(bias),
                     static_cast<E*>(y), in, out, x_token);
     });
     return -1;
@@ -121,13 +125,13 @@ extern "C" int64_t experts_up(int64_t type, const void* x, const void* weight, c
 
 // As experts_up, for x: [tokens, top_k, in] and y: [tokens, out]. weights: [tokens, top_k], by which the results of a
 // token are multiplied before they are added up. shared: [tokens, out], added to the sum, or null.
-extern "C" void experts_down(int64_t type, const void* x, const void* weight, const void* bias, const float* weights,
+extern "C" void experts_down(int64_t type, const void* x, const Weight* weight, const void* bias, const float* weights,
                              const void* shared, void* y, const int32_t* ids, const int32_t* map, int64_t map_size,
                              int64_t tokens, int64_t top_k, int64_t experts, int64_t in, int64_t out) {
     const Choices choices{ids, map, map_size, tokens, top_k, experts};
     with_type(type, [&](auto* element) {
         using E = std::remove_pointer_t<decltype(element)>;
-        multiply_down(choices, static_cast<const E*>(x), static_cast<const E*>(weight), static_cast<const E*>(bias),
+        multiply_down(choices, static_cast<const E*>(x), *weight, static_cast<const E*>(bias),
                       weights, static_cast<const E*>(shared), static_cast<E*>(y), in, out);
     });
 }

@@ -1,33 +1,54 @@
 """fused_experts in C++: each weight of an expert that has tokens is read once, where it is.
 
-Quantised weights are dequantised once, as by kernels/cpu. The activation between the products is C++ for SiLU, and
-otherwise PyTorch's.
+Quantised weights stay as they are stored, and their rows are dequantised where they are multiplied. The activation
+between the products is C++ for SiLU, and otherwise PyTorch's.
 """
+
+import ctypes
 
 import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpp._build import INT, POINTER, TYPES, function
+from vllm_opset.kernels.cpp._stored import Weight, can_stay, described
 from vllm_opset.kernels.cpp.rms_norm import supports_type
 from vllm_opset.kernels.cpp.silu_and_mul import silu_and_mul
 from vllm_opset.kernels.cpu import fused_experts as in_torch
 from vllm_opset.ops.moe import _activations
-from vllm_opset.ops.moe._quantised import as_stored
+from vllm_opset.ops.moe._quantised import as_stored, check_scale
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
-
-PREPARE = {"w1": in_torch.dequantised_w1, "w2": in_torch.dequantised_w2}
+from vllm_opset.ops.schemes import values_shape
 
 up = function("experts_up", INT, *[POINTER] * 6, *[INT] * 7, returns=INT)
 down = function("experts_down", INT, *[POINTER] * 8, *[INT] * 6)
 
 
 def supports(problem: FusedExpertsProblem) -> str | None:
-    """fp32 and bf16; fp8 e4m3, int8, int4 and MXFP4 weights, dequantised once."""
+    """fp32 and bf16; fp8 e4m3, int8, int4 and MXFP4 weights, dequantised where they are multiplied."""
     return supports_type(problem) or in_torch.supports(problem)
 
 
-@kernel(ops.fused_experts, name="cpp", supports=supports, prepare=PREPARE)
+def stored_w1(w1: torch.Tensor, w1_scale=None, w1_zero_point=None, **others) -> torch.Tensor:
+    if _can_stay("w1_scale", w1, w1_scale, w1_zero_point):
+        return w1.contiguous()
+    return in_torch.dequantised_w1(w1, w1_scale, w1_zero_point=w1_zero_point, **others)
+
+
+def stored_w2(w2: torch.Tensor, w2_scale=None, w2_zero_point=None, **others) -> torch.Tensor:
+    if _can_stay("w2_scale", w2, w2_scale, w2_zero_point):
+        return w2.contiguous()
+    return in_torch.dequantised_w2(w2, w2_scale, w2_zero_point=w2_zero_point, **others)
+
+
+def _can_stay(name: str, weight: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None) -> bool:
+    if scale is None:
+        return False
+    check_scale(name, weight, scale, zero_point)
+    return can_stay(weight, scale)
+
+
+@kernel(ops.fused_experts, name="cpp", supports=supports, prepare={"w1": stored_w1, "w2": stored_w2})
 def fused_experts(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
@@ -67,24 +88,32 @@ def fused_experts(
         topk_ids.data_ptr(), _address(expert_map), 0 if expert_map is None else len(expert_map), *topk_ids.shape,
         len(w1),
     )  # fmt: skip
-    middle = _up(x, w1, w1_bias, chosen, topk_ids)
+    first, second = described(w1, w1_scale, w1_zero_point), described(w2, w2_scale, w2_zero_point)
+    middle = _up(x, first, values_shape(w1), w1_bias, chosen, topk_ids)
     middle = silu_and_mul(middle) if act is ops.silu_and_mul else act(middle, **parameters)
     middle = as_stored(middle, quant_dtype, group_shape, a2_scale)
     y = torch.empty(x.shape, dtype=x.dtype)
     down(
-        TYPES[x.dtype], middle.data_ptr(), w2.data_ptr(), _address(w2_bias), topk_weights.data_ptr(),
-        _address(shared_output), y.data_ptr(), *chosen, w2.shape[2], w2.shape[1],
+        TYPES[x.dtype], middle.data_ptr(), ctypes.byref(second), _address(w2_bias), topk_weights.data_ptr(),
+        _address(shared_output), y.data_ptr(), *chosen, values_shape(w2)[2], w2.shape[1],
     )  # fmt: skip
     return y
 
 
-def _up(x: torch.Tensor, w1: torch.Tensor, bias: torch.Tensor | None, chosen: tuple, topk_ids: torch.Tensor):
-    """The first product, a row for each choice. The rows of absent experts hold anything."""
-    _, out_features, in_features = w1.shape
+def _up(
+    x: torch.Tensor,
+    w1: Weight,
+    shape: tuple[int, ...],
+    bias: torch.Tensor | None,
+    chosen: tuple,
+    topk_ids: torch.Tensor,
+) -> torch.Tensor:
+    """The first product, a row for each choice. The rows of absent experts hold anything. shape: of w1's values."""
+    _, out_features, in_features = shape
     y = torch.empty((topk_ids.numel(), out_features), dtype=x.dtype)
     lost = up(
-        TYPES[x.dtype], x.data_ptr(), w1.data_ptr(), _address(bias), y.data_ptr(), *chosen, in_features, out_features,
-        x.stride(0),
+        TYPES[x.dtype], x.data_ptr(), ctypes.byref(w1), _address(bias), y.data_ptr(), *chosen, in_features,
+        out_features, x.stride(0),
     )  # fmt: skip
     if lost >= 0:
         raise IndexError(f"choice {lost} is expert {topk_ids.flatten()[lost]}, which does not exist")

@@ -1,5 +1,6 @@
-// linear in fp32 for a few tokens: it reads the weight once for all of them, without packing.
-#include "_dot.h"
+// linear in fp32 for a few tokens: it reads the weight once for all of them, without packing. A quantised weight is read
+// as it is stored.
+#include "_stored.h"
 
 namespace opset {
 namespace {
@@ -33,36 +34,73 @@ inline void multiply(const float* x, const float* weight, const float* bias, flo
         for (int row = 0; row < ROWS; row++) y[token * y_token + row] = totals[row][token / LANES][token % LANES];
 }
 
-template <int GROUPS>
-void multiply_all(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t in,
+// The rows of a weight for one thread, which asks for at most `number` at a time.
+struct Plain {
+    const float* weight;
+    int64_t in;
+
+    PlainRows<float> rows(int64_t, std::vector<float>&) const { return {weight, in}; }
+};
+
+struct Quantised {
+    Stored stored;
+
+    StoredRows<float> rows(int64_t number, std::vector<float>& buffer) const {
+        buffer.resize(number * stored.columns);
+        return {stored, buffer.data()};
+    }
+};
+
+template <int GROUPS, class W>
+void multiply_all(const float* x, const W& weight, const float* bias, float* y, int64_t tokens, int64_t in,
                   int64_t out, int64_t x_token) {
     constexpr int64_t ROWS = 12 / GROUPS;  // this many sums fit the registers and hide their latency
     std::vector<float> side_by_side(in * GROUPS * LANES);
     for (int64_t token = 0; token < tokens; token++)
         for (int64_t i = 0; i < in; i++) side_by_side[i * GROUPS * LANES + token] = x[token * x_token + i];
-#pragma omp parallel for schedule(static) if (out * in > WORTH_THREADS)
-    for (int64_t first = 0; first < out; first += ROWS) {
-        const auto part = [&](auto rows, int64_t row) {
-            multiply<decltype(rows)::value, GROUPS>(side_by_side.data(), weight + row * in, bias ? bias + row : nullptr,
-                                                    y + row, tokens, in, out);
+#pragma omp parallel if (out * in > WORTH_THREADS)
+    {
+        std::vector<float> buffer;
+        const auto rows = weight.rows(ROWS, buffer);
+        const auto part = [&](auto number, int64_t row) {
+            constexpr int NUMBER = decltype(number)::value;
+            multiply<NUMBER, GROUPS>(side_by_side.data(), rows(row, NUMBER), bias ? bias + row : nullptr, y + row,
+                                     tokens, in, out);
         };
-        if (first + ROWS <= out) part(std::integral_constant<int, ROWS>(), first);
-        else
-            for (int64_t row = first; row < out; row++) part(std::integral_constant<int, 1>(), row);
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < out; first += ROWS) {
+            if (first + ROWS <= out) part(std::integral_constant<int, ROWS>(), first);
+            else
+                for (int64_t row = first; row < out; row++) part(std::integral_constant<int, 1>(), row);
+        }
     }
 }
 
 // For so few tokens that lanes for each of them would be idle.
-void multiply_along_rows(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t in,
+template <class W>
+void multiply_along_rows(const float* x, const W& weight, const float* bias, float* y, int64_t tokens, int64_t in,
                          int64_t out, int64_t x_token) {
-    std::vector<const float*> rows(tokens);
-    for (int64_t token = 0; token < tokens; token++) rows[token] = x + token * x_token;
-#pragma omp parallel for schedule(static) if (out * in > WORTH_THREADS)
-    for (int64_t begin = 0; begin < out; begin += BLOCK)
-        multiply_rows(weight + begin * in, std::min(BLOCK, out - begin), rows.data(), tokens, in,
-                      [&](int64_t row, int64_t token, float product) {
-                          y[token * out + begin + row] = bias ? product + bias[begin + row] : product;
-                      });
+    std::vector<const float*> inputs(tokens);
+    for (int64_t token = 0; token < tokens; token++) inputs[token] = x + token * x_token;
+#pragma omp parallel if (out * in > WORTH_THREADS)
+    {
+        std::vector<float> buffer;
+        const auto rows = weight.rows(TILE, buffer);
+#pragma omp for schedule(static)
+        for (int64_t begin = 0; begin < out; begin += BLOCK)
+            multiply_rows(rows, begin, std::min(begin + BLOCK, out), inputs.data(), tokens, in,
+                          [&](int64_t row, int64_t token, float product) {
+                              y[token * out + row] = bias ? product + bias[row] : product;
+                          });
+    }
+}
+
+template <class W>
+void multiply_any(const float* x, const W& weight, const float* bias, float* y, int64_t tokens, int64_t in,
+                  int64_t out, int64_t x_token) {
+    if (tokens <= LANES / 2) multiply_along_rows(x, weight, bias, y, tokens, in, out, x_token);
+    else if (tokens <= LANES) multiply_all<1>(x, weight, bias, y, tokens, in, out, x_token);
+    else multiply_all<2>(x, weight, bias, y, tokens, in, out, x_token);
 }
 
 }  // namespace
@@ -71,9 +109,20 @@ void multiply_along_rows(const float* x, const float* weight, const float* bias,
 // contiguous. bias: [out], contiguous, or null.
 extern "C" void linear(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t in,
                        int64_t out, int64_t x_token) {
-    if (tokens <= LANES / 2) multiply_along_rows(x, weight, bias, y, tokens, in, out, x_token);
-    else if (tokens <= LANES) multiply_all<1>(x, weight, bias, y, tokens, in, out, x_token);
-    else multiply_all<2>(x, weight, bias, y, tokens, in, out, x_token);
+    multiply_any(x, Plain{weight, in}, bias, y, tokens, in, out, x_token);
+}
+
+// As linear, for a quantised weight.
+extern "C" void linear_stored(const float* x, const Weight* weight, const float* bias, float* y, int64_t tokens,
+                              int64_t in, int64_t out, int64_t x_token) {
+    multiply_any(x, Quantised{Stored(*weight, out, in)}, bias, y, tokens, in, out, x_token);
+}
+
+// The rows from `begin` to before `end` of a quantised weight [out, in], dequantised.
+extern "C" void dequantise_rows(const Weight* weight, float* to, int64_t begin, int64_t end, int64_t in, int64_t out) {
+    const Stored stored(*weight, out, in);
+#pragma omp parallel for schedule(static) if ((end - begin) * in > WORTH_THREADS)
+    for (int64_t row = begin; row < end; row++) stored.read(row, to + (row - begin) * in);
 }
 
 }  // namespace opset
