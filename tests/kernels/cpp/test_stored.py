@@ -72,6 +72,14 @@ def test_rows_that_fill_no_register_and_no_block(form, num_tokens):
     assert torch.equal(*products(*eight_bits(301, 203, *form), torch.float32, num_tokens))
 
 
+@DTYPES
+def test_scales_and_zero_points_may_have_any_strides(dtype):
+    weight, *others = int4(400, 512, 64, True, dtype)
+    strided = [one.T.contiguous().T for one in others]
+    assert not any(one.is_contiguous() for one in strided)
+    assert torch.equal(*products(weight, *strided, dtype, 5))
+
+
 def test_many_tokens_are_multiplied_by_blocks_of_rows(monkeypatch):
     monkeypatch.setattr(in_cpp, "BLOCK_BYTES", 4 * 203 * 64)
     found, expected = products(*eight_bits(301, 203, FP8, GroupShape(128, 128)), torch.float32, 40)

@@ -62,12 +62,15 @@ def is_stored(weight: torch.Tensor) -> bool:
 def described(
     weight: torch.Tensor, scale: torch.Tensor | None = None, zero_point: torch.Tensor | None = None
 ) -> Weight:
-    """The description of a contiguous weight, quantised or not. The tensors must outlive it."""
+    """The description of a contiguous weight, quantised or not, which must outlive it."""
     if not is_stored(weight):
         return Weight(weight.data_ptr(), None, None, PLAIN)
     of_bytes = FP4 if is_mxfp4(weight, scale) else UINT4
     dtype = of_bytes if weight.dtype is PACKED else weight.dtype
-    return Weight(
+    scale, zero_point = scale.contiguous(), None if zero_point is None else zero_point.contiguous()
+    found = Weight(
         weight.data_ptr(), scale.data_ptr(), None if zero_point is None else zero_point.data_ptr(), FORMATS[dtype],
         TYPES.get(scale.dtype, 0), *scale.shape[-2:],
     )  # fmt: skip
+    found.tensors = scale, zero_point  # which may be copies that nothing else holds
+    return found
