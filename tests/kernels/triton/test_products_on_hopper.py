@@ -205,6 +205,14 @@ def test_experts_take_the_kernel_for_blocks_that_fill_its_tiles(scheme):
         assert _picked_for_experts(scheme, 16) == "decode"
 
 
+def test_short_rows_of_mxfp4_take_the_kernel_for_every_gpu():
+    weight, scale = (torch.zeros(5, 160, size, dtype=torch.uint8) for size in (64, 4))
+    assert (
+        _picked_for_experts("mxfp4", 16, x=torch.zeros(300, 128).bfloat16(), weight=weight, weight_scale=scale)
+        == "decode"
+    )
+
+
 def test_experts_in_int4_take_it_for_stages_of_one_scale():
     def picked(groups: int) -> str:
         return _picked_for_experts("int4", 128, weight_scale=torch.ones(5, 160, groups).bfloat16())
