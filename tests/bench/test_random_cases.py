@@ -60,7 +60,7 @@ SCHEMES = {
     "int4": "uint4 1x(32|64|128)( with zero points)? by activations as they are",
     "mxfp4": "float4_e2m1fn_x2 1x32 by activations as they are",
 }
-# Of the names of problems: the kind, and the sizes that bound its memory.
+# The kind in the name of a problem, and the sizes that bound its memory.
 LINEAR = re.compile(r"(\S+) T(\d+) (\d+) to (\d+) \((qkv|o|gate-up|down)[^()]*\)")
 EXPERTS = re.compile(r"(\S+) T(\d+) E(\d+) k(\d+) H(\d+) I(\d+)( \([^()]*\))?")
 
