@@ -19,7 +19,7 @@ from vllm_opset.parity import check_sample
 # A time is doubtful if half the distance between its quartiles is more than this share of it. It is also doubtful if
 # it beats the floor by more than two measurements of the same ceiling differ.
 UNSTEADY, ABOVE_CEILING = 0.25, 1.1
-# What others raise for a case that they cannot do. vLLM and PyTorch check shapes in all of these ways.
+# Peers raise these for a case that they cannot do: vLLM and PyTorch check shapes in all of these ways.
 REFUSALS = (NotImplementedError, RuntimeError, AssertionError, ValueError)
 
 

@@ -15,7 +15,7 @@ DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device computes in a moment: the most tokens, and elements of weights and of inputs or outputs."""
+    """The most tokens, and the most elements of weights and of activations, that a device computes in a moment."""
 
     tokens: int
     elements: int

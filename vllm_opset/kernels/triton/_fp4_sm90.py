@@ -1,7 +1,7 @@
 """MXFP4 weights on Hopper GPUs, widened in registers for wgmma: WIDTH columns of each row at a time.
 
-A product is a sum over columns, whose order does not matter. So thread t of the four that share a row of wgmma's factor
-widens the t-th 32 columns, which are 16 bytes and share a scale. x is stored in the order of columns that this gives.
+A product is a sum over columns, whose order does not matter. Four threads share a row of wgmma's factor. Thread t
+widens the t-th 32 columns of the row, which are 16 bytes and share a scale. x is stored in the same order of columns.
 
 A value is s eem in bits, and bf16 is s eeeeeeee mmmmmmm. With its three bits at the lower end of the exponent, it is
 2**-126 of what it stands for, also where ee is 0. One product with a power of two makes that good, and applies 2**-64
