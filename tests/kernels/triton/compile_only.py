@@ -1,10 +1,12 @@
 """Compiles Triton kernels for a GPU that is not there: every sample of their contracts runs with no-op launches.
 
-    python tests/kernels/triton/compile_only.py [--target nvidia/sm90] [--table] [OP ...]
+    python tests/kernels/triton/compile_only.py [--target nvidia/sm90] [--table] [--at-most N] [OP ...]
 
 Prints JSON: for each op the compiled variants, with their registers, their shared memory, the number of uses of
 spilled registers, and whether products and sums are fused. For NVIDIA GPUs it adds local memory, and the global loads
-and stores in the PTX. With --table, it prints the largest values of each kernel. Needs only the stock Triton wheel.
+and stores in the PTX. With --table, it prints the largest values of each kernel, and exits with 1 if one for Hopper
+spills. With --at-most, it compiles only the first N variants of each kernel of an op. It needs only the stock Triton
+wheel.
 """
 
 import collections
@@ -72,6 +74,7 @@ def main(
     names: Annotated[list[str] | None, typer.Argument(metavar="OP")] = None,
     target: str = str(HOPPER),
     table: bool = False,
+    at_most: int | None = None,
 ) -> None:
     wanted = Target(*target.split("/"))
     triton.runtime.driver.set_active(CompileOnly(wanted))
@@ -82,13 +85,15 @@ def main(
             for kernel in kernels_of(name).values():
                 if kernel.provider == "triton":
                     compiled.clear()
+                    triton.knobs.runtime.jit_cache_hook = _refuses_after(at_most) if at_most else None
                     _launch_samples(ops.BY_NAME[name], kernel)
                     resources = _amd_resources if wanted.vendor == "amd" else _resources
                     report[kernel.op] = report.get(kernel.op, []) + [resources(variant) for variant in compiled]
     if table:
         _print(report, target)
-    else:
-        json.dump(report, sys.stdout, indent=1)
+        spilling = any(variant["spills"] for variants in report.values() for variant in variants)
+        raise typer.Exit(int(spilling and wanted == HOPPER))
+    json.dump(report, sys.stdout, indent=1)
 
 
 def _print(report: dict, target: str) -> None:
@@ -120,6 +125,17 @@ def _recorded() -> list[CompiledKernel]:
 
     CompiledKernel.__init__ = init
     return compiled
+
+
+def _refuses_after(number: int):
+    """A hook for Triton that refuses to compile a kernel which has this number of variants. Its launch does nothing."""
+    seen = collections.Counter()
+
+    def refuses(fn, **_) -> bool:
+        seen[fn.name] += 1
+        return seen[fn.name] > number
+
+    return refuses
 
 
 def _launch_samples(op, kernel) -> None:
