@@ -16,6 +16,7 @@ from vllm_opset.bench import engines, shapes
 from vllm_opset.bench.cases import GREEDY, Case, Run, Trace
 from vllm_opset.bench.compare import Comparison, Plan, Result
 from vllm_opset.bench.compare_report import Report, as_plain, page, record
+from vllm_opset.bench.engines import engine_adapters
 from vllm_opset.bench.format import TIMES
 from vllm_opset.cli import app
 
@@ -28,6 +29,7 @@ KV_BYTES = {
     "llama-3.1-8b-awq": 128,
     "llama-3.2-1b": 32,
     "mistral-7b": 128,
+    "qwen2.5-7b": 56,
     "qwen3-0.6b": 112,
     "qwen3-14b": 160,
     "qwen3-30b-a3b": 96,
@@ -153,6 +155,25 @@ def test_an_engine_inherits_no_setting_and_finds_its_own_packages_first(tmp_path
     assert (ours["OPSET_PLATFORM"], ours["TRITON_CACHE_DIR"]) == ("off", "cache")
 
 
+@pytest.mark.parametrize("name", ["qwen3-8b", "gemma-2-9b"])
+def test_vllm_loads_the_adapters_of_a_benchmark(name, tmp_path):
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    config = shapes.load(name).config | {"num_hidden_layers": 2}
+    engine_adapters.write(config, tmp_path)
+    peft = PEFTHelper.from_local_dir(str(tmp_path), max_position_embeddings=None)
+    expected = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    model = LoRAModel.from_local_checkpoint(str(tmp_path), expected, peft, device="cpu")
+    assert set(model.loras) == {f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in expected}
+    heads, hidden = config["num_attention_heads"] * config["head_dim"], config["hidden_size"]
+    output = model.loras["model.layers.1.self_attn.o_proj"]
+    assert output.lora_a.shape == (engine_adapters.RANK, heads) and output.lora_b.shape == (
+        hidden,
+        engine_adapters.RANK,
+    )
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed: runs where it is")
 def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
     script = tmp_path / "compiles.py"
@@ -168,6 +189,7 @@ def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
         (("--model", "tiny", "--case", "5x*"), "tiny has 1x64/32"),
         (("--model", "tiny", "--against", "stok"), "did you mean 'stock'?"),
         (("--model", "tiny", "--against", "stock=/no/such/folder"), "/no/such/folder"),
+        (("--model", "tiny", "--variant", 'opset={"adapters": 0}'), "adapters must be a number from 1 on, not 0"),
         (("--model", "tiny", "--against", "stock"), "this vLLM has no compiled kernels; name the folder"),
         (("--model", "tiny", "--markdown", "/no/such/folder/page.md"), "/no/such/folder"),
         ((), "name a shape: one of"),

@@ -43,7 +43,8 @@ def compare(
         typer.Option(
             metavar="NAME=JSON",
             help="An engine more (or opset or stock, otherwise): arguments of LLM, with env for variables of its "
-            'environment and site for a folder of packages. \'compiled={"compilation_config": {"mode": 3}}\'',
+            "environment, site for a folder of packages, and adapters for a number of random LoRA adapters, which "
+            'requests take by turns. \'compiled={"compilation_config": {"mode": 3}}\'',
         ),
     ] = None,
     case: Annotated[list[str] | None, typer.Option(help="Only cases that match this shell pattern.")] = None,
@@ -196,5 +197,10 @@ def _engine(name: str, settings: dict) -> Engine:
     site = Path(settings["site"]).expanduser().absolute() if "site" in settings else None
     if site and not site.is_dir():
         raise typer.BadParameter(f"{name}: there is no folder {site}")
+    adapters = settings.get("adapters", 1)
+    if not isinstance(adapters, int) or adapters < 1:
+        raise typer.BadParameter(
+            f"{name}: adapters must be a number from 1 on, not {adapters!r}", param_hint="--variant"
+        )
     args = {key: value for key, value in settings.items() if key not in SETTINGS}
     return Engine(name, args, settings.get("env", {}), site=site)

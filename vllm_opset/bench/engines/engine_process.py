@@ -1,16 +1,18 @@
 """One vLLM engine behind a pipe. A benchmark of engines runs this file in the environment of each engine.
 
-argv[1]: the arguments of `LLM` as JSON. Writes {"versions", "platform", "device", "compiled"} when the engine is up.
-Then it reads one request a line, {"prompts": [[token id]], "sampling": [arguments of SamplingParams]}. It answers each
+argv[1]: the arguments of `LLM` as JSON, and `adapters`, a number of LoRA adapters that requests take by turns.
+Writes {"versions", "platform", "device", "compiled"} when the engine is up. Then it reads one request a line, {"prompts": [[token id]], "sampling": [arguments of SamplingParams]}. It answers each
 with a line {"seconds", "tokens": [[token id]], "compiled", "peak_bytes"}.
 It needs only vLLM, because it runs in environments without this project.
 """
 
+import itertools
 import json
 import os
 import platform
 import sys
 import time
+from pathlib import Path
 
 
 def serve(engine_args: dict, answers) -> None:
@@ -18,7 +20,13 @@ def serve(engine_args: dict, answers) -> None:
     import vllm
     from vllm.platforms import current_platform
 
-    # engine_probe lies next to this file, in the first folder of sys.path.
+    # engine_probe and engine_adapters lie next to this file, in the first folder of sys.path.
+    loras = None
+    if adapters := engine_args.pop("adapters", 0):
+        import engine_adapters
+
+        engine_args |= engine_adapters.engine_args(adapters)
+        loras = itertools.cycle(engine_adapters.requests(Path(engine_args["model"]), adapters))
     llm = vllm.LLM(**engine_args, worker_extension_cls="engine_probe.Probe")
     versions = {"vllm": vllm.__version__, "torch": torch.__version__, "python": platform.python_version()}
     name = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
@@ -28,8 +36,9 @@ def serve(engine_args: dict, answers) -> None:
         request = json.loads(line)
         prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
         sampling = [vllm.SamplingParams(**of_one, ignore_eos=True, detokenize=False) for of_one in request["sampling"]]
+        lora_request = loras and list(itertools.islice(loras, len(prompts)))
         begin = time.perf_counter()
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora_request)
         seconds = time.perf_counter() - begin
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         found = probe(llm, "compiled", "peak_bytes")
