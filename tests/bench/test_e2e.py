@@ -168,10 +168,8 @@ def test_vllm_loads_the_adapters_of_a_benchmark(name, tmp_path):
     assert set(model.loras) == {f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in expected}
     heads, hidden = config["num_attention_heads"] * config["head_dim"], config["hidden_size"]
     output = model.loras["model.layers.1.self_attn.o_proj"]
-    assert output.lora_a.shape == (engine_adapters.RANK, heads) and output.lora_b.shape == (
-        hidden,
-        engine_adapters.RANK,
-    )
+    assert output.lora_a.shape == (engine_adapters.RANK, heads)
+    assert output.lora_b.shape == (hidden, engine_adapters.RANK)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed: runs where it is")

@@ -1,8 +1,9 @@
 """One vLLM engine behind a pipe. A benchmark of engines runs this file in the environment of each engine.
 
 argv[1]: the arguments of `LLM` as JSON, and `adapters`, a number of LoRA adapters that requests take by turns.
-Writes {"versions", "platform", "device", "compiled"} when the engine is up. Then it reads one request a line, {"prompts": [[token id]], "sampling": [arguments of SamplingParams]}. It answers each
-with a line {"seconds", "tokens": [[token id]], "compiled", "peak_bytes"}.
+Writes {"versions", "platform", "device", "compiled"} when the engine is up. Then it reads one request a line,
+{"prompts": [[token id]], "sampling": [arguments of SamplingParams]}. It answers each with a line
+{"seconds", "tokens": [[token id]], "compiled", "peak_bytes"}.
 It needs only vLLM, because it runs in environments without this project.
 """
 
