@@ -4,22 +4,34 @@ argv[1]: the device. argv[2]: the dtype. Writes the benchmark cases of all kerne
 one request a line, [op, kernel, case, whether to time it]. It answers with the seconds of a call. Without timing, it
 calls the kernel once, and answers with null or why the kernel does not support the call.
 
-It needs only what all commits of this project have.
+It needs only what all commits of this project have. It times with this checkout's timing.py for any checkout.
 """
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from vllm_opset import ops
 from vllm_opset.bench.measure import cases, dtype_of
-from vllm_opset.bench.timing import time_call
 from vllm_opset.kernel import REFERENCE, Kernel, kernels_of
 from vllm_opset.ops.contract import Op, Sample
 
 Key = tuple[str, str, str]
+
+
+def module(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    found = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = found  # its dataclasses look for it
+    spec.loader.exec_module(found)
+    return found
+
+
+TIMING = module(Path(__file__).parents[1] / "vllm_opset" / "bench" / "timing.py")
 
 
 def work(device: str, dtype: torch.dtype) -> Iterator[tuple[Key, tuple[Op, Kernel, Sample]]]:
@@ -33,7 +45,7 @@ def work(device: str, dtype: torch.dtype) -> Iterator[tuple[Key, tuple[Op, Kerne
 def answer(op: Op, kernel: Kernel, sample: Sample, timed: bool, device: str) -> float | str | None:
     args, kwargs = sample.make()
     if timed:
-        return time_call(kernel.run, (args, kwargs), device, kernel.prepared_call).median
+        return TIMING.time_call(kernel.run, (args, kwargs), device, kernel.prepared_call).median
     problem_for = getattr(op, "problem_for", None) or op.describe  # its name in older commits
     unsupported = kernel.supports(problem_for(*args, **kwargs))
     if unsupported is None:

@@ -3,9 +3,9 @@
     git worktree add ../before COMMIT
     python benchmarks/two_checkouts.py ../before
 
-Each checkout has a process of its own. A case is timed in one and then in the other, so drift of the machine affects
-both alike. Prints the cases whose times differ, and the geometric mean of all ratios. The time of a case is the least
-of its rounds.
+Each checkout has a process of its own, and the other one has a second process, which shows the noise. A case is timed
+in all three by turns, in the opposite order every other round, so drift of the machine affects them alike. The time of
+a case is the least of its rounds. Prints the cases whose times differ, and the geometric mean of all ratios.
 """
 
 import json
@@ -90,12 +90,16 @@ def supported(roots: Sequence[Path], keys: Sequence[Key], jobs: int, device: str
     return [key for key in keys if key not in unsupported]
 
 
-def measure(both: Sequence[Checkout], keys: Sequence[Key], rounds: int) -> dict[Key, tuple[float, float]]:
-    """The least seconds of each case, before and after."""
-    return {
-        key: tuple(map(min, zip(*[[one.seconds(key) for one in both] for _ in range(rounds)], strict=True)))
-        for key in track(keys, "timing", console=Console(stderr=True), transient=True)
-    }
+def measure(processes: Sequence[Checkout], keys: Sequence[Key], rounds: int) -> dict[Key, list[float]]:
+    """The least seconds of each case in each process."""
+    found = {}
+    for key in track(keys, "timing", console=Console(stderr=True), transient=True):
+        seconds = {process: [] for process in processes}
+        for number in range(rounds):
+            for process in processes if number % 2 == 0 else reversed(processes):
+                seconds[process].append(process.seconds(key))
+        found[key] = [min(seconds[process]) for process in processes]
+    return found
 
 
 def main(
@@ -115,17 +119,24 @@ def main(
     if not keys:
         raise typer.BadParameter(f"both checkouts have no case that matches {case!r}", param_hint="--case")
     keys = supported(roots, keys, jobs, device, dtype)
-    with checkouts(roots, device, dtype) as both:
-        found = measure(both, keys, rounds)
+    with checkouts([*roots, roots[0]], device, dtype) as processes:
+        found = measure(processes, keys, rounds)
     if json_file:
         json_file.write_text(json.dumps([[*key, *times] for key, times in found.items()], indent=1))
-    ratios = {key: after / before for key, (before, after) in found.items()}
-    table = Table("op", "kernel", "case", "before, µs", "after, µs", "after to before")
+    _print(found, differing)
+
+
+def _print(found: dict[Key, list[float]], differing: float) -> None:
+    ratios = {key: (after / before, again / before) for key, (before, after, again) in found.items()}
+    table = Table("op", "kernel", "case", "before, µs", "after, µs", "after to before", "before again")
     for key in sorted(found, key=ratios.get, reverse=True):
-        if abs(ratios[key] - 1) > differing:
-            table.add_row(*key, *(f"{1e6 * seconds:.2f}" for seconds in found[key]), f"{ratios[key]:.3f}{TIMES}")
+        if abs(ratios[key][0] - 1) > differing:
+            times = (f"{1e6 * seconds:.2f}" for seconds in found[key][:2])
+            table.add_row(*key, *times, *(f"{ratio:.3f}{TIMES}" for ratio in ratios[key]))
     Console().print(table)
-    print(f"Geometric mean of {len(ratios)} cases: {statistics.geometric_mean(ratios.values()):.3f}{TIMES}")
+    after, again = zip(*ratios.values(), strict=True)
+    print(f"Geometric mean of {len(ratios)} cases: {statistics.geometric_mean(after):.3f}{TIMES}")
+    print(f"Before again: from {min(again):.3f}{TIMES} to {max(again):.3f}{TIMES}")
 
 
 if __name__ == "__main__":

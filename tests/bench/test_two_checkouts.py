@@ -14,10 +14,10 @@ def test_both_checkouts_are_timed(tmp_path):
     words = ("--device", "cpu", "--rounds", 1, "--differing", 0, "--json", kept)
     finished = run(sys.executable, SCRIPT, ROOT, "--case", "silu_and_mul cp? T1 *", *words, COLUMNS=100)
     assert finished.code == 0, finished.output
-    for op, kernel, case, before, after in json.loads(kept.read_text()):
+    for op, kernel, case, before, after, again in json.loads(kept.read_text()):
         assert op == "silu_and_mul" and kernel in ("cpu", "cpp") and case == "T1 I12288"
-        assert 0 < before < 1 and 0 < after < 1 and f"{1e6 * before:.2f}" in finished.out
-    assert "Geometric mean of " in finished.out
+        assert all(0 < seconds < 1 for seconds in (before, after, again)) and f"{1e6 * before:.2f}" in finished.out
+    assert "Geometric mean of " in finished.out and "Before again: from " in finished.out
 
 
 def test_a_pattern_without_cases_is_an_error():

@@ -14,6 +14,7 @@ import torch
 
 ROUNDS = 21  # replays whose times are compared
 MAX_CALLS = 256  # in one replay
+FEW_CALLS = 8  # in the replay that tells how long a call takes
 ROUND_SECONDS = 1e-3  # the length of a replay: events have a resolution of half a microsecond
 MEMORY_SHARE = 0.2  # of the device's free memory, for operands
 CPU_SECONDS = 0.5  # for one case
@@ -51,22 +52,14 @@ def _time_cuda(run: Callable, call: Call, prepare: Callable) -> Timing:
     _make_room()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        prepared = prepare(*call)
-        _seconds_on_stream(run, prepared)  # compiles
-        seconds = _seconds_on_stream(run, prepared)
-        calls = _copies(run, call, prepare, limit=min(MAX_CALLS, round(ROUND_SECONDS / seconds)))
+        args, kwargs = prepare(*call)
+        run(*args, **kwargs)  # compiles
         sweep = torch.zeros(SWEEP_BYTES // 4, dtype=torch.int32, device="cuda")
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        try:
-            outputs = [run(*args, **kwargs) for args, kwargs in calls]  # kept, so that no two calls share an output
-        finally:
-            graph.capture_end()
-        rounds = [_replay(graph, sweep) for _ in range(ROUNDS + 1)][1:]
-        torch.cuda.synchronize()
-        del outputs
-    return _summary([start.elapsed_time(end) / 1e3 / len(calls) for start, end in rounds])
+        # Not timed outside of a graph: there the host may take longer than the GPU. The start of a replay takes time,
+        # so its share would then depend on the host.
+        few = _replayed(run, _copies(run, call, prepare, FEW_CALLS), sweep, rounds=2)
+        limit = min(MAX_CALLS, round(ROUND_SECONDS / few.median))
+        return _replayed(run, _copies(run, call, prepare, limit), sweep, ROUNDS)
 
 
 def _make_room() -> None:
@@ -78,6 +71,21 @@ def _make_room() -> None:
         time.sleep(max(0, given_back) / ZEROED_BYTES_PER_SECOND)
 
 
+def _replayed(run: Callable, calls: list[Call], sweep: torch.Tensor, rounds: int) -> Timing:
+    """Time a call in replays of a graph of all these calls. One replay more comes first and does not count."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    try:
+        outputs = [run(*args, **kwargs) for args, kwargs in calls]  # kept, so that no two calls share an output
+    finally:
+        graph.capture_end()
+    events = [_replay(graph, sweep) for _ in range(rounds + 1)][1:]
+    torch.cuda.synchronize()
+    del outputs
+    return _summary([start.elapsed_time(end) / 1e3 / len(calls) for start, end in events])
+
+
 def _replay(graph: torch.cuda.CUDAGraph, sweep: torch.Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     sweep.amax()
@@ -85,15 +93,6 @@ def _replay(graph: torch.cuda.CUDAGraph, sweep: torch.Tensor) -> tuple[torch.cud
     graph.replay()
     end.record()
     return start, end
-
-
-def _seconds_on_stream(run: Callable, call: Call) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run(*call[0], **call[1])
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
 
 
 def _time_cpu(run: Callable, call: Call, prepare: Callable) -> Timing:
