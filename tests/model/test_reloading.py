@@ -133,6 +133,15 @@ def test_int4_weights_of_experts():
     assert not torch.equal(layer.opset_experts(x, logits), first)
 
 
+def test_experts_do_not_keep_a_layout_that_a_graph_has_no_kernel_for():
+    layer = experts_layer()
+    load_experts(layer)
+    experts_method().process_weights_after_loading(layer)
+    held = experts_of(layer)._held["w1_scale"]
+    with pytest.raises(ValueError, match="experts needs another kernel for its new w1_scale: start the engine again"):
+        experts_of(layer)._hold("w1_scale", held.mT.contiguous().mT)
+
+
 def experts_tensors(layer: torch.nn.Module) -> dict[str, int]:
     """The addresses of all that the kernel of a layer's experts is given."""
     experts = experts_of(layer)

@@ -84,7 +84,8 @@ class Experts:
     def prepare(self) -> dict[str, torch.Tensor]:
         """Give the kernel the weights and scales in its own form, and free weights that are not needed any more.
 
-        If weights were loaded again, the memory that the layer's experts held before takes the new values.
+        If weights were loaded again, the memory that the layer's experts held before takes the new values. Raises
+        ValueError if it cannot.
 
         Returns what the kernel gets, by the names of its arguments.
         """
@@ -107,9 +108,17 @@ class Experts:
         return ready
 
     def _hold(self, name: str, value: object) -> object:
-        """An argument of the kernel, in the memory that it had before if it is a tensor; see `reloading`."""
+        """An argument of the kernel, in the memory that it had before if it is a tensor; see `reloading`.
+
+        Raises ValueError for another layout of the same shape: a captured graph has a kernel for the one before.
+        """
         if isinstance(value, torch.Tensor):
-            value = self._held[name] = refilled(self._held.get(name), value)
+            old = self._held.get(name)
+            if old is not None and old.shape == value.shape and old.stride() != value.stride():
+                raise ValueError(
+                    f"{self._layer.layer_name} needs another kernel for its new {name}: start the engine again"
+                )
+            value = self._held[name] = refilled(old, value)
         return value
 
     def make_room(self) -> None:

@@ -51,6 +51,7 @@ def _experts(scheme: str, inputs: int, outputs: int, device: str) -> dict[str, t
     weight = torch.randn(5, outputs, inputs, generator=rng, device=device) * inputs**-0.5
     if scheme == "mxfp4":
         weight, scale = stored_mxfp4(weight)
+        scale = fused_experts.w1_scale_by_columns(scale, w1=weight)
         return {"x": x.bfloat16(), "weight": weight, "weight_scale": scale}
     if scheme.startswith("int4"):
         weight = torch.randint(256, (5, outputs, inputs // 2), generator=rng, device=device, dtype=torch.uint8)
@@ -207,10 +208,20 @@ def test_experts_take_the_kernel_for_blocks_that_fill_its_tiles(scheme):
 
 def test_short_rows_of_mxfp4_take_the_kernel_for_every_gpu():
     weight, scale = (torch.zeros(5, 160, size, dtype=torch.uint8) for size in (64, 4))
-    assert (
-        _picked_for_experts("mxfp4", 16, x=torch.zeros(300, 128).bfloat16(), weight=weight, weight_scale=scale)
-        == "decode"
-    )
+    how = {"x": torch.zeros(300, 128).bfloat16(), "weight": weight, "weight_scale": scale.mT.contiguous().mT}
+    assert _picked_for_experts("mxfp4", 16, **how) == "decode"
+
+
+@pytest.mark.parametrize(("scale", "few"), [(0, "decode_sm90"), (191, "decode_sm90"), (192, "decode")])
+def test_scales_of_mxfp4_that_one_kernel_cannot_hold_take_another(scale, few):
+    """Bytes of 2**64 and 2**65. The result is the same, for experts are prepared once."""
+    how = _experts("mxfp4", 352, 160, "cpu")
+    given = how["weight_scale"].contiguous()
+    given[3, 5, 2] = scale
+    prepared = kernels_of("fused_experts")["triton"].prepared("w1_scale", given, w1=how["weight"])
+    assert torch.equal(prepared, given)
+    assert _picked_for_experts("mxfp4", 16, weight_scale=prepared) == few
+    assert _picked_for_experts("mxfp4", 16, weight_scale=given) == "decode", "nobody has asked for its largest"
 
 
 def test_experts_in_int4_take_it_for_stages_of_one_scale():

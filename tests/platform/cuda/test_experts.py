@@ -117,6 +117,7 @@ def experts_layer(num_experts: int, top_k: int, stored: torch.dtype) -> torch.nn
         how |= {"scheme": Scheme(Quantised(FP8, PER_TENSOR), Quantised(FP8, PER_ROW)), "group_shape": list(PER_ROW)}
     if stored is torch.uint8:
         scales = (torch.zeros(*weight.shape[:2], weight.shape[2] // 16).to(stored) for weight in (w13, w2))
+        scales = (scale.mT.contiguous().mT for scale in scales)  # as the kernel prepares them
         how = {**dict(zip(("w1_scale", "w2_scale"), scales, strict=True)), "out_dtype": torch.bfloat16}
         how |= {"scheme": Scheme(MXFP4)}
     if stored is UINT4:

@@ -5,7 +5,8 @@ widens the t-th 32 columns of the row, which are 16 bytes and share a scale. x i
 
 A value is s eem in bits, and bf16 is s eeeeeeee mmmmmmm. With its three bits at the lower end of the exponent, it is
 2**-126 of what it stands for, also where ee is 0. One product with a power of two makes that good, and applies 2**-64
-of the scale, which bf16 holds for scales from 2**-62 to 2**64. The sums are multiplied by 2**64.
+of the scale. The sums are multiplied by 2**64. bf16 holds that power of two for scales up to LARGEST_SCALE. Weights by
+scales below 2**-62 are smaller than 2**-60. They lose bits, which are less than 2**-62.
 """
 
 from triton.experimental import gluon
@@ -14,6 +15,7 @@ from triton.experimental.gluon import language as gl
 WIDTH = gl.constexpr(128)  # columns of a unit
 WORDS = gl.constexpr(WIDTH.value // 8)  # of 32 bits, which hold a row's weights of a unit
 SUMS_FACTOR = gl.constexpr(2.0**64)
+LARGEST_SCALE = 191  # the byte of 2**64
 # A scale's byte s is that of 2**(s - 127). Two bf16 of 2**(s - 127 + 126 - 64) have s and this as their exponents. The
 # largest one is infinity, which makes NaN of zeros: for the byte that stands for NaN, and for scales above 2**64.
 MORE, LARGEST, PAIR = gl.constexpr(126 - 64), gl.constexpr(255), gl.constexpr(0x00800080)

@@ -13,6 +13,7 @@ import torch
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import (
+    _fp4_sm90,
     _launch,
     _mxfp4_grouped_gemm,
     _packed_experts_sm90,
@@ -91,8 +92,14 @@ def w2_scale_by_columns(w2_scale: torch.Tensor, **others) -> torch.Tensor:
 
 
 def _by_columns(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The scales of MXFP4 weights as the kernel reads them. Others stay as they are."""
-    return _mxfp4_grouped_gemm.by_columns(scale) if is_mxfp4(weight, scale) else scale
+    """The scales of MXFP4 weights as the kernels read them. Others stay as they are.
+
+    `decode_sm90` takes no scales by rows, so those that it cannot multiply by lie so.
+    """
+    if not is_mxfp4(weight, scale):
+        return scale
+    fit = scale.numel() == 0 or scale.max() <= _fp4_sm90.LARGEST_SCALE
+    return _mxfp4_grouped_gemm.by_columns(scale) if fit else scale.contiguous()
 
 
 def _launch_of(variant: str, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> str:

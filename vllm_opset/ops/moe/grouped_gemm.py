@@ -200,12 +200,17 @@ def _rounded(arguments: tuple, group: GroupShape, x_group: GroupShape | None, to
 
 
 def _quantised_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name, num_tokens, num_experts, top_k, inputs, outputs, group, x_group=None, to=FP8, **how) -> Sample:
+    def sample(
+        name, num_tokens, num_experts, top_k, inputs, outputs, group, x_group=None, to=FP8, by_columns=False, **how
+    ) -> Sample:
         def make():
             ids = choices(name, num_tokens, num_experts, top_k, device)
             ids[1:2] = -1
             arguments, _ = _arguments(name, ids, dtype, device, num_experts, inputs, outputs, **how)
-            return _rounded(arguments, group, x_group, to)
+            arguments, scales = _rounded(arguments, group, x_group, to)
+            if by_columns:
+                scales["weight_scale"] = scales["weight_scale"].mT.contiguous().mT
+            return arguments, scales
 
         return Sample(name, make, ROUNDED_FACTORS)
 
@@ -235,6 +240,7 @@ def _quantised_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("int8 weight per channel", 5, 4, 2, 96, 48, PER_ROW, None, INT8)
     yield sample("mxfp4 weight", 5, 4, 2, 96, 48, MXFP4.group, None, FP4)
     yield sample("mxfp4 weight, one token, bias", 1, 8, 4, 288, 96, MXFP4.group, None, FP4, bias=True)
+    yield sample("mxfp4 weight, scales by columns", 9, 8, 4, 288, 96, MXFP4.group, None, FP4, by_columns=True)
     yield sample("mxfp4 weight, one block", 3, 4, 2, 32, 33, MXFP4.group, None, FP4)
     yield sample("mxfp4 weight, bias", 90, 2, 1, 320, 80, MXFP4.group, None, FP4, bias=True, block_size=64)
     yield int4("int4 weight, zero tokens", 0, 4, 2, 64, 48, 32)
