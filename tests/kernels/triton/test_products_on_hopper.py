@@ -247,16 +247,28 @@ def test_packed_experts_take_the_kernel_of_their_blocks(scheme, monkeypatch):
 
 
 def _blocks(scheme: str, target: Target, **others: torch.Tensor) -> list[int]:
-    """The choices of a block, for means of 20, 32, 33, 128, 129 and 4,096 choices of an expert."""
+    """The choices of a block, for means of 8, 9, 16, 17, 32, 33, 128, 129 and 4,096 choices of an expert."""
     how = _experts(scheme, 352, 160, "cpu") | others
+    blocks = []
     with instead(target):
-        launch = fused_experts._launch_of("prefill", how["x"], how["weight"], how["weight_scale"])
-        return [_launch.parameters(launch, how["x"].device, mean)["block"] for mean in (20, 32, 33, 128, 129, 4096)]
+        for mean in (8, 9, 16, 17, 32, 33, 128, 129, 4096):
+            ids = torch.zeros(5 * mean, 1, dtype=torch.int32)
+            call = fused_experts.describe(how["x"], how["weight"], None, None, ids, w1_scale=how["weight_scale"])
+            variant = fused_experts.VARIANTS.pick(call)
+            blocks.append(fused_experts.launch_parameters(call, variant)["block"])
+    return blocks
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "int4"])
-def test_many_choices_make_blocks_for_the_largest_tiles_of_packed_weights(scheme):
-    assert _blocks(scheme, Target("nvidia", "sm90")) == [64, 64, 128, 128, 256, 256]
+@pytest.mark.parametrize(("scheme", "few"), [("mxfp4", [16, 16, 16, 64]), ("int4", [16, 64, 64, 64])])
+def test_choices_make_blocks_for_the_fastest_tiles_of_packed_weights(scheme, few):
+    """gpt-oss-20B's 128 tokens have a mean of 16."""
+    assert _blocks(scheme, Target("nvidia", "sm90")) == [*few, 64, 128, 128, 256, 256]
+
+
+def test_scales_by_position_name_the_launch_too():
+    how, nothing = _experts("mxfp4", 352, 160, "cpu"), [None] * 8
+    arguments = how["x"], how["weight"], None, None, torch.zeros(5, 1), "silu", *nothing
+    assert fused_experts.describe(*arguments, how["weight_scale"], None).launch == "mxfp4_fused_experts"
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm90", "sm100"])

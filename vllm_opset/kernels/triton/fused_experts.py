@@ -7,6 +7,7 @@ If the scheme quantises activations, quantise comes before each product, or the 
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +25,7 @@ from vllm_opset.kernels.triton.combine import combine
 from vllm_opset.kernels.triton.gelu import gelu
 from vllm_opset.kernels.triton.gelu_and_mul import gelu_and_mul
 from vllm_opset.kernels.triton.gelu_tanh import gelu_tanh
-from vllm_opset.kernels.triton.grouped_gemm import LEAST_ROWS, grouped_gemm, is_packed, packed_supports
+from vllm_opset.kernels.triton.grouped_gemm import grouped_gemm, is_packed, packed_supports
 from vllm_opset.kernels.triton.permute import permute
 from vllm_opset.kernels.triton.quantise import quantise
 from vllm_opset.kernels.triton.quantise import supports as can_quantise
@@ -48,20 +49,37 @@ ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
 }  # fmt: skip
 
 
-def choices_per_expert(hidden_states, w1, w2, topk_weights, topk_ids, *_, **__) -> int:
-    """The mean number of choices of an expert that is here, rounded up."""
-    return _launch.cdiv(topk_ids.numel(), len(w1))
+class Call(NamedTuple):
+    """mean: the choices of an expert that is here, rounded up. launch: the name of the launches for its weights."""
+
+    mean: int
+    launch: str
+    device: torch.device
 
 
-def fit_one_block(mean: int) -> bool:
-    """Whether the choices of nearly every expert fit one block of the fewest rows, so that each weight is read once.
+def describe(
+    hidden_states, w1, w2, topk_weights, topk_ids, activation="silu", w1_bias=None, w2_bias=None, expert_map=None,
+    apply_router_weight_on_input=False, swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None, shared_output=None,
+    w1_scale=None, *_, **__,
+) -> Call:  # fmt: skip
+    launch = "fused_experts"
+    # Packed weights have their own where a Hopper GPU's kernels take them.
+    if w1.dtype is PACKED and _packed_experts_sm90.can(hidden_states, w1, w1_scale):
+        launch = f"{'mxfp4' if is_mxfp4(w1, w1_scale) else 'int4'}_fused_experts"
+    return Call(_launch.cdiv(topk_ids.numel(), len(w1)), launch, topk_ids.device)
 
-    A router that chooses at random gives few experts more than twice the mean.
-    """
-    return 2 * mean <= LEAST_ROWS
+
+def suits_decode(call: Call) -> bool:
+    """Whether blocks of the fewest rows are the fastest."""
+    return call.mean <= launch_parameters(call, "decode")["most_choices"]
 
 
-VARIANTS = Variants(choices_per_expert, Variant("decode", suits=fit_one_block), Variant("prefill"))
+def launch_parameters(call: Call, variant: str) -> _launch.Parameters:
+    """The launch parameters of a variant."""
+    return _launch.parameters(f"{call.launch}_{variant}", call.device, call.mean)
+
+
+VARIANTS = Variants(describe, Variant("decode", suits=suits_decode), Variant("prefill"))
 
 
 def supports(problem: FusedExpertsProblem) -> str | None:
@@ -102,13 +120,6 @@ def _by_columns(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _mxfp4_grouped_gemm.by_columns(scale) if fit else scale.contiguous()
 
 
-def _launch_of(variant: str, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> str:
-    """The name of the launch of a variant. Packed weights have their own where a Hopper GPU's kernels take them."""
-    if variant == "decode" or weight.dtype is not PACKED or not _packed_experts_sm90.can(x, weight, scale):
-        return f"fused_experts_{variant}"
-    return f"{'mxfp4' if is_mxfp4(weight, scale) else 'int4'}_fused_experts_{variant}"
-
-
 PREPARE = {"w1_scale": w1_scale_by_columns, "w2_scale": w2_scale_by_columns}
 
 
@@ -145,10 +156,8 @@ def fused_experts(
         shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale, w1_zero_point,
         w2_zero_point,
     )  # fmt: skip
-    mean = choices_per_expert(hidden_states, w1, w2, topk_weights, topk_ids)
-    picked = VARIANTS.pick(mean, variant)
-    launch = _launch_of(picked, hidden_states, w1, w1_scale)
-    block_size = _launch.parameters(launch, hidden_states.device, mean)["block"]
+    call = describe(hidden_states, w1, w2, topk_weights, topk_ids, w1_scale=w1_scale)
+    block_size = launch_parameters(call, VARIANTS.pick(call, variant))["block"]
     order = permute(topk_ids, len(w1), block_size, expert_map)
     x, weights = hidden_states, topk_weights
     if apply_router_weight_on_input:
