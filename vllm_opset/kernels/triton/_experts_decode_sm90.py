@@ -1,4 +1,4 @@
-"""Products of few choices in bf16 by experts' MXFP4 weights on Hopper GPUs, as fast as the weights can be read.
+"""Products of few choices in 16 bits by experts' MXFP4 or int4 weights on Hopper GPUs.
 
 Outputs are the rows of wgmma's products, which it takes from registers, and a block's choices are their columns. The
 copy engine (TMA) brings packed weights in units of WIDTH columns of a tile. A thread widens 16 bytes of a row at a
@@ -20,34 +20,43 @@ from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._counters import barrier, zeros
 from vllm_opset.kernels.triton._decode_sm90 import most_registers
 from vllm_opset.kernels.triton._decode_tiles_sm90 import partial_of, place_of
-from vllm_opset.kernels.triton._fp4_sm90 import SUMS_FACTOR, WIDTH, WORDS, reordered, scale_pairs, widened, words_of
+from vllm_opset.kernels.triton._fp4_sm90 import SUMS_FACTOR, widened
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import available, is_aligned
+from vllm_opset.kernels.triton._nibbles_sm90 import dequantised_words
+from vllm_opset.kernels.triton._packed_experts_sm90 import Packed
+from vllm_opset.kernels.triton._packed_linear import NO_ZERO_POINT, scale_columns
 from vllm_opset.kernels.triton._tiles import Order
-from vllm_opset.ops.schemes import MXFP4, is_mxfp4
+from vllm_opset.kernels.triton._words_sm90 import GROUPS, WIDTH, WORDS, reordered, rows_and_groups, words_of
+from vllm_opset.ops.schemes import MXFP4, PACKED, is_mxfp4
 
 TOKENS = gl.constexpr(16)  # the columns of a product, and the most choices of a block
-SCALED = gl.constexpr(MXFP4.group.columns)  # So many columns share a scale.
-GROUPS = gl.constexpr(WIDTH.value // SCALED.value)  # of a unit's columns
+OF_GROUP = gl.constexpr(WIDTH.value // GROUPS.value)  # columns
 COUNTED = gl.constexpr(256)  # So many blocks are counted at a time.
 OF_FIRST_LANE = gl.constexpr("shfl.sync.idx.b32 $0, $1, 0, 31, -1;")
 
 
 @gluon.jit(do_not_specialize=["num_choices", "num_blocks"])
 def experts_decode_sm90(
-    x, x_stride, weight, bias, out, weight_scale, ws_expert, ws_row, ws_column, sorted_token_ids, expert_ids,
-    partials, counters, num_choices, num_blocks, top_k,
-    OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    x, x_stride, weight, bias, out, weight_scale, zero_point, ws_expert, ws_row, ws_column, sorted_token_ids,
+    expert_ids, partials, counters, num_choices, num_blocks, top_k,
+    OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, SCALED_COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """weight: a TMA descriptor of boxes of a unit's words. partials, counters: see `_finish`."""
+    """weight: a TMA descriptor of boxes of a unit's words. SCALED_COLUMNS: that share a scale.
+
+    partials, counters: see `_finish`.
+    """
     pdl_wait(PDL)
     ROWS: gl.constexpr = weight.block_type.shape[0]
     TILES: gl.constexpr = (OUTPUTS + ROWS - 1) // ROWS
     UNITS: gl.constexpr = (COLUMNS + WIDTH - 1) // WIDTH
+    INT4: gl.constexpr = weight_scale.dtype.element_ty != gl.uint8
+    dtype: gl.constexpr = out.dtype.element_ty
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS, WORDS], weight.layout)
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [2, TOKENS, WIDTH], gl.NVMMASharedLayout(128, 16, rank=2))
+    x_ring = gl.allocate_shared_memory(dtype, [2, TOKENS, WIDTH], gl.NVMMASharedLayout(128, 16, rank=2))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
@@ -68,15 +77,17 @@ def experts_decode_sm90(
         block, first_output = tile // TILES, tile % TILES * ROWS
         expert = gl.load(expert_ids + block).to(gl.int64)
         rows = _rows_of(x, x_stride, block, order, top_k, BLOCK_SIZE)
-        scales = _scales_of(weight_scale + expert * ws_expert, ws_row, ws_column, first_output, ROWS, OUTPUTS)
+        scales = _scales_of(
+            weight_scale, zero_point, expert * ws_expert, ws_row, first_output, ws_column, ROWS, OUTPUTS, SCALED_COLUMNS
+        )
         first_step = gl.maximum(begin - tile * UNITS, 0)
         last_step = gl.minimum(end - tile * UNITS, UNITS) - 1
-        x_ring.index(done & 1).store(reordered(_x_at(rows, first_step, COLUMNS)))
+        x_ring.index(done & 1).store(reordered(_x_at(rows, first_step, COLUMNS), INT4))
         following = _x_at(rows, gl.minimum(first_step + 1, last_step), COLUMNS)
-        scale = _scales_at(scales, gl.minimum(first_step + 1, last_step), ws_column, COLUMNS)
+        scale = _scales_at(scales, gl.minimum(first_step + 1, last_step), ws_column, COLUMNS, SCALED_COLUMNS)
         mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
         words = words_of(w_ring.index(done % STAGES))
-        factor = widened(words, _scales_at(scales, first_step, ws_column, COLUMNS), FACTOR)
+        factor = _factor(words, _scales_at(scales, first_step, ws_column, COLUMNS, SCALED_COLUMNS), dtype, FACTOR)
         hopper.fence_async_shared()  # Threads wrote x, and wgmma reads it.
         barrier()
         _load(weight, ring, done % STAGES, begin + done + STAGES, end, expert_ids, OUTPUTS, TILES, UNITS)
@@ -84,21 +95,23 @@ def experts_decode_sm90(
         for step in range(first_step, last_step):
             product = hopper.warpgroup_mma(factor, x_ring.index(done & 1).permute((1, 0)), sums, is_async=True)
             done += 1
-            x_ring.index(done & 1).store(reordered(following))
+            x_ring.index(done & 1).store(reordered(following, INT4))
             hopper.fence_async_shared()
             mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
             words, scale_of_words = words_of(w_ring.index(done % STAGES)), scale
             # A unit ahead: loads take longer than a product.
             following = _x_at(rows, gl.minimum(step + 2, last_step), COLUMNS)
-            scale = _scales_at(scales, gl.minimum(step + 2, last_step), ws_column, COLUMNS)
+            scale = _scales_at(scales, gl.minimum(step + 2, last_step), ws_column, COLUMNS, SCALED_COLUMNS)
             # The words wait too: widened beside the product, they would need twice as many registers.
             sums, words = hopper.warpgroup_mma_wait(0, deps=(product, words))
             _load(weight, ring, done % STAGES, begin + done + STAGES, end, expert_ids, OUTPUTS, TILES, UNITS)
-            factor = widened(words, scale_of_words, FACTOR)
+            factor = _factor(words, scale_of_words, dtype, FACTOR)
         sums = hopper.warpgroup_mma(factor, x_ring.index(done & 1).permute((1, 0)), sums, is_async=True)
         sums = hopper.warpgroup_mma_wait(0, deps=(sums,))
         done += 1
         place = (tile, block, first_output, expert)
+        if not INT4:
+            sums *= SUMS_FACTOR
         _finish(sums, bias, out, partials, counters, place, order, run, OUTPUTS, UNITS, BLOCK_SIZE)
 
 
@@ -149,18 +162,44 @@ def _x_at(rows, step, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _scales_of(weight_scale, ws_row, ws_column, first_output, ROWS: gl.constexpr, OUTPUTS: gl.constexpr):
-    """Pointers to the scales of a unit's groups, and the groups. Rows beyond the last output are not stored."""
-    row, group = scale_pairs(ROWS)
-    output = gl.minimum(first_output + row, OUTPUTS - 1)
-    return weight_scale + (output * ws_row)[:, None] + (group * ws_column)[None, :], group
+def _scales_of(
+    weight_scale, zero_point, of_expert, ws_row, first_output, ws_column,
+    ROWS: gl.constexpr, OUTPUTS: gl.constexpr, SCALED_COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """The groups of a unit, and pointers to their scales, and to the zero points if there are any.
+
+    Rows beyond the last output are not stored. Several groups, and units, may share a scale.
+    """
+    row, group = rows_and_groups(ROWS)
+    offset = of_expert + (gl.minimum(first_output + row, OUTPUTS - 1) * ws_row)[:, None]
+    offset += (group * OF_GROUP // SCALED_COLUMNS * ws_column)[None, :]
+    if zero_point is None:
+        return group, weight_scale + offset
+    else:
+        return group, weight_scale + offset, zero_point + offset
 
 
 @gluon.jit
-def _scales_at(scales, step, ws_column, COLUMNS: gl.constexpr):
-    pointers, group = scales
-    inside = (step * GROUPS + group < COLUMNS // SCALED)[None, :]
-    return gl.load(pointers + step * GROUPS * ws_column, inside, 0)
+def _scales_at(scales, step, ws_column, COLUMNS: gl.constexpr, SCALED_COLUMNS: gl.constexpr):
+    """The scales of a unit's groups, and the zero points if there are any. There is no scale beyond the last column."""
+    inside = (step * GROUPS + scales[0] < COLUMNS // OF_GROUP)[None, :]
+    first = step * WIDTH // SCALED_COLUMNS if SCALED_COLUMNS > WIDTH else step * (WIDTH // SCALED_COLUMNS)
+    found = ()
+    for number in gl.static_range(1, len(scales)):
+        found += (gl.load(scales[number] + first * ws_column, inside, 0),)
+    return found
+
+
+@gluon.jit
+def _factor(words, scale, dtype: gl.constexpr, FACTOR: gl.constexpr):
+    """A unit's weights for a product. scale: what `_scales_at` found."""
+    if scale[0].dtype == gl.uint8:
+        return widened(words, scale[0], FACTOR)
+    elif len(scale) == 1:
+        zero = gl.full(scale[0].shape, NO_ZERO_POINT, gl.float32, scale[0].type.layout)
+        return dequantised_words(words, zero, scale[0].to(dtype), FACTOR)
+    else:
+        return dequantised_words(words, scale[1].to(gl.float32), scale[0].to(dtype), FACTOR)
 
 
 @gluon.jit
@@ -194,13 +233,12 @@ def _store(sums, bias, out, place, order, OUTPUTS: gl.constexpr, BLOCK_SIZE: gl.
     SUMS: gl.constexpr = sums.type.layout
     ROWS: gl.constexpr = sums.shape[0]
     _, block, first_output, expert = place
-    sums *= SUMS_FACTOR
     if bias is not None:
         output = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
         sums += gl.load(bias + expert * OUTPUTS + output, output < OUTPUTS, 0.0).to(gl.float32)[:, None]
     WHOLE: gl.constexpr = _whole(ROWS, gl.num_warps())
     pointers, inside = _results(out, block, first_output, order, ROWS, OUTPUTS, BLOCK_SIZE)
-    gl.store(pointers, gl.convert_layout(sums.to(gl.bfloat16), WHOLE), inside)
+    gl.store(pointers, gl.convert_layout(sums.to(out.dtype.element_ty), WHOLE), inside)
 
 
 @gluon.constexpr_function
@@ -224,7 +262,7 @@ def _results(out, block, first_output, order, ROWS: gl.constexpr, OUTPUTS: gl.co
 @gluon.jit
 def _store_zeros(out, block, order, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """Absent experts have no weights, and the results of their choices are zero."""
-    nothing = gl.zeros([ROWS, TOKENS], gl.bfloat16, _whole(ROWS, gl.num_warps()))
+    nothing = gl.zeros([ROWS, TOKENS], out.dtype.element_ty, _whole(ROWS, gl.num_warps()))
     for first_output in range(0, OUTPUTS, ROWS):
         pointers, inside = _results(out, block, first_output, order, ROWS, OUTPUTS, BLOCK_SIZE)
         gl.store(pointers, nothing, inside)
@@ -232,35 +270,30 @@ def _store_zeros(out, block, order, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, B
 
 def can(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None, block_size: int) -> bool:
     """Whether a Hopper GPU multiplies blocks of so many choices by these weights by its own kernel for few choices."""
-    if not available(x.device) or not is_mxfp4(weight, weight_scale) or block_size > TOKENS.value:
+    if not available(x.device) or weight.dtype is not PACKED or block_size > TOKENS.value or x.element_size() != 2:
         return False
-    # `fused_experts` leaves scales by rows if one is too large. Whoever calls this kernel alone has not asked.
-    if weight_scale.stride(1) != 1:
+    # `fused_experts` leaves scales of MXFP4 by rows if one is too large. Whoever calls this kernel alone has not asked.
+    if is_mxfp4(weight, weight_scale) and weight_scale.stride(1) != 1:
         return False
     # Triton 3.6 does not compile it for rows of a single unit.
     return 2 * weight.shape[-1] > WIDTH.value and is_aligned(x) and is_aligned(weight)
 
 
 def decode_experts(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight_scale: torch.Tensor,
-    out: torch.Tensor,
-    order: Order,
-    values: _launch.Parameters,
+    call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order, values: _launch.Parameters
 ) -> None:
     """Writes the product of the contract of `grouped_gemm` to out. values: the launch's rows, warps and so on."""
-    (_, outputs, half), device, num_blocks = weight.shape, x.device, len(order.expert_ids)
-    rows, warps = values["rows"], values["warps"]
+    (x, weight, weight_scale, zero_point), num_blocks = call, len(order.expert_ids)
+    (_, outputs, half), device, rows, warps = weight.shape, x.device, values["rows"], values["warps"]
     num_tiles, tile_units = num_blocks * _launch.cdiv(outputs, rows), _launch.cdiv(2 * half, WIDTH.value)
     num_programs = min(values["programs"] * _launch.multiprocessors(device), num_tiles * tile_units)
-    words = weight.view(-1, half).view(torch.int32)
+    words, mxfp4 = weight.view(-1, half).view(torch.int32), is_mxfp4(weight, weight_scale)
     experts_decode_sm90[(num_programs,)](
         x, x.stride(0), TensorDescriptor.from_tensor(words, [rows, WORDS.value], NVMMASharedLayout(64, 32, rank=2)),
-        bias, out, weight_scale, *weight_scale.stride(), order.sorted_token_ids, order.expert_ids,
+        bias, out, weight_scale, zero_point, *weight_scale.stride(), order.sorted_token_ids, order.expert_ids,
         x.new_empty((2 * num_programs, rows, TOKENS.value), dtype=torch.float32), zeros(device, num_tiles), len(out),
-        num_blocks, order.top_k, OUTPUTS=outputs, COLUMNS=2 * half, BLOCK_SIZE=order.block_size,
-        STAGES=values["stages"], num_warps=warps,
+        num_blocks, order.top_k, OUTPUTS=outputs, COLUMNS=2 * half,
+        SCALED_COLUMNS=MXFP4.group.columns if mxfp4 else scale_columns(weight[0], weight_scale[0]),
+        BLOCK_SIZE=order.block_size, STAGES=values["stages"], num_warps=warps,
         maxnreg=most_registers(warps, values["programs"]), **_launch.launch_options(device),
     )  # fmt: skip

@@ -1,9 +1,13 @@
-"""int4 weights on Hopper GPUs, dequantised in registers for wgmma: ROWS outputs and CHUNK columns at a time."""
+"""int4 weights on Hopper GPUs, dequantised in registers for wgmma.
+
+`dequantised` takes ROWS outputs and CHUNK columns at a time, and `dequantised_words` a unit of `_words_sm90`.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from vllm_opset.kernels.triton._packed_linear import HALF, MAGIC_BF16, MAGIC_FP16
+from vllm_opset.kernels.triton._words_sm90 import factor_of
 
 CHUNK = gl.constexpr(64)  # columns of 16 bits: a line of x in shared memory
 ROWS = gl.constexpr(64)  # of a product: the instruction's
@@ -36,6 +40,23 @@ REGISTERS = gl.constexpr("=h,=h,=h,=h,r,r,r")
 SCALED_BF16 = gl.constexpr(SCALED.format(magic="0x43004300", one="0x3F803F80", type="bf16x2"))
 SCALED_FP16 = gl.constexpr(SCALED.format(magic="0x64006400", one="0x3C003C00", type="f16x2"))
 
+# The same for the eight values of a word, which become four pairs.
+OF_WORD = """{{
+.reg .b32 pair, one;
+mov.b32 one, {one};
+lop3.b32 pair, $8, 0x000F000F, {magic}, 0xEA;
+fma.rn.{type} pair, pair, one, $9; mul.rn.{type} pair, pair, $10; mov.b32 {{$0, $1}}, pair;
+shr.u32 pair, $8, 4; lop3.b32 pair, pair, 0x000F000F, {magic}, 0xEA;
+fma.rn.{type} pair, pair, one, $9; mul.rn.{type} pair, pair, $10; mov.b32 {{$2, $3}}, pair;
+shr.u32 pair, $8, 8; lop3.b32 pair, pair, 0x000F000F, {magic}, 0xEA;
+fma.rn.{type} pair, pair, one, $9; mul.rn.{type} pair, pair, $10; mov.b32 {{$4, $5}}, pair;
+shr.u32 pair, $8, 12; lop3.b32 pair, pair, 0x000F000F, {magic}, 0xEA;
+fma.rn.{type} pair, pair, one, $9; mul.rn.{type} pair, pair, $10; mov.b32 {{$6, $7}}, pair;
+}}"""
+WORD_REGISTERS = gl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r,r,r")
+WORD_BF16 = gl.constexpr(OF_WORD.format(magic="0x43004300", one="0x3F803F80", type="bf16x2"))
+WORD_FP16 = gl.constexpr(OF_WORD.format(magic="0x64006400", one="0x3C003C00", type="f16x2"))
+
 
 @gluon.jit
 def _both_halves(value):
@@ -61,3 +82,25 @@ def dequantised(w, zero, scale, FACTOR: gl.constexpr):
     both = gl.join(gl.join(low, low_next), gl.join(high, high_next))
     both = both.reshape([ROWS, CHUNK // (2 * HALF), HALF // 2, 2, 2]).permute([0, 1, 4, 2, 3])
     return gl.convert_layout(both.reshape([ROWS, CHUNK]), FACTOR, True)
+
+
+@gluon.jit
+def dequantised_words(words, zero, scale, FACTOR: gl.constexpr):
+    """A unit's values, less their zero points and times their scales, rounded once. zero, scale: by rows and groups."""
+    dtype: gl.constexpr = scale.dtype
+    scales = _both_halves(scale)[:, :, None]
+    if dtype == gl.bfloat16:
+        zeros = _both_halves((-MAGIC_BF16 - zero).to(dtype))[:, :, None]
+        pairs = gl.inline_asm_elementwise(
+            WORD_BF16, WORD_REGISTERS, [words, zeros, scales],
+            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+            True, 1,
+        )  # fmt: skip
+    else:
+        zeros = _both_halves((-MAGIC_FP16 - zero).to(dtype))[:, :, None]
+        pairs = gl.inline_asm_elementwise(
+            WORD_FP16, WORD_REGISTERS, [words, zeros, scales],
+            (gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
+            True, 1,
+        )  # fmt: skip
+    return factor_of(pairs, FACTOR)

@@ -6,7 +6,7 @@ programs of empty blocks multiply and write nothing.
 - `decode`: blocks of up to 16 choices. Reading the weights takes the time, and each weight is read once.
 - `prefill`: larger blocks, whose programs are ordered so that those of one expert run at the same time.
 
-On Hopper GPUs, `decode_sm90` multiplies blocks of up to 16 choices by MXFP4 weights.
+On Hopper GPUs, `decode_sm90` multiplies blocks of up to 16 choices by MXFP4 and int4 weights.
 `prefill_sm90` multiplies larger blocks in fp8, and in 16 bits by int4 and MXFP4 weights.
 """
 
@@ -44,11 +44,15 @@ LEAST_COLUMNS = 16  # that tensor cores multiply at a time
 
 
 class Call(NamedTuple):
-    """block_size: the choices of a block. hopper: whether `prefill_sm90` can multiply them. decode_sm90: likewise."""
+    """block_size: the choices of a block. hopper: whether `prefill_sm90` can multiply them. decode_sm90: likewise.
+
+    decode_suits: whether `decode_sm90` was measured as faster than `decode` with such weights.
+    """
 
     block_size: int
     hopper: bool
     decode_sm90: bool
+    decode_suits: bool
 
 
 def supports(problem: GroupedGemmProblem) -> str | None:
@@ -83,12 +87,12 @@ def describe(
     else:
         hopper = _scaled_gemm_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
     hopper = hopper and block_size % LEAST_ROWS_SM90 == 0
-    return Call(block_size, hopper, decode_sm90)
+    return Call(block_size, hopper, decode_sm90, is_mxfp4(weight, weight_scale))
 
 
 VARIANTS = Variants(
     describe,
-    Variant("decode_sm90", can=lambda call: call.decode_sm90),
+    Variant("decode_sm90", can=lambda call: call.decode_sm90, suits=lambda call: call.decode_suits),
     Variant("decode", can=lambda call: call.block_size <= LEAST_ROWS),
     Variant("prefill_sm90", can=lambda call: call.hopper),
     Variant("prefill"),
@@ -118,8 +122,9 @@ def grouped_gemm(
     mxfp4, order = is_mxfp4(weight, weight_scale), Order(sorted_token_ids, expert_ids, top_k)
     picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out_dtype)
     if picked == "decode_sm90":
-        values = _launch.parameters("mxfp4_grouped_gemm_decode_sm90", x.device, len(expert_ids))
-        _experts_decode_sm90.decode_experts(x, weight, bias, weight_scale, out, order, values)
+        values = _launch.parameters(f"{_launch_of(weight, weight_scale)}_decode_sm90", x.device, len(expert_ids))
+        operands = Packed(x, weight, weight_scale, weight_zero_point)
+        _experts_decode_sm90.decode_experts(operands, bias, out, order, values)
         return out
     if picked == "prefill_sm90" and weight.dtype is PACKED:
         _multiply_packed_sm90(Packed(x, weight, weight_scale, weight_zero_point), bias, out, order)
