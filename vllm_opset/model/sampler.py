@@ -6,6 +6,8 @@ and the position of the token. So a seeded request draws the same tokens in any 
 
 import functools
 import inspect
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +28,8 @@ ROWS = ("expanded_idx_mapping", "idx_mapping_np")
 PROCESSED = ("processed_logits", "processed_logprobs")
 # The module of the first model runner's sampler.
 FIRST = "vllm.v1.sample.sampler"
+# The package of the logits processors that are vLLM's own.
+OF_VLLM = Sampler.__module__.rpartition(".")[0]
 
 
 class OpsetSampler(Sampler):
@@ -42,6 +46,23 @@ class OpsetSampler(Sampler):
             dtype: selection.select(ops.top_k_top_p_sample, TopKTopPSampleProblem(device.type, dtype, vocab_size)).run
             for dtype in {logits_dtype, torch.float32}
         }
+        self._has_new_requests = True
+        # Up to 0.28 there are no processors but vLLM's own.
+        processors = getattr(stock, "logits_processors", ())
+        self._writes_each_step = any(not type(own).__module__.startswith(OF_VLLM) for own in processors)
+
+    def add_request(self, *args, **kwargs) -> None:
+        super().add_request(*args, **kwargs)
+        self._has_new_requests = True
+
+    def apply_staged_writes(self) -> None:
+        """vLLM's method, only where there is something to write: it copies the parameters of all requests.
+
+        vLLM's own parts write for new requests alone. A user's logits processor may write in each step.
+        """
+        if self._has_new_requests or self._writes_each_step:
+            super().apply_staged_writes()
+            self._has_new_requests = False
 
     def warm_up(self, device: torch.device) -> None:
         """Call every variant of the kernel that a request can ask for, so that no request waits for a compilation."""
@@ -64,22 +85,23 @@ class OpsetSampler(Sampler):
         *whether_others_can,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens, and the processed logits if a request needs them; otherwise the logits."""
-        states, rows = self.sampling_states, expanded_idx_mapping
-        min_p = states.min_p.gpu[rows] if states.min_p.np[idx_mapping_np].any() else None
+        of_rows = self.sampling_states.of_rows(expanded_idx_mapping, idx_mapping_np)
         processed = "logits" if self.logprobs_mode in PROCESSED and self._gives_logprobs(idx_mapping_np) else None
         tokens, kept = self._draw[logits.dtype](
             logits,
-            self._keys(rows, pos),
-            states.temperature.gpu[rows],
+            pos
+            if of_rows.all_greedy
+            else self._keys(expanded_idx_mapping, of_rows.seeds, pos),  # greedy rows use no key
+            of_rows.temperature,
             top_k,
             top_p,
-            min_p=min_p,
+            min_p=of_rows.min_p,
             processed=processed,
         )
         return tokens, logits if kept is None else kept
 
-    def _keys(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return draw_keys(self.sampling_states.seeds.gpu[rows], positions)
+    def _keys(self, rows: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return draw_keys(seeds, positions)
 
     def _gives_logprobs(self, idx_mapping_np: np.ndarray) -> bool:
         return (
@@ -100,11 +122,53 @@ class OpsetSamplerInOneStep(OpsetSampler):
         return self._sample_random(logits, *rows, given["pos"], *self.sampling_states.get_top_k_top_p(*rows))
 
 
+class _OfRows(NamedTuple):
+    """What the requests of a batch ask for, by row. min_p: None if no request has one."""
+
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    min_p: torch.Tensor | None
+    all_greedy: bool
+
+
 class _States(SamplingStates):
-    """The sampling parameters of all requests. The op applies temperature and min-p, so these methods do nothing."""
+    """The sampling parameters of all requests. The op applies temperature and min-p, so these methods do nothing.
+
+    The parameters of the rows are gathered when requests come and go, not in each step: a gather takes a launch.
+    """
 
     def __init__(self, stock: SamplingStates) -> None:
         vars(self).update(vars(stock))
+        self._batch: bytes | None = None
+        self._gathered: dict[str, tuple] = {}
+
+    def add_request(self, *args, **kwargs) -> bool:
+        self._batch = None
+        return super().add_request(*args, **kwargs)
+
+    def get_top_k_top_p(self, rows: torch.Tensor, requests: np.ndarray, *vocab_size: int) -> tuple:
+        """vLLM's method, which returns more, and takes the size of the vocabulary, in later releases."""
+        gather = super().get_top_k_top_p
+        return self._once("filters", rows, requests, lambda: gather(rows, requests, *vocab_size))
+
+    def of_rows(self, rows: torch.Tensor, requests: np.ndarray) -> _OfRows:
+        return self._once("others", rows, requests, lambda: self._of_rows(rows, requests))
+
+    def _of_rows(self, rows: torch.Tensor, requests: np.ndarray) -> _OfRows:
+        min_p = self.min_p.gpu[rows] if self.min_p.np[requests].any() else None
+        all_greedy = not self.temperature.np[requests].any()
+        return _OfRows(self.temperature.gpu[rows], self.seeds.gpu[rows], min_p, all_greedy)
+
+    def _once(self, name: str, rows: torch.Tensor, requests: np.ndarray, gather: Callable[[], tuple]) -> tuple:
+        """What was gathered for these requests in this order, as long as no request was added since."""
+        if len(rows) != len(requests):  # a request has several rows, and vLLM says on the GPU alone which ones
+            return gather()
+        batch = requests.tobytes()
+        if batch != self._batch:
+            self._batch, self._gathered = batch, {}
+        if name not in self._gathered:
+            self._gathered[name] = gather()
+        return self._gathered[name]
 
     def apply_temperature(self, *args, **kwargs) -> None:
         pass

@@ -101,12 +101,24 @@ def draw(sampler, slots: list[int], position: int) -> torch.Tensor:
 
 
 def add_requests(sampler) -> None:
-    from vllm import SamplingParams
-
     for slot, asked in enumerate(ASKED):
-        known = {"req_idx": slot, "prompt_len": 3, "sampling_params": SamplingParams(**asked)}
-        sampler.add_request(**{name: known[name] for name in inspect.signature(sampler.add_request).parameters})
+        add_request(sampler, slot, asked)
     sampler.apply_staged_writes()
+
+
+def _keys(seed: int, position: int) -> torch.Tensor:
+    from vllm_opset.model.sampler import draw_keys
+
+    return draw_keys(torch.tensor([seed]), torch.tensor([position]))
+
+
+def add_request(sampler, slot: int, asked: dict) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    known = {"req_idx": slot, "prompt_len": 3, "sampling_params": SamplingParams(**asked)}
+    names = inspect.signature(Sampler.add_request).parameters
+    sampler.add_request(**{name: known[name] for name in names if name in known})
 
 
 def test_vllms_second_sampler_draws_by_the_op(runner):
@@ -131,6 +143,40 @@ def test_a_seeded_request_draws_the_same_whatever_its_batch(runner):
     add_requests(runner.sampler)
     together = draw(runner.sampler, list(range(len(ASKED))), 9)
     assert [draw(runner.sampler, [slot], 9).item() for slot in range(len(ASKED))] == together.tolist()
+
+
+def test_a_request_in_the_place_of_another_draws_by_its_own_parameters(runner):
+    add_requests(runner.sampler)
+    before = draw(runner.sampler, [1, 2], 9)
+    add_request(runner.sampler, 1, ASKED[4])
+    runner.sampler.apply_staged_writes()
+    after = draw(runner.sampler, [1, 2], 9)
+    add_requests(runner.sampler)
+    logits = logits_of([1])
+    alone, _ = runner.sampler._draw[torch.float32](
+        logits, _keys(1, 9), torch.tensor([2.0]), None, torch.tensor([0.9]), min_p=torch.tensor([0.02])
+    )
+    assert after.tolist() == [alone.item(), before[1].item()]
+    assert draw(runner.sampler, [2, 1], 9).tolist() == before.flip(0).tolist()
+
+
+def test_parameters_are_gathered_and_written_for_new_requests_alone(runner, monkeypatch):
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    written, gathered, states = [], [], runner.sampler.sampling_states
+    write, gather = Sampler.apply_staged_writes, states._of_rows
+    monkeypatch.setattr(Sampler, "apply_staged_writes", lambda self: written.append(0) or write(self))
+    monkeypatch.setattr(
+        states, "_of_rows", lambda rows, requests: gathered.append(requests.tolist()) or gather(rows, requests)
+    )
+    add_requests(runner.sampler)
+    for slots in ([1, 2], [1, 2], [1], [1]):
+        runner.sampler.apply_staged_writes()
+        draw(runner.sampler, slots, 9)
+    assert len(written) == 1 and gathered == [[1, 2], [1]]
+    add_requests(runner.sampler)
+    draw(runner.sampler, [1], 9)
+    assert len(written) == 2 and gathered == [[1, 2], [1], [1]]
 
 
 def test_a_sampler_that_takes_other_parameters_is_left_to_vllm(stock, monkeypatch):

@@ -14,8 +14,6 @@ from vllm_opset.ops.sampling import philox
 
 # NumPy makes this many keys of a request in the time of one. The cache holds more requests than a CPU serves at once.
 KEYS_AT_A_TIME, REQUESTS = 64, 4096
-# The package of the logits processors that are vLLM's own.
-OF_VLLM = Sampler.__module__.rpartition(".")[0]
 
 
 class OpsetCpuSampler(OpsetSampler):
@@ -23,29 +21,12 @@ class OpsetCpuSampler(OpsetSampler):
 
     def __init__(self, stock: Sampler, device: torch.device) -> None:
         super().__init__(stock, torch.float32, device)
-        self._has_new_requests = True
-        self._writes_each_step = any(not type(own).__module__.startswith(OF_VLLM) for own in self.logits_processors)
-
-    def add_request(self, *args, **kwargs) -> None:
-        super().add_request(*args, **kwargs)
-        self._has_new_requests = True
-
-    def apply_staged_writes(self) -> None:
-        """vLLM's method, only where there is something to write: it copies the parameters of all requests.
-
-        vLLM's own parts write for new requests alone. A user's logits processor may write in each step.
-        """
-        if self._has_new_requests or self._writes_each_step:
-            super().apply_staged_writes()
-            self._has_new_requests = False
 
     def _sample_random(self, logits: torch.Tensor, *args) -> tuple[torch.Tensor, torch.Tensor]:
         return super()._sample_random(logits.float(), *args)
 
-    def _keys(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _keys(self, rows: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         requests = rows.numpy()
-        if not self.sampling_states.temperature.np[requests].any():  # all are greedy
-            return torch.zeros(len(requests), dtype=torch.int64)
         draws = positions.numpy() + 1 - self.req_states.prompt_len.np[requests]
         return draw_keys(self.sampling_states.seeds.np[requests], draws)
 
