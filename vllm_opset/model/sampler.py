@@ -146,10 +146,12 @@ class _States(SamplingStates):
         self._batch = None
         return super().add_request(*args, **kwargs)
 
-    def get_top_k_top_p(self, rows: torch.Tensor, requests: np.ndarray, *vocab_size: int) -> tuple:
-        """vLLM's method, which returns more, and takes the size of the vocabulary, in later releases."""
-        gather = super().get_top_k_top_p
-        return self._once("filters", rows, requests, lambda: gather(rows, requests, *vocab_size))
+    def get_top_k_top_p(
+        self, expanded_idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray, *args, **kwargs
+    ) -> tuple[torch.Tensor | bool | None, ...]:
+        """vLLM's method. Later releases take the size of the vocabulary too, and return more."""
+        rows, gather = (expanded_idx_mapping, idx_mapping_np), super().get_top_k_top_p
+        return self._once("filters", *rows, lambda: gather(*rows, *args, **kwargs))
 
     def of_rows(self, rows: torch.Tensor, requests: np.ndarray) -> _OfRows:
         return self._once("others", rows, requests, lambda: self._of_rows(rows, requests))
