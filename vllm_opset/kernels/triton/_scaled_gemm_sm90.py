@@ -50,7 +50,7 @@ def scaled_gemm_sm90(
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     ORDERED: gl.constexpr, COPIED_RESULTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Launches at most as many programs as run at a time.
+    """Programs take tiles by turns. At most as many are launched as run at a time.
 
     x is a TMA descriptor of boxes [ROWS, WIDTH], and for experts a pointer. weight is one of boxes [WIDTH, WIDTH].
     out is a descriptor of boxes [HALF, WIDTH] with COPIED_RESULTS, and a pointer without. num_rows is that of out.
@@ -284,7 +284,12 @@ def _multiply_scaled(
     if copied_results:
         results = TensorDescriptor.from_tensor(out, [HALF.value, WIDTH.value], NVMMASharedLayout(128, 16, rank=2))
     tile_outputs = warpgroups_of_outputs * parts * WIDTH.value
-    num_programs = min(num_tiles * _launch.cdiv(outputs, tile_outputs), _launch.multiprocessors(device))
+    all_tiles = num_tiles * _launch.cdiv(outputs, tile_outputs)
+    num_programs = min(all_tiles, _launch.multiprocessors(device))
+    if order is None:
+        # As few programs as take no longer leave more of the bandwidth and of the power to each. Tiles of experts
+        # differ in their work: some have no choices.
+        num_programs = _launch.cdiv(all_tiles, _launch.cdiv(all_tiles, num_programs))
     sorted_token_ids, expert_ids, top_k = order or (None, None, 1)
     scaled_gemm_sm90[(num_programs,)](
         x, call.x.stride(0), weight, bias, results, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
