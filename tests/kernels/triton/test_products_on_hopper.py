@@ -210,19 +210,21 @@ def test_experts_take_the_kernel_for_blocks_that_fill_its_tiles(scheme):
         assert _picked_for_experts(scheme, 16) == "decode"
 
 
-def test_experts_in_int4_can_take_the_kernel_for_few_choices():
-    """Nobody has timed it yet, so only an override asks for it."""
-
-    def able(*groups: int, **others: torch.Tensor) -> bool:
-        others |= {"weight_scale": torch.ones(5, 160, *groups).bfloat16()}
+def test_experts_in_int4_take_the_kernel_for_few_choices_by_long_rows_and_small_groups():
+    def picked(columns: int, groups: int, variant: str | None = None, **others: torch.Tensor) -> str:
+        weight = torch.zeros(5, 160, columns // 2, dtype=torch.uint8)
+        scale = torch.ones(5, 160, groups).bfloat16()
+        others = {"x": torch.zeros(300, columns).bfloat16(), "weight": weight, "weight_scale": scale} | others
         arguments, how = _operands("int4", 16, **others)
-        assert grouped_gemm.VARIANTS.of(None, *arguments, **how) == "decode"
-        return grouped_gemm.VARIANTS.of("decode_sm90", *arguments, **how) == "decode_sm90"
+        return grouped_gemm.VARIANTS.of(variant, *arguments, **how)
 
-    assert able(1) and able(3) and able(6) and able(11), "whole rows, 128, 64 and 32 columns"
-    assert able(3, x=torch.zeros(300, 352).half()) and not able(3, x=torch.zeros(300, 352)), "fp16 and fp32"
+    assert picked(4096, 32) == picked(4096, 1) == picked(352, 11) == "decode_sm90", "128, all, and 32 columns a scale"
+    assert picked(2048, 16) == picked(352, 1) == "decode"
+    assert picked(2048, 16, "decode_sm90") == "decode_sm90", "by request"
+    assert picked(4096, 32, x=torch.zeros(300, 4096).half()) == "decode_sm90"
+    assert picked(4096, 32, x=torch.zeros(300, 4096)) == "decode", "fp32"
     with instead(Target("nvidia", "sm80")):
-        assert not able(3)
+        assert picked(4096, 32) == "decode"
 
 
 def test_short_rows_of_mxfp4_take_the_kernel_for_every_gpu():

@@ -31,6 +31,7 @@ from vllm_opset.kernels.triton import (
 )
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._packed_experts_sm90 import Packed
+from vllm_opset.kernels.triton._packed_linear import scale_columns
 from vllm_opset.kernels.triton._scaled_gemm_sm90 import Operands
 from vllm_opset.kernels.triton._tiles import Order, Product, tile_of
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
@@ -87,7 +88,15 @@ def describe(
     else:
         hopper = _scaled_gemm_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
     hopper = hopper and block_size % LEAST_ROWS_SM90 == 0
-    return Call(block_size, hopper, decode_sm90, is_mxfp4(weight, weight_scale))
+    return Call(block_size, hopper, decode_sm90, decode_sm90 and _suits_decode_sm90(weight, weight_scale))
+
+
+def _suits_decode_sm90(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
+    """Whether `decode_sm90` is faster than `decode`: by long rows, and where many scales slow `decode` down."""
+    if is_mxfp4(weight, weight_scale) or scale_columns(weight[0], weight_scale[0]) <= MXFP4.group.columns:
+        return True
+    values = _launch.parameters("int4_grouped_gemm_decode_sm90", weight.device, 0)
+    return 2 * weight.shape[-1] >= values["least_columns"]
 
 
 VARIANTS = Variants(
