@@ -221,6 +221,8 @@ def test_experts_in_int4_take_the_kernel_for_few_choices_by_long_rows_and_small_
     assert picked(4096, 32) == picked(4096, 1) == picked(352, 11) == "decode_sm90", "128, all, and 32 columns a scale"
     assert picked(2048, 16) == picked(352, 1) == "decode"
     assert picked(2048, 16, "decode_sm90") == "decode_sm90", "by request"
+    with _launch.trial("int4_grouped_gemm_decode_sm90", {"rows": 64}):
+        assert picked(4096, 32) == "decode_sm90", "whatever is tried for its launch"
     assert picked(4096, 32, x=torch.zeros(300, 4096).half()) == "decode_sm90"
     assert picked(4096, 32, x=torch.zeros(300, 4096)) == "decode", "fp32"
     with instead(Target("nvidia", "sm80")):

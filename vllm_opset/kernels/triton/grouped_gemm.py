@@ -95,7 +95,7 @@ def _suits_decode_sm90(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool
     """Whether `decode_sm90` is faster than `decode`: by long rows, and where many scales slow `decode` down."""
     if is_mxfp4(weight, weight_scale) or scale_columns(weight[0], weight_scale[0]) <= MXFP4.group.columns:
         return True
-    values = _launch.parameters("int4_grouped_gemm_decode_sm90", weight.device, 0)
+    values = _launch.parameters("columns_int4_grouped_gemm_decode_sm90", weight.device, 0)
     return 2 * weight.shape[-1] >= values["least_columns"]
 
 
