@@ -50,8 +50,8 @@ def sampler(monkeypatch):
         stock = Sampler.__new__(Sampler)
         names = ("penalties_state", "logit_bias_state", "bad_words_state", "thinking_budget_state")
         vars(stock).update({name: Idle() for name in names})
-        stock.sampling_states = SamplingStates(PLACES, VOCABULARY)
-        stock.logprobs_mode, stock.use_flashinfer = mode, False
+        stock.sampling_states, stock.logits_processors = SamplingStates(PLACES, VOCABULARY), []
+        stock.logprobs_mode, stock.use_flashinfer, stock.use_xpu_sampler = mode, False, False
         stock.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda places: 0)
         stock.needs_logits_processing = np.ones(PLACES, dtype=bool)
         for place, asked in requests.items():
@@ -82,6 +82,7 @@ def sample(sampler, places: list[int], positions: list[int], logits: torch.Tenso
         "pos": torch.tensor(positions),
         "input_ids": torch.zeros(len(places), dtype=torch.int64),
         "expanded_local_pos": torch.zeros(len(places), dtype=torch.int64),
+        "seq_lens_upper_bound_np": np.array(positions) + 1,
         "return_logprobs": True,
     }
     asked = inspect.signature(Sampler.sample).parameters  # the parameters that vLLM passes
