@@ -5,14 +5,22 @@ from collections.abc import Iterator
 import pytest
 from plugin import registered  # noqa: F401
 
+from vllm_opset import selection
+
+
+@pytest.fixture(autouse=True)
+def forgetting() -> Iterator[None]:
+    """Leaves no override to the tests of other folders in this process."""
+    yield
+    selection.configure()
+    selection.forget()
+
 
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A tensor-parallel group of a single process, under a configuration without a model."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
-
-    from vllm_opset import selection
 
     selection.configure()
     selection.forget()
