@@ -18,6 +18,7 @@ from vllm_opset.platform.cpu import threads
         ({"OMP_NUM_THREADS": "2,4"}, "2 2 2"),
         ({"OMP_NUM_THREADS": "2", "OPSET_NUM_THREADS": "1"}, "1 1 1"),
         ({"OMP_NUM_THREADS": "1", "OPSET_NUM_THREADS": "auto"}, "4 2 1"),
+        ({"OMP_NUM_THREADS": "2", "OPSET_NUM_THREADS": ""}, "2 2 2"),
     ],
 )
 def test_threads_of_a_worker(environment, expected):

@@ -6,6 +6,7 @@ The compiler is `g++`; CXX names another one that takes the same flags. `_cache`
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ import torch
 
 from vllm_opset.kernels.cpp import _cache
 
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handlers, without importing vLLM
 SOURCES = Path(__file__).parent
 # -ffast-math is not used, because NaNs must be preserved. errno and the flags of exceptions are switched off, because
 # they are not needed and prevent vector code.
@@ -77,6 +79,7 @@ def _loaded() -> ctypes.CDLL:
     with _cache.private_folder() as folder:
         path = folder / f"kernels-{key}.so"
         if not _cache.is_trusted(path):
+            logger.info("Compiling the C++ kernels, which takes some seconds and happens once: %s", path)
             _build(compiler, sources, path)
         return ctypes.CDLL(str(path))
 

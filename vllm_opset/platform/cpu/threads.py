@@ -17,7 +17,8 @@ def remember_users_choice() -> None:
     ignored, as OpenMP ignores it too.
     """
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    os.environ.setdefault(VARIABLE, first if first.isdecimal() and int(first) else AUTO)
+    if not os.environ.get(VARIABLE):
+        os.environ[VARIABLE] = first if first.isdecimal() and int(first) else AUTO
 
 
 def set_compute_threads(num_workers: int) -> int:
@@ -34,8 +35,8 @@ def set_compute_threads(num_workers: int) -> int:
 
 
 def users_choice() -> str:
-    """The number of threads as text, or AUTO. Raises ValueError for anything else."""
-    choice = os.environ.get(VARIABLE, AUTO)
+    """The number of threads as text, or AUTO, also for an empty value. Raises ValueError for anything else."""
+    choice = os.environ.get(VARIABLE) or AUTO
     if choice != AUTO and not (choice.isdecimal() and int(choice)):
         raise ValueError(
             f"{VARIABLE}={choice!r} is neither a number of threads nor {AUTO!r}. Set it to one of these, or unset it"
