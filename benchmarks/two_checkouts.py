@@ -107,7 +107,7 @@ def main(
     case: Annotated[str, typer.Option(help="Only cases whose 'OP KERNEL CASE' matches this pattern.")] = "*",
     rounds: Annotated[int, typer.Option(min=1, help="How often each case is timed in each checkout.")] = 3,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that compile each checkout's kernels.")] = 1,
-    differing: Annotated[float, typer.Option(help="Print the cases that differ by more than this share.")] = 0.01,
+    differing: Annotated[float, typer.Option(help="Print the cases that differ by this share or more.")] = 0.01,
     dtype: str = "bfloat16",
     device: str = "cuda",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all times here, in seconds.")] = None,
@@ -130,7 +130,7 @@ def _print(found: dict[Key, list[float]], differing: float) -> None:
     ratios = {key: (after / before, again / before) for key, (before, after, again) in found.items()}
     table = Table("op", "kernel", "case", "before, µs", "after, µs", "after to before", "before again")
     for key in sorted(found, key=ratios.get, reverse=True):
-        if abs(ratios[key][0] - 1) > differing:
+        if abs(ratios[key][0] - 1) >= differing:
             times = (f"{1e6 * seconds:.2f}" for seconds in found[key][:2])
             table.add_row(*key, *times, *(f"{ratio:.3f}{TIMES}" for ratio in ratios[key]))
     Console().print(table)
