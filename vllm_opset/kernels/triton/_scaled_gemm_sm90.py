@@ -287,8 +287,8 @@ def _multiply_scaled(
     all_tiles = num_tiles * _launch.cdiv(outputs, tile_outputs)
     num_programs = min(all_tiles, _launch.multiprocessors(device))
     if order is None:
-        # As few programs as take no longer leave more of the bandwidth and of the power to each. Tiles of experts
-        # differ in their work: some have no choices.
+        # As few programs as need no more rounds (docs/log/kernels.md has what that gains). Tiles of experts differ in
+        # their work, since some have no choices, so rounds do not tell how long those take.
         num_programs = _launch.cdiv(all_tiles, _launch.cdiv(all_tiles, num_programs))
     sorted_token_ids, expert_ids, top_k = order or (None, None, 1)
     scaled_gemm_sm90[(num_programs,)](

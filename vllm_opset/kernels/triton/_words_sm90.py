@@ -9,9 +9,9 @@ Four instructions make eight values of a word four pairs: the values i and i + 4
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-WIDTH = gl.constexpr(128)  # columns of a unit
-WORDS = gl.constexpr(WIDTH.value // 8)  # of 32 bits, which hold a row's weights of a unit
-GROUPS = gl.constexpr(WORDS.value // 4)  # of a unit's columns, each of which a thread has
+WIDTH = gl.constexpr(128)  # A unit has so many columns.
+WORDS = gl.constexpr(WIDTH.value // 8)  # A row of a unit has so many words of 32 bits.
+GROUPS = gl.constexpr(WORDS.value // 4)  # A row of a unit has so many groups of columns. Each thread has one of them.
 
 
 @gluon.constexpr_function
