@@ -25,9 +25,10 @@ def _hook(bridge: Bridge) -> str:
 
 
 def _patch(bridge: Bridge) -> str:
-    facts = (f"Changes: {_changes(bridge)}", f"Where: {_where(bridge)}", f"Needed by: {_releases(bridge)}")
+    changes = [f"Changes: {_changes(bridge)}"] if bridge.changes else []  # otherwise the reason names the object
+    facts = f"Where: {_where(bridge)}", f"Needed by: {_releases(bridge)}"
     ends = [f"It can go when {bridge.ends}."] if bridge.ends else []
-    return f"### `{bridge.name}`\n\n{bridge.reason}\n\n" + "\n".join(f"- {fact}" for fact in (*facts, *ends))
+    return f"### `{bridge.name}`\n\n{bridge.reason}\n\n" + "\n".join(f"- {fact}" for fact in (*changes, *facts, *ends))
 
 
 def _difference(bridge: Bridge) -> str:

@@ -140,6 +140,20 @@ def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tupl
     return result.sequences[0, len(prompt) :].tolist(), float((best[:, 0] - best[:, 1]).min())
 
 
+@torch.inference_mode()
+def mean_error(model: PreTrainedModel, prompts, outputs) -> float:
+    """The mean error of the chosen tokens' log-probabilities, compared with the model's values in fp32."""
+    errors = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        answer = list(output.outputs[0].token_ids)
+        logprobs = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        errors += [
+            abs(step[token].logprob - row[token].item())
+            for token, step, row in zip(answer, output.outputs[0].logprobs, logprobs, strict=True)
+        ]
+    return sum(errors) / len(errors)
+
+
 def add_tokenizer(folder: Path) -> None:
     """Adds a tokenizer with a token for every byte to a model's folder."""
     specials = ["<bos>", "<eos>", "<pad>"]

@@ -54,7 +54,7 @@ def test_tokens_equal_those_of_transformers(setting, qwen, engine):
 
 
 def test_prompts_are_replayed_in_pieces(qwen, engine, monkeypatch):
-    """Without a compiler, decode uses whole graphs. All other steps use graphs that break at each attention."""
+    """Without a compiler, decode uses whole graphs. In fp32, other steps use graphs that break at each attention."""
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture as Capture
 
     replay, breaks = Capture.replay, []

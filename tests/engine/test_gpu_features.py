@@ -63,20 +63,6 @@ def adapter(model, folder) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def mean_error(model, prompts, outputs) -> float:
-    """The mean error of the chosen tokens' log-probabilities, compared with the model's values in fp32."""
-    errors = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        answer = list(output.outputs[0].token_ids)
-        with torch.inference_mode():
-            logprobs = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        errors += [
-            abs(step[token].logprob - row[token].item())
-            for token, step, row in zip(answer, output.outputs[0].logprobs, logprobs, strict=True)
-        ]
-    return sum(errors) / len(errors)
-
-
 @pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
 def test_an_adapter_answers_as_merged_weights_do(arguments, engine, tmp_path, monkeypatch):
     from vllm.lora.request import LoRARequest
@@ -96,6 +82,6 @@ def test_an_adapter_answers_as_merged_weights_do(arguments, engine, tmp_path, mo
             pair for pair, yes in zip(zip(prompts, outputs, strict=True), adapted, strict=True) if yes is with_adapter
         ]
         other = base if with_adapter else merged
-        assert mean_error(model, *zip(*chosen, strict=True)) < BF16_LOGPROBS / 4
-        assert mean_error(other, *zip(*chosen, strict=True)) > BF16_LOGPROBS
+        assert models.mean_error(model, *zip(*chosen, strict=True)) < BF16_LOGPROBS / 4
+        assert models.mean_error(other, *zip(*chosen, strict=True)) > BF16_LOGPROBS
     assert not compiled

@@ -137,6 +137,12 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         kv_cache, scales = self._stored(layer, kv_cache)
         self._attend(query, kv_cache, batch, output, **scales)
 
+    def able(self, layer: torch.nn.Module, query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch) -> list[str]:
+        """The variants of the attention's kernel that can run such a step."""
+        kv_cache, scales = self._stored(layer, kv_cache)
+        call = self.variants.describe(query, kv_cache, batch, query, **self._attend.keywords, **scales)
+        return self.variants.able(call)
+
     def _stored(self, layer: torch.nn.Module, kv_cache: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The cache in the dtype that it holds, and the scales of an fp8 cache, which vLLM keeps in the layer."""
         if not self.caches_fp8:

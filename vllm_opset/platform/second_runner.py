@@ -1,6 +1,7 @@
 """The patches that let vLLM's second model runner serve."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -96,3 +97,29 @@ def view_pinned_memory(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     from vllm.v1.worker.gpu import buffer_utils
 
     buffer_utils.get_accelerator_view_from_cpu_tensor = view
+
+
+@patch(
+    has(OVERRIDES),
+    first=(0, 31),
+    ends="vLLM has a graph mode that captures mixed steps whole, beside graphs of decode steps",
+    worker=("cuda", "native"),
+)
+def capture_pieces_whole(manager) -> None:
+    """Let vLLM's second model runner capture whole graphs of prompts and mixed steps, beside those of decode steps.
+
+    The runner's `cudagraph_manager` lists the graphs to capture and to replay. In its lists, whole graphs replace those
+    in pieces. From 0.31 on, vLLM prepares such a graph for one request that has all of its tokens.
+
+    Parameters: manager is a `ModelCudaGraphManager` that has not captured yet.
+    """
+    from vllm.config import CUDAGraphMode
+
+    whole = {
+        pieces: replace(pieces, cg_mode=CUDAGraphMode.FULL, num_reqs=min(pieces.num_tokens, manager.max_num_reqs))
+        for pieces in manager._capture_descs.pop(CUDAGraphMode.PIECEWISE)
+    }
+    captured = [*whole.values(), *manager._capture_descs.get(CUDAGraphMode.FULL, [])]
+    manager._capture_descs[CUDAGraphMode.FULL] = sorted(captured, key=lambda graph: -graph.num_tokens)
+    for graphs in manager._candidates.values():  # in the order in which the manager tries them: decode comes first
+        graphs[:] = [whole.get(graph, graph) for graph in graphs]

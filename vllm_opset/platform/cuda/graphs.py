@@ -1,5 +1,7 @@
 """The choice of CUDA graphs: a whole graph for a decode step, and pieces for other steps, with attention between them.
 
+`whole_graphs` replaces the pieces by whole graphs, where attention allows it.
+
 If no compiler cuts a model into pieces, vLLM's breakable graphs do. A variable of vLLM enables them, and this module
 sets it. The variable also switches torch.compile off, so it is removed before the next engine is configured.
 """

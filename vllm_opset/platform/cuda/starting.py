@@ -5,7 +5,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from vllm_opset import selection
 from vllm_opset.platform import refusals
-from vllm_opset.platform.cuda import device, workspace
+from vllm_opset.platform.cuda import device, whole_graphs, workspace
 from vllm_opset.platform.report import Reporting
 
 
@@ -21,6 +21,7 @@ class Starting(Reporting):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         with device.named_out_of_memory():
             super().initialize_from_config(kv_cache_config)
+        whole_graphs.replace_pieces(self)
 
     def check_choices(self) -> None:
         """Log the choices, and raise Refusal for one that cannot be captured in a graph."""

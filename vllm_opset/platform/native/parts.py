@@ -1,7 +1,7 @@
 """The parts of opset that are on, on stock vLLM.
 
 `attention` is opset's attention backend, as by `--attention-backend CUSTOM`. With it, steps of up to 2,048 tokens are
-captured in pieces (`platform/cuda/graphs.py`). Between the pieces, they wait for the launch of attention alone.
+captured (`platform/cuda/graphs.py`), and on Hopper GPUs in whole graphs (`platform/cuda/whole_graphs.py`).
 
 `sampler` is one kernel for temperature, min-p, top-k, top-p and the draw. `linear` is for linear layers with
 unquantised weights, and with weights in fp8, int8 and int4.

@@ -1,0 +1,59 @@
+"""Whole CUDA graphs of prompts and mixed steps, in place of pieces with attention between them.
+
+On Hopper GPUs, `prefill_sm90` plans on the GPU how a step's requests are attended. So one graph serves all steps of up
+to so many tokens, whatever the lengths of their requests. To replay it takes the host as long as a decode step. Pieces
+wait for Python to launch each layer's attention. vLLM itself captures such steps whole only if decode shares the graph.
+"""
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_opset.attention.backend import OpsetAttentionBackend
+from vllm_opset.ops.attention.paged_batch import PagedBatch
+from vllm_opset.platform import second_runner
+
+
+def replace_pieces(worker: Worker) -> None:
+    """Have whole graphs captured where vLLM would capture pieces beside decode graphs, if all layers allow it.
+
+    Call it when the KV cache is bound. A user who asks for pieces alone gets pieces.
+    """
+    config = worker.vllm_config
+    manager = getattr(worker.model_runner, "cudagraph_manager", None)  # the second model runner's
+    if manager is None or manager.cudagraph_mode != CUDAGraphMode.FULL_AND_PIECEWISE or not manager.needs_capture():
+        return
+    layers = config.compilation_config.static_forward_context.values()
+    attention = [layer for layer in layers if isinstance(layer, AttentionLayerBase)]  # others are experts
+    may = second_runner.capture_pieces_whole.bridge.needed() and not _needs_pieces(config)
+    if may and all(map(_is_planned_on_gpu, attention)):
+        second_runner.capture_pieces_whole(manager)
+
+
+def _needs_pieces(config: VllmConfig) -> bool:
+    """Whether something acts between the layers of a prompt, or a step's graph depends on more than its tokens.
+
+    A KV connector transfers the cache of each layer. Graphs of drafts and adapters come in several kinds for each
+    number of tokens, and images in a prompt change its inputs. With these, whole graphs of prompts were not tried.
+    """
+    return (
+        config.kv_transfer_config is not None
+        or config.speculative_config is not None
+        or config.lora_config is not None
+        or config.model_config.is_multimodal_model
+        or config.cache_config.kv_sharing_fast_prefill
+        or config.parallel_config.data_parallel_size > 1
+    )
+
+
+def _is_planned_on_gpu(layer: AttentionLayerBase) -> bool:
+    """Whether `prefill_sm90` can attend the layer's prompts."""
+    # vLLM derives further backends from this one, whose batches it makes on the host.
+    if layer.get_attn_backend() is not OpsetAttentionBackend or not layer.impl.variants:
+        return False
+    impl, cache = layer.impl, layer.kv_cache
+    query = torch.empty(1, impl.num_heads, impl.head_size, dtype=impl.dtype, device=cache.device)
+    one = torch.ones(1, dtype=torch.int32, device=cache.device)
+    batch = PagedBatch(torch.cat((one - 1, one)), one, one[None], max_query_len=1, max_seq_len=1)
+    return "prefill_sm90" in impl.able(layer, query, cache, batch)
