@@ -43,7 +43,7 @@ def answer(
     asked = random.Random(0).sample(held_out, min(questions, len(held_out)))
     started = time.perf_counter()
     try:
-        llm = _load(model, dtype)
+        llm = _load(model, dtype, verbose)
     except PluginError as error:
         message = f"{error} `vllm-opset doctor` shows this machine."
         raise typer.BadParameter(message, param_hint="environment") from error
@@ -68,10 +68,11 @@ def _tiny() -> Path:
     return next((Path(file.locate()).parent for file in files if file.name == QUESTIONS), IN_CHECKOUT)
 
 
-def _load(model: Path, dtype: str):
+def _load(model: Path, dtype: str, verbose: bool):
     from vllm import LLM
 
-    return LLM(model=str(model), dtype=dtype, max_model_len=512, kv_cache_memory_bytes=64 << 20)
+    limits = {"max_model_len": 512, "kv_cache_memory_bytes": 64 << 20}
+    return LLM(model=str(model), dtype=dtype, use_tqdm_on_load=verbose, **limits)
 
 
 def _sampling(count: int) -> list:
