@@ -244,8 +244,9 @@ def test_a_peer_that_draws_other_tokens_is_right_if_the_filters_keep_them(draw, 
     assert check is None if verdict is None else verdict in check
 
 
-def test_nothing_is_drawn_of_greedy_rows():
+@pytest.mark.parametrize("name", ["greedy, equal maxima", "every row greedy, equal maxima"])
+def test_nothing_is_drawn_of_greedy_rows(name):
     op = ops.top_k_top_p_sample
-    (sample,) = (one for one in op.samples("cpu", torch.float32) if one.name == "greedy, equal maxima")
+    (sample,) = (one for one in op.samples("cpu", torch.float32) if one.name == name)
     result = measure(op, sample, drawing(lambda kept: kept.argmax(1)), "cpu", torch.float32, CEILINGS)
     assert result.skipped == "greedy tokens are not drawn" and result.seconds is None

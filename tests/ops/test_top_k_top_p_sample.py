@@ -153,6 +153,8 @@ def faulty(
         top_k_, top_p_, min_p_ = named.get("top_k", top_k_), named.get("top_p", top_p_), named.get("min_p", min_p_)
         if processed not in (None, "logits", "logprobs"):
             raise ValueError
+        if keys is None:
+            return ops.top_k_top_p_sample.reference(logits, keys, processed=processed)
         temperature = torch.ones(len(keys)) if temperature is None else temperature
         greedy = is_greedy(temperature)
         x = scale(logits, temperature, greedy).clone(memory_format=torch.contiguous_format)

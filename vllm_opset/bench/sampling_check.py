@@ -20,7 +20,9 @@ def check_sampled_tokens(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dt
     Raises NotImplementedError for a sample in which no token is drawn.
     """
     args, kwargs = sample.make()
-    if kwargs.get("temperature") is not None and bool((kwargs["temperature"] < GREEDY_BELOW).all()):
+    _, keys = args
+    temperature = kwargs.get("temperature")
+    if keys is None or (temperature is not None and bool((temperature < GREEDY_BELOW).all())):
         raise NotImplementedError("greedy tokens are not drawn")
     tokens, _ = kernel.call(*args, **kwargs)
     wider = {"processed": "logits"}

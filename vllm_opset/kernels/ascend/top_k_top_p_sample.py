@@ -35,13 +35,15 @@ def supports(problem: TopKTopPSampleProblem) -> str | None:
 @kernel(ops.top_k_top_p_sample, name="ascend", supports=supports)
 def top_k_top_p_sample(
     logits: torch.Tensor,
-    keys: torch.Tensor,
+    keys: torch.Tensor | None,
     temperature: torch.Tensor | None = None,
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
     processed: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if keys is None:
+        return ops.top_k_top_p_sample.reference(logits, keys, processed=processed)
     x = logits.contiguous()
     if temperature is not None:
         greedy = temperature < GREEDY_BELOW

@@ -63,14 +63,16 @@ class Survivors(NamedTuple):
 @np.errstate(divide="ignore", invalid="ignore")
 def top_k_top_p_sample(
     logits: torch.Tensor,
-    keys: torch.Tensor,
+    keys: torch.Tensor | None,
     temperature: torch.Tensor | None = None,
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
     processed: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    check_processed(processed)
+    check_processed(processed, keys)
+    if keys is None:
+        return torch.from_numpy(logits.numpy().argmax(axis=1)), None
     arrays = (None if values is None else values.numpy() for values in (temperature, top_k, top_p, min_p))
     temperature, top_k, top_p, min_p = arrays
     rows = Rows(logits.numpy(), keys.numpy(), None, None, top_k, top_p, min_p)

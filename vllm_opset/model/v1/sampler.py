@@ -57,6 +57,8 @@ class OpsetSampler(Sampler):
         metadata = sampling_metadata
         asked_for = metadata.max_num_logprobs is not None or metadata.logprob_token_ids
         processed = PROCESSED.get(logprobs_mode_override or self.logprobs_mode) if asked_for else None
+        if metadata.all_greedy and processed is None:
+            return self._sample.run(logits, None)
         if metadata.all_greedy:
             nothing = torch.zeros(len(logits), device=logits.device)
             return self._sample.run(logits, nothing.long(), nothing, processed=processed)

@@ -34,7 +34,7 @@ TOLERANCES = {
 @op(problem=TopKTopPSampleProblem, dtypes=(torch.float32,), tolerances=TOLERANCES)
 def top_k_top_p_sample(
     logits: torch.Tensor,
-    keys: torch.Tensor,
+    keys: torch.Tensor | None,
     temperature: torch.Tensor | None = None,
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
@@ -46,9 +46,11 @@ def top_k_top_p_sample(
     logits: fp32 [B, V], any strides, −inf for forbidden tokens. Each row needs a finite logit and must not hold NaN or
     +inf, or else the draw may return any token.
 
-    keys: int64 [B], one per row and draw.
+    keys: int64 [B], one per row and draw. None means that every row is greedy, whatever the settings. Then processed is
+    None too.
 
-    temperature: fp32 [B]. Below 1e-5 the row is greedy: its token is the one with the largest logit.
+    temperature: fp32 [B]. Below 1e-5 the row is greedy: its token is the one with the largest logit, and of equal ones
+    the lowest index.
 
     top_k: int32 [B], 1 … V, V for off. top_p: fp32 [B], above 0, 1 for off. min_p: fp32 [B], 0 … 1, 0 for off.
 
@@ -75,9 +77,11 @@ def top_k_top_p_sample(
 
     Returns (tokens, processed logits). The tokens are int64 [B]. With processed = "logits", the second result is x with
     −inf for the dropped tokens; with "logprobs" it is the log-softmax of that. Both are fp32 [B, V], contiguous. With
-    None it is None. Raises ValueError for any other word.
+    None it is None. Raises ValueError for any other word, and for processed logits without keys.
     """
-    check_processed(processed)
+    check_processed(processed, keys)
+    if keys is None:
+        return logits.argmax(dim=-1), None
     x = logits.to(accumulator(logits)).clone(memory_format=torch.contiguous_format)
     greedy = torch.zeros_like(keys, dtype=torch.bool) if temperature is None else temperature < GREEDY_BELOW
     if temperature is not None:
@@ -95,9 +99,11 @@ def top_k_top_p_sample(
     return score.argmax(dim=-1), None if processed is None else x
 
 
-def check_processed(processed: str | None) -> None:
+def check_processed(processed: str | None, keys: torch.Tensor | None) -> None:
     if processed not in (None, "logits", "logprobs"):
         raise ValueError(f"processed is None, 'logits' or 'logprobs', not {processed!r}")
+    if processed is not None and keys is None:
+        raise ValueError(f"without keys, only tokens are given, not processed {processed}")
 
 
 def relative_weights(x: torch.Tensor) -> torch.Tensor:
@@ -133,8 +139,8 @@ def _(logits, keys, temperature=None, top_k=None, top_p=None, min_p=None, proces
 
 @top_k_top_p_sample.cost
 def _(logits, keys, temperature=None, top_k=None, top_p=None, min_p=None, processed=None) -> Cost:
-    settings = [tensor.nbytes for tensor in (temperature, top_k, top_p, min_p) if tensor is not None]
-    tokens = 2 * keys.nbytes
+    settings = [tensor.nbytes for tensor in (keys, temperature, top_k, top_p, min_p) if tensor is not None]
+    tokens = len(logits) * torch.int64.itemsize
     written = 0 if processed is None else logits.numel() * logits.element_size()
     read = logits.numel() * logits.element_size()
     # Each logit needs at least one comparison. Tokens that the filters drop need no exponential and no noise.
@@ -187,6 +193,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(name, make_logits, **settings) -> Sample:
         return _sample(name, device, make_logits, **settings)
 
+    def greedy(name, make_logits, layout=lambda logits: logits) -> Sample:
+        return Sample(name, lambda: ((layout(make_logits(_samples.generator(name)).to(device)), None), {}))
+
     def normal(num_rows: int, vocab_size: int, std: float = 2.0):
         return lambda rng: _samples.normal((num_rows, vocab_size), dtype, "cpu", rng, std)
 
@@ -227,6 +236,10 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("ties at both cuts", quantised(6, 300), top_k=[30, 7], top_p=[0.3, 0.7, 0.9])
     yield sample("all logits equal", lambda rng: torch.full((4, 80), 1.5, dtype=dtype), top_p=[1.0, 0.5], top_k=[80, 9])
     yield sample("greedy, equal maxima", quantised(5, 200), temperature=[0.0])
+    yield greedy("every row greedy, equal maxima", quantised(5, 200))
+    yield greedy("every row greedy, many tokens", normal(4, 20_011))
+    yield greedy("every row greedy, strided rows", quantised(5, 129), layout=_samples.row_view)
+    yield greedy("every row greedy, zero rows", normal(0, 64))
     yield sample("forbidden tokens", sparse(6, 300, 20), top_k=[50, 300, 5], **every)
     yield sample("one token allowed", sparse(5, 150, 1), top_k=[50, 150], **every)
     yield sample("very sharp", normal(6, 200, std=40.0), top_k=[200, 20], top_p=[0.9, 1.0], temperature=[1.0, 0.5])
@@ -261,6 +274,8 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 @top_k_top_p_sample.illegal_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield _sample("another kind of output", device, lambda rng: torch.zeros(2, 5), processed="probabilities")
+    logits = torch.zeros(2, 5, device=device)
+    yield Sample("processed logits without keys", lambda: ((logits, None), {"processed": "logits"}))
 
 
 @top_k_top_p_sample.bench_inputs
@@ -272,6 +287,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         "k50": {"top_k": 50},
         "unfiltered": {},
         "greedy": {"temperature": 0.0},
+        "every row greedy": {},
         "p0.9, flat": {"top_p": 0.9, "temperature": 3.0},  # 61 % of the tokens are kept
     }
 
@@ -279,6 +295,8 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         def make():
             rng = _samples.generator(f"{num_rows} {case}")
             logits = _samples.normal((num_rows, vocab_size), dtype, device, rng, 3.0)
+            if case == "every row greedy":
+                return (logits, None), {}
             dtypes = {"top_k": torch.int32}
             settings = {
                 key: torch.full((num_rows,), value, dtype=dtypes.get(key, torch.float32), device=device)

@@ -6,6 +6,8 @@ The filters that a call gives decide its variant, because each variant leaves ou
 - `top_k`: lists candidates. The cut-off of top-k is always among them, except for ties.
 - `all_filters`: reads rows again whose candidates miss the cut-off of top-p or min-p.
 
+PyTorch serves calls without keys, whatever their variant: its argmax takes Python less time than the launches here.
+
 `read` describes how the kernels work together.
 """
 
@@ -47,7 +49,7 @@ def supports(problem: TopKTopPSampleProblem) -> str | None:
 @kernel(ops.top_k_top_p_sample, name="triton", supports=supports, variants=VARIANTS)
 def top_k_top_p_sample(
     logits: torch.Tensor,
-    keys: torch.Tensor,
+    keys: torch.Tensor | None,
     temperature: torch.Tensor | None = None,
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
@@ -55,7 +57,9 @@ def top_k_top_p_sample(
     processed: str | None = None,
     variant: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    check_processed(processed)
+    check_processed(processed, keys)
+    if keys is None:
+        return logits.argmax(dim=-1), None
     num_rows, vocab_size = logits.shape
     device, options = logits.device, _launch.launch_options(logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
