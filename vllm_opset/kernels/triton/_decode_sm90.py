@@ -131,9 +131,10 @@ def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
     """The product of the contract, for arguments that were checked."""
     x, weight, weight_scale, x_scale, out_dtype = call
     of_blocks, rows, (num_outputs, columns) = weight_scale is not None and by_blocks(call), _rows(x), weight.shape
+    num_tokens = rows.shape[0]  # len(rows) takes PyTorch several times as long
     scheme = "" if weight_scale is None else "blocks_" if of_blocks else "rows_"
-    values = _launch.parameters(f"{scheme}linear_decode_sm90", x.device, len(rows))
-    width, tokens = LINE.value // x.element_size(), max(_launch.next_power_of_2(len(rows)), FEWEST_TOKENS)
+    values = _launch.parameters(f"{scheme}linear_decode_sm90", x.device, num_tokens)
+    width, tokens = LINE.value // x.element_size(), max(_launch.next_power_of_2(num_tokens), FEWEST_TOKENS)
     tiles, tile_units = _launch.cdiv(num_outputs, values["rows"]), _launch.cdiv(columns, width * values["lines"])
     run = run_of(
         tiles, tile_units, values["programs"] * _launch.multiprocessors(x.device),
@@ -147,17 +148,23 @@ def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
         kernel, warps = wide_decode_sm90, WARPS
     else:
         limit = {"maxnreg": most_registers(warps, values["programs"])}
-    box = NVMMASharedLayout(128, 8 * x.element_size(), rank=2)
+    box = _box(x.element_size())
     of_weight, of_x = ((0, 0) if scale is None else strides(scale) for scale in (weight_scale, x_scale))
     kernel[(num_programs,)](
         TensorDescriptor.from_tensor(rows, [tokens, width], box),
         TensorDescriptor.from_tensor(weight, [values["rows"], width], box),
         bias, out, weight_scale, *of_weight, x_scale, *of_x, partials, zeros(x.device, tiles * WARPGROUPS.value),
-        len(rows), num_outputs, _launch.cdiv(columns, BLOCK.value), tile_units, tiles * tile_units, run,
+        num_tokens, num_outputs, _launch.cdiv(columns, BLOCK.value), tile_units, tiles * tile_units, run,
         BY_BLOCKS=of_blocks, LINES=values["lines"], STAGES=values["stages"],
         num_warps=warps, **limit, **_launch.launch_options(x.device),
     )  # fmt: skip
     return out
+
+
+@functools.cache
+def _box(element_size: int) -> NVMMASharedLayout:
+    """The layout of a descriptor's boxes in shared memory. Triton checks it whenever one is made."""
+    return NVMMASharedLayout(128, 8 * element_size, rank=2)
 
 
 def most_registers(warps: int, programs: int) -> int:
