@@ -28,7 +28,6 @@ BUILT_HERE = {
     "vllm_opset.model.linear.LinearMethod",
     "vllm_opset.model.bound_experts.BoundExpertsMethod",
     "vllm_opset.model.sampler.OpsetSampler",
-    "vllm_opset.model.sampler.OpsetSamplerInOneStep",
     "vllm_opset.model.sampler._States",
     "vllm_opset.model.v1.sampler.OpsetSampler",
     "vllm_opset.model.int4_experts.Int4ExpertsMethod",  # the base of those below; no object is of this class alone
@@ -45,8 +44,6 @@ IN_PLACE = [
     )
     if has(theirs)()  # vLLM 0.26 alone has the second
 ]
-# `fitting` compares it: vLLM calls it by position, and its names change.
-BY_POSITION = {"_sample_random"}
 # Imported in functions that only the releases which have these call. vLLM removes its IR after 0.33.
 OF_SOME_RELEASES = {
     "vllm.config.kernel.IrOpPriorityConfig",
@@ -71,7 +68,6 @@ def test_overridden_methods_take_what_vllms_take(modules):
         f"{cls.__qualname__}.{name} of {cls.__module__} refuses {calls}"
         for cls, name, base in pairs
         if not (name == "__init__" and (cls in replacements or f"{cls.__module__}.{cls.__qualname__}" in BUILT_HERE))
-        and name not in BY_POSITION
         and (calls := refused(method(base, name), method(cls, name)))
     ]
     assert not bad, "\n".join(bad)

@@ -6,12 +6,12 @@ and the position of the token. So a seeded request draws the same tokens in any 
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
 
@@ -23,8 +23,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 # The golden ratio in 64 bits. Its multiples are far apart, so the keys of two requests with small seeds never collide.
 KEY_STEP = 0x9E3779B97F4A7C15 - 2**64
-# The names of vLLM's parameters that say which request each row of a step belongs to.
-ROWS = ("expanded_idx_mapping", "idx_mapping_np")
+# The names of vLLM's parameters for the request of each row, the same on the host by request, and the rows' positions.
+USED = ("expanded_idx_mapping", "idx_mapping_np", "pos")
 PROCESSED = ("processed_logits", "processed_logprobs")
 # The module of the first model runner's sampler.
 FIRST = "vllm.v1.sample.sampler"
@@ -40,7 +40,7 @@ class OpsetSampler(Sampler):
 
     def __init__(self, stock: Sampler, logits_dtype: torch.dtype, device: torch.device) -> None:
         vars(self).update(vars(stock))
-        self.sampling_states = _States(stock.sampling_states)
+        self.sampling_states = _States(stock.sampling_states, verifies_drafts=stock.num_speculative_tokens > 1)
         vocab_size = self.sampling_states.vocab_size
         self._draw = {
             dtype: selection.select(ops.top_k_top_p_sample, TopKTopPSampleProblem(device.type, dtype, vocab_size)).run
@@ -74,30 +74,25 @@ class OpsetSampler(Sampler):
                 for given in filters.combinations(2, device):
                     draw(logits, ones.long(), ones, **given, processed=processed)
 
-    def _sample_random(
-        self,
-        logits: torch.Tensor,
-        expanded_idx_mapping: torch.Tensor,
-        idx_mapping_np: np.ndarray,
-        pos: torch.Tensor,
-        top_k: torch.Tensor | None,
-        top_p: torch.Tensor | None,
-        *whether_others_can,
+    def sample(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens, and the processed logits if a request needs them; otherwise the logits.
+
+        It takes the parameters of vLLM's `sample` by their names, because releases have different ones.
+        """
+        given = dict(zip(_parameters(Sampler, "sample"), args, strict=False)) | kwargs
+        given.pop("return_logprobs", None)  # `_sampled` asks the requests
+        logits = self.apply_sampling_params(**given, skip_top_k_top_p=True)
+        return self._sampled(logits, *(given[name] for name in USED))
+
+    def _sampled(
+        self, logits: torch.Tensor, rows: torch.Tensor, requests: np.ndarray, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens, and the processed logits if a request needs them; otherwise the logits."""
-        of_rows = self.sampling_states.of_rows(expanded_idx_mapping, idx_mapping_np)
-        processed = "logits" if self.logprobs_mode in PROCESSED and self._gives_logprobs(idx_mapping_np) else None
-        tokens, kept = self._draw[logits.dtype](
-            logits,
-            pos
-            if of_rows.all_greedy
-            else self._keys(expanded_idx_mapping, of_rows.seeds, pos),  # greedy rows use no key
-            of_rows.temperature,
-            top_k,
-            top_p,
-            min_p=of_rows.min_p,
-            processed=processed,
-        )
+        draw, states = self._draw[logits.dtype], self.sampling_states
+        if states.all_greedy(requests):  # vLLM gives such requests no filters, so the processed logits are the logits
+            return draw(logits, None)[0], logits
+        processed = "logits" if self.logprobs_mode in PROCESSED and self._gives_logprobs(requests) else None
+        seeds, settings = states.of_rows(rows, requests)
+        tokens, kept = draw(logits, self._keys(rows, seeds, positions), **settings, processed=processed)
         return tokens, logits if kept is None else kept
 
     def _keys(self, rows: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -110,25 +105,11 @@ class OpsetSampler(Sampler):
         )
 
 
-class OpsetSamplerInOneStep(OpsetSampler):
-    """For 0.26 to 0.29, whose `sample` does the work that later releases split into `sample` and `_sample_random`."""
-
-    def sample(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the parameters of vLLM's `sample` by their names, because 0.28 has one more."""
-        given = dict(zip(_parameters(Sampler, "sample"), args, strict=False)) | kwargs
-        given.pop("return_logprobs", None)  # `_sample_random` determines it
-        logits = self.apply_sampling_params(**given, skip_top_k_top_p=True)
-        rows = [given[name] for name in ROWS]
-        return self._sample_random(logits, *rows, given["pos"], *self.sampling_states.get_top_k_top_p(*rows))
-
-
 class _OfRows(NamedTuple):
-    """What the requests of a batch ask for, by row. min_p: None if no request has one."""
+    """What the requests of a batch ask for, by row. settings: arguments of the op."""
 
-    temperature: torch.Tensor
     seeds: torch.Tensor
-    min_p: torch.Tensor | None
-    all_greedy: bool
+    settings: dict[str, torch.Tensor | None]
 
 
 class _States(SamplingStates):
@@ -137,40 +118,43 @@ class _States(SamplingStates):
     The parameters of the rows are gathered when requests come and go, not in each step: a gather takes a launch.
     """
 
-    def __init__(self, stock: SamplingStates) -> None:
+    def __init__(self, stock: SamplingStates, verifies_drafts: bool) -> None:
         vars(self).update(vars(stock))
+        self._verifies_drafts = verifies_drafts
         self._batch: bytes | None = None
-        self._gathered: dict[str, tuple] = {}
+        self._gathered: _OfRows | None = None
 
     def add_request(self, *args, **kwargs) -> bool:
-        self._batch = None
-        return super().add_request(*args, **kwargs)
+        """Whether the logits must be modified before the draw, for which vLLM copies them to fp32.
 
-    def get_top_k_top_p(
-        self, expanded_idx_mapping: torch.Tensor, idx_mapping_np: np.ndarray, *args, **kwargs
-    ) -> tuple[torch.Tensor | bool | None, ...]:
-        """vLLM's method. Later releases take the size of the vocabulary too, and return more."""
-        rows, gather = (expanded_idx_mapping, idx_mapping_np), super().get_top_k_top_p
-        return self._once("filters", *rows, lambda: gather(*rows, *args, **kwargs))
+        The op needs no such copy. But where vLLM verifies drafts, it applies these parameters itself.
+        """
+        self._batch = None
+        return super().add_request(*args, **kwargs) and self._verifies_drafts
+
+    def all_greedy(self, requests: np.ndarray) -> bool:
+        return not self.temperature.np[requests].any()
 
     def of_rows(self, rows: torch.Tensor, requests: np.ndarray) -> _OfRows:
-        return self._once("others", rows, requests, lambda: self._of_rows(rows, requests))
+        """What was gathered for these requests in this order, as long as no request was added since."""
+        batch = requests.tobytes()
+        # If a request has several rows, vLLM says on the GPU alone which ones.
+        if batch != self._batch or len(rows) != len(requests):
+            self._batch, self._gathered = batch, self._of_rows(rows, requests)
+        return self._gathered
 
     def _of_rows(self, rows: torch.Tensor, requests: np.ndarray) -> _OfRows:
-        min_p = self.min_p.gpu[rows] if self.min_p.np[requests].any() else None
-        all_greedy = not self.temperature.np[requests].any()
-        return _OfRows(self.temperature.gpu[rows], self.seeds.gpu[rows], min_p, all_greedy)
+        def unless(parameter: UvaBackedTensor, off: float) -> torch.Tensor | None:
+            """The parameter, or None if it is off in all requests."""
+            return None if (parameter.np[requests] == off).all() else parameter.gpu.index_select(0, rows)
 
-    def _once(self, name: str, rows: torch.Tensor, requests: np.ndarray, gather: Callable[[], tuple]) -> tuple:
-        """What was gathered for these requests in this order, as long as no request was added since."""
-        if len(rows) != len(requests):  # a request has several rows, and vLLM says on the GPU alone which ones
-            return gather()
-        batch = requests.tobytes()
-        if batch != self._batch:
-            self._batch, self._gathered = batch, {}
-        if name not in self._gathered:
-            self._gathered[name] = gather()
-        return self._gathered[name]
+        settings = {
+            "temperature": self.temperature.gpu.index_select(0, rows),
+            "top_k": unless(self.top_k, self.vocab_size),
+            "top_p": unless(self.top_p, 1.0),
+            "min_p": unless(self.min_p, 0.0),
+        }
+        return _OfRows(self.seeds.gpu.index_select(0, rows), settings)
 
     def apply_temperature(self, *args, **kwargs) -> None:
         pass
@@ -184,13 +168,10 @@ def draw_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.add(seeds, positions, alpha=KEY_STEP)
 
 
-def fitting() -> type[OpsetSampler] | None:
-    """The sampler that fits the parameters of this vLLM's drawing methods; None if the parameters are unknown."""
-    if _parameters(Sampler, "_sample_random")[1:6] == (*ROWS, "pos", "top_k", "top_p"):
-        return OpsetSampler
-    *batch, _ = _parameters(Sampler, "apply_sampling_params")
-    in_one_step = _parameters(Sampler, "sample") == (*batch, "return_logprobs")
-    return OpsetSamplerInOneStep if in_one_step and _parameters(SamplingStates, "get_top_k_top_p") == ROWS else None
+def fits() -> bool:
+    """Whether the parameters of this vLLM's drawing methods are known."""
+    batch = _parameters(Sampler, "apply_sampling_params")[:-1]
+    return _parameters(Sampler, "sample") == (*batch, "return_logprobs") and {*USED} <= {*batch}
 
 
 @functools.cache
@@ -208,9 +189,8 @@ def install(runner) -> bool:
 
         first.install(runner)
         return True
-    fits = fitting()
-    if kind is Sampler and fits:
-        runner.sampler = fits(runner.sampler, runner.model_config.dtype, runner.device)
+    if kind is Sampler and fits():
+        runner.sampler = OpsetSampler(runner.sampler, runner.model_config.dtype, runner.device)
         return True
     if kind is Sampler:
         logger.warning_once("vllm-opset's sampler does not serve: that of this vLLM release takes other parameters")

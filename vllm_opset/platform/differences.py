@@ -230,13 +230,6 @@ DIFFERENCES = (
         last=(0, 28),
     ),
     Bridge(
-        "sampling in one step",
-        "The second model runner's sampler prepares the draw and draws in one method. Later releases have two.",
-        "vllm_opset.model.sampler.OpsetSamplerInOneStep",
-        lacks("vllm.v1.worker.gpu.sample.sampler.Sampler._sample_random"),
-        last=(0, 29),
-    ),
-    Bridge(
         "scales of the KV cache",
         "An attention layer may compute the scales of its cache before the cache is written. Its parts are not fused.",
         "vllm_opset.model.fusion.bind",

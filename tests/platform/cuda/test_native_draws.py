@@ -54,6 +54,7 @@ def sampler(monkeypatch):
         stock.logprobs_mode, stock.use_flashinfer, stock.use_xpu_sampler = mode, False, False
         stock.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda places: 0)
         stock.needs_logits_processing = np.ones(PLACES, dtype=bool)
+        stock.num_speculative_tokens = 1
         for place, asked in requests.items():
             stock.sampling_states.add_request(place, SamplingParams(seed=place, logprobs=1, **asked))
         stock.sampling_states.apply_staged_writes()
@@ -118,6 +119,13 @@ def test_logits_that_nobody_asked_for_are_not_processed(sampler):
     given = logits(len(REQUESTS))
     _, kept = sample(sampler(REQUESTS, "raw_logits"), list(REQUESTS), [17] * len(REQUESTS), given)
     assert torch.equal(kept, given)
+
+
+def test_the_processed_logits_of_a_greedy_batch_are_its_logits(sampler):
+    given = logits(2)
+    greedy = {0: {"temperature": 0.0}, 3: {"temperature": 0.0, "top_k": 2}}
+    tokens, kept = sample(sampler(greedy), [3, 0], [5, 6], given)
+    assert torch.equal(kept, given) and torch.equal(tokens, given.argmax(dim=-1))
 
 
 def test_a_seeded_request_draws_by_seed_and_position_whatever_its_batch(sampler):

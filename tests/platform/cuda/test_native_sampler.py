@@ -80,7 +80,7 @@ def logits_of(slots: list[int]) -> torch.Tensor:
     return table[slots]
 
 
-def draw(sampler, slots: list[int], position: int) -> torch.Tensor:
+def draw(sampler, slots: list[int], position: int, logits: torch.Tensor | None = None) -> torch.Tensor:
     """The tokens of the requests in these slots, drawn through all of vLLM's code around the draw."""
     rows, count = torch.tensor(slots, dtype=torch.int32), len(slots)
     batch = SimpleNamespace(
@@ -97,7 +97,7 @@ def draw(sampler, slots: list[int], position: int) -> torch.Tensor:
         seq_lens=torch.full((count,), position + 1, dtype=torch.int32),
         seq_lens_cpu_upper_bound=torch.full((count,), position + 1, dtype=torch.int32),
     )
-    return sampler(logits_of(slots), batch).sampled_token_ids.flatten()
+    return sampler(logits_of(slots) if logits is None else logits, batch).sampled_token_ids.flatten()
 
 
 def add_requests(sampler) -> None:
@@ -121,22 +121,66 @@ def add_request(sampler, slot: int, asked: dict) -> None:
     sampler.add_request(**{name: known[name] for name in names if name in known})
 
 
-def test_vllms_second_sampler_draws_by_the_op(runner):
+def by_the_op(slots: list[int], position: int) -> list[int]:
+    """The tokens that the op draws for requests of ASKED."""
     from vllm_opset.model.sampler import draw_keys
 
-    add_requests(runner.sampler)
-    slots = [4, 0, 3, 1, 5, 2]
     asked = [ASKED[slot] for slot in slots]
+    tokens, _ = ops.top_k_top_p_sample.reference(
+        logits_of(slots),
+        draw_keys(torch.tensor([row.get("seed", 0) for row in asked]), torch.full((len(slots),), position)),
+        torch.tensor([float(row["temperature"]) for row in asked]),
+        torch.tensor([row.get("top_k", VOCABULARY) for row in asked], dtype=torch.int32),
+        torch.tensor([row.get("top_p", 1.0) for row in asked]),
+        min_p=torch.tensor([row.get("min_p", 0.0) for row in asked]),
+    )
+    return tokens.tolist()
+
+
+def test_vllms_second_sampler_draws_by_the_op(runner):
+    add_requests(runner.sampler)
     for position in (7, 8):
-        expected, _ = ops.top_k_top_p_sample.reference(
-            logits_of(slots),
-            draw_keys(torch.tensor([row.get("seed", 0) for row in asked]), torch.full((len(slots),), position)),
-            torch.tensor([float(row["temperature"]) for row in asked]),
-            torch.tensor([row.get("top_k", VOCABULARY) for row in asked], dtype=torch.int32),
-            torch.tensor([row.get("top_p", 1.0) for row in asked]),
-            min_p=torch.tensor([row.get("min_p", 0.0) for row in asked]),
-        )
-        assert draw(runner.sampler, slots, position).tolist() == expected.tolist()
+        assert draw(runner.sampler, [4, 0, 3, 1, 5, 2], position).tolist() == by_the_op([4, 0, 3, 1, 5, 2], position)
+
+
+def test_requests_come_and_go(runner):
+    """Some of these batches are all greedy, and some have no filter."""
+    add_requests(runner.sampler)
+    batches = [[0], [0, 1], [1], [0], [3, 0, 1], [0, 3], [4, 3], [0], [1, 2], [2, 1], [5, 1]]
+    for position, slots in enumerate(batches, 3):
+        assert draw(runner.sampler, slots, position).tolist() == by_the_op(slots, position), slots
+
+
+def test_a_greedy_batch_takes_the_first_of_equal_logits_and_gathers_nothing(runner, monkeypatch):
+    for slot in range(3):
+        add_request(runner.sampler, slot, {"temperature": 0, "top_k": 5})
+    runner.sampler.apply_staged_writes()
+    monkeypatch.setattr(runner.sampler.sampling_states, "_of_rows", lambda *_: pytest.fail("gathers parameters"))
+    logits = torch.zeros(3, VOCABULARY)
+    logits[0, [9, 40, 330]], logits[1, [330]], logits[2] = 1.0, 2.0, -torch.inf
+    logits[2, [77, 78]] = -5.0
+    assert draw(runner.sampler, [0, 2, 1], 9, logits).tolist() == [9, 330, 77]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_logits_are_copied_for_logits_processors_alone(stock, drafts):
+    """vLLM copies the logits of every batch with such a request to fp32. Up to 0.30 it does so for filters, too.
+
+    Where vLLM verifies drafts, it filters by its own sampler, which shares the record of these requests.
+    """
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+    from vllm_opset.model.sampler import OpsetSampler
+
+    if inspect.signature(SamplingStates.add_request).return_annotation is not bool:
+        pytest.skip("this release does not ask the sampler's states")
+    stock.num_speculative_tokens = 4 if drafts else 1
+    sampler = OpsetSampler(stock, torch.float32, CPU)
+    others = [{"temperature": 0.5, "top_k": 3, "logit_bias": {3: 1.0}}, {"temperature": 0, "presence_penalty": 0.5}]
+    for slot, asked in enumerate([*ASKED, *others]):
+        add_request(sampler, slot, asked)
+    needs = stock.needs_logits_processing[: len(ASKED) + len(others)].tolist()
+    assert needs == [drafts and asked["temperature"] not in (0, 1) for asked in ASKED] + [True, True]
 
 
 def test_a_seeded_request_draws_the_same_whatever_its_batch(runner):

@@ -22,8 +22,8 @@ class OpsetCpuSampler(OpsetSampler):
     def __init__(self, stock: Sampler, device: torch.device) -> None:
         super().__init__(stock, torch.float32, device)
 
-    def _sample_random(self, logits: torch.Tensor, *args) -> tuple[torch.Tensor, torch.Tensor]:
-        return super()._sample_random(logits.float(), *args)
+    def _sampled(self, logits: torch.Tensor, *args) -> tuple[torch.Tensor, torch.Tensor]:
+        return super()._sampled(logits.float(), *args)
 
     def _keys(self, rows: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         requests = rows.numpy()
