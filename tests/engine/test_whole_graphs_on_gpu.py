@@ -33,7 +33,7 @@ LIMITS = {
 MEAN_ERROR = 0.125
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("limits", LIMITS)
 def test_answers_in_bfloat16_are_near_those_in_fp32(limits, name, engine, tmp_path, monkeypatch):
     reference = models.build(name, tmp_path, head_dim=HEAD_SIZE)
