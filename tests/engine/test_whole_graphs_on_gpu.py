@@ -44,7 +44,9 @@ def test_answers_in_bfloat16_are_near_those_in_fp32(limits, name, engine, tmp_pa
         replay = manager.run_fullgraph
         monkeypatch.setattr(manager, "run_fullgraph", lambda self, graph: replayed.append(graph) or replay(self, graph))
         outputs = generate(llm, prompts) + generate(llm, prompts[1:2])
-        assert (engines.counter(llm, "num_preemptions") > 0) is ("num_gpu_blocks_override" in LIMITS[limits])
+        preempted = engines.counter(llm, "num_preemptions") > 0
     assert any(graph.uniform_token_count is None for graph in replayed), "no prompt was replayed"
     assert any(graph.uniform_token_count == 1 for graph in replayed), "no step of decode was replayed"
+    # Mistral keeps the blocks of a window alone, which all fit.
+    assert preempted is ("num_gpu_blocks_override" in LIMITS[limits] and name != "mistral")
     assert models.mean_error(reference, [*prompts, prompts[1]], outputs) < MEAN_ERROR

@@ -61,8 +61,10 @@ def _rotary_embedding(
         kv_head = group * KV_HEADS + tl.arange(0, KV_HEADS)[:, None]
         key += token * key_heads.token + kv_head * key_heads.head
         c, d, _ = load_heads(key, key_heads.column, kv_head < NUM_KV_HEADS, SHAPE)
-        kv_cos, kv_sin = load_angles(table, table_strides, position, kv_head < NUM_KV_HEADS, SHAPE)
+    tl.debug_barrier()  # otherwise the compiler waits for the position before it loads the heads
     cos, sin = load_angles(table, table_strides, position, head < NUM_HEADS, SHAPE)
+    if key is not None:
+        kv_cos, kv_sin = load_angles(table, table_strides, position, kv_head < NUM_KV_HEADS, SHAPE)
 
     a, b = rotated(a, b, cos, sin)
     store_pairs(query, query_heads.column, head < NUM_HEADS, a, b, SHAPE)
