@@ -20,6 +20,7 @@ OUTPUTS, COLUMNS = 64, 64
 WARPS, STAGES = 4, 3
 # The fewest columns of 8 bits that tensor cores multiply at a time.
 LEAST_COLUMNS = 32
+TO_FP32 = tl.constexpr(2.0**120)  # The exponent of e4m3 has a bias of 7, and that of fp32 one of 127.
 
 
 def supports(problem: LinearProblem) -> str | None:
@@ -79,13 +80,13 @@ def scale_group(tensor: torch.Tensor, scale: torch.Tensor) -> tuple[tuple[int, .
 
 @triton.jit
 def _widened(bits, dtype: tl.constexpr):
-    """The values of e4m3 bytes in `dtype`. fp16 has the same layout, with 4 bits less of exponent bias and 7 more of
-    mantissa.
-    """
-    wide = bits.to(tl.uint16)
-    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(dtype)
+    """The values of e4m3 bytes in `dtype`, by way of fp32: it has 4 more bits of exponent and 20 more of mantissa."""
+    # The extended sign also fills the 4 bits, which are cleared. Subnormal values are subnormal in fp32 too until they
+    # are multiplied, and Triton does not flush them.
+    single = (bits.to(tl.int8, bitcast=True).to(tl.int32) << 20) & ~0x78000000
+    value = single.to(tl.float32, bitcast=True) * TO_FP32
+    # NaN's bits would be 480, and those of no other value are.
+    return tl.where(tl.abs(value) == 480.0, float("nan"), value).to(dtype)
 
 
 @triton.jit
