@@ -60,7 +60,9 @@ def _scaled_grouped_gemm(
     is_choice, is_output = choice < num_choices, output < OUTPUTS
     place, source = tl.arange(0, BLOCK_K), choice // top_k
     x += source.to(tl.int64)[:, None] * x_stride + place[None, :]
-    weight += (expert * OUTPUTS + output)[None, :] * COLUMNS + place[:, None]
+    # Offsets in a tile have 32 bits, so a thread keeps one address of the weight and not one for each of its rows.
+    weight += (expert * OUTPUTS + first_output) * COLUMNS
+    weight += tl.arange(0, BLOCK_N)[None, :] * COLUMNS + place[:, None]
     # A tile of the weight that lies in one block has one scale.
     one_scale: tl.constexpr = W_ROWS >= OUTPUTS or W_ROWS % BLOCK_N == 0
     weight_scale += expert * ws_expert + (first_output if one_scale else output) // W_ROWS * ws_row
