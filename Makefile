@@ -92,7 +92,7 @@ compile-all: $(TARGETS:%=compile-%) ## compile every Triton kernel for every kin
 $(TARGETS:%=compile-%): compile-%: env
 	@.venv/bin/python tests/kernels/triton/compile_only.py --table --target $* $(ARGS)
 
-compile-tritons: $(TRITONS:%=compile-triton-%) ## compile the kernels in Gluon with the oldest and the newest Triton that is served
+compile-tritons: $(TRITONS:%=compile-triton-%) ## compile the kernels in Gluon with the oldest and the newest Triton that is served; red if one spills
 
 $(TRITONS:%=compile-triton-%): compile-triton-%: env
 	@tools/venv.sh .venv-triton-$* triton-$*

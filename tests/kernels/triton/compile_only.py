@@ -4,8 +4,8 @@
 
 Prints JSON: for each op the compiled variants, with their registers, their shared memory, the number of uses of
 spilled registers, and whether products and sums are fused. For NVIDIA GPUs it adds local memory, and the global loads
-and stores in the PTX. With --table, it prints the largest values of each kernel. With
---at-most, it compiles only the first N variants of each kernel of an op. It needs only the stock Triton
+and stores in the PTX. With --table, it prints the largest values of each kernel, and exits with 1 if one for Hopper
+spills. With --at-most, it compiles only the first N variants of each kernel of an op. It needs only the stock Triton
 wheel.
 """
 
@@ -91,8 +91,25 @@ def main(
                     report[kernel.op] = report.get(kernel.op, []) + [resources(variant) for variant in compiled]
     if table:
         _print(report, target)
-    else:
-        json.dump(report, sys.stdout, indent=1)
+        # Kernels for other GPUs spill too: few launches were chosen for those.
+        found = spilling(report, target) if wanted == HOPPER else []
+        sys.stderr.writelines(found)
+        raise typer.Exit(bool(found))
+    json.dump(report, sys.stdout, indent=1)
+
+
+def spilling(report: dict, target: str) -> list[str]:
+    """A line for each kernel of the report that spills."""
+    most = collections.Counter()
+    for op, variants in report.items():
+        for variant in variants:
+            kernel = op, variant["kernel"]
+            most[kernel] = max(most[kernel], variant["spills"])
+    return [
+        f"{op}: {kernel} uses spilled registers {uses} times on {target}, compiled with Triton {triton.__version__}\n"
+        for (op, kernel), uses in most.items()
+        if uses
+    ]
 
 
 def _print(report: dict, target: str) -> None:

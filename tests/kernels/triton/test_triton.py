@@ -30,6 +30,12 @@ with targets.instead(targets.Target("nvidia", "sm80")):
     checks = [parity.check_sample(ops.linear, kernel, sample, dtype) for sample in samples]
 print(json.dumps({check.case: check.failure or check.outcome for check in checks}))
 """
+SPILLING = """
+import json, compile_only
+uses = {"spilled": (0, 3, 2), "kept": (0,)}
+report = {"linear": [{"kernel": kernel, "spills": number} for kernel in uses for number in uses[kernel]]}
+print(json.dumps({"lines": compile_only.spilling(report, "nvidia/sm90")}))
+"""
 COMPILE = str(Path(__file__).with_name("compile_only.py"))
 # Fuses no product and sum unless a launch asks for it, as Triton does from 3.10 on.
 LATER_TRITON = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
@@ -84,6 +90,11 @@ def test_kernels_compile_for_gpus_of_other_vendors_and_generations(target, tmp_p
     ops = ("rms_norm", "reshape_and_cache")
     compiled = _json_of(COMPILE, "--target", target, *ops, TRITON_CACHE_DIR=str(tmp_path), **LATER_TRITON)
     assert {(kernel["spills"], kernel["fused"]) for op in ops for kernel in compiled[op]} == {(0, True)}
+
+
+def test_a_kernel_that_spills_is_named():
+    (line,) = _json_of("-c", SPILLING)["lines"]
+    assert line.startswith("linear: spilled uses spilled registers 3 times on nvidia/sm90")
 
 
 @IN_PROCESSES
