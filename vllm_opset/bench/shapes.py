@@ -9,7 +9,7 @@ import yaml
 
 from vllm_opset.bench import cases
 from vllm_opset.bench.cases import Case, Trace
-from vllm_opset.selection import nearest
+from vllm_opset.overrides import nearest
 
 FOLDER = Path(__file__).parent
 # No engine's KV cache has larger blocks than this many tokens. A request takes whole blocks, and a few are spare.

@@ -9,7 +9,7 @@ import typer
 
 from vllm_opset.devices import here
 from vllm_opset.kernel import unavailable
-from vllm_opset.selection import nearest
+from vllm_opset.overrides import nearest
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 PICTURES = (".png", ".svg", ".pdf")

@@ -22,7 +22,7 @@ from vllm_opset.cli.arguments import DTYPES, known, require_device
 from vllm_opset.cli.show import print_table
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Op
-from vllm_opset.selection import nearest
+from vllm_opset.overrides import nearest
 
 DEVICES = ("cpu", "cuda")  # the devices on which kernels can be timed
 KERNELS = "kernels"

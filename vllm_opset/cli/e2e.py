@@ -22,8 +22,8 @@ from vllm_opset.bench.format import command_line
 from vllm_opset.bench.pictures import draw_engines
 from vllm_opset.cli import outputs
 from vllm_opset.cli.show import print_table
+from vllm_opset.overrides import nearest
 from vllm_opset.platform import stock
-from vllm_opset.selection import nearest
 
 # Keys of an engine's settings that are not arguments of LLM.
 SETTINGS = ("env", "site")

@@ -15,8 +15,8 @@ from vllm_opset.cli.arguments import DTYPES, known, missing, require_device
 from vllm_opset.cli.show import AsJson, print_json, print_table
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.ops.contract import Op
+from vllm_opset.overrides import nearest
 from vllm_opset.parity import Check, check_kernel
-from vllm_opset.selection import nearest
 
 DEVICES = ("cpu", "cuda", "npu")
 OUTCOMES = ("passed", "failed", "skipped")

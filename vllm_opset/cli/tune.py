@@ -13,7 +13,7 @@ from vllm_opset.bench import tune
 from vllm_opset.cli.arguments import writable
 from vllm_opset.cli.show import print_table
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.selection import nearest
+from vllm_opset.overrides import nearest
 
 BEST = 3  # the number of candidates to show for each case
 
