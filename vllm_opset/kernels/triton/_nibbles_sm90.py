@@ -65,20 +65,21 @@ def _both_halves(value):
 
 
 @gluon.jit
+def _addend(zero, dtype: gl.constexpr):
+    """What subtracts MAGIC and the zero point from a value."""
+    MAGIC: gl.constexpr = MAGIC_BF16 if dtype == gl.bfloat16 else MAGIC_FP16
+    return (-MAGIC - zero).to(dtype)
+
+
+@gluon.jit
 def dequantised(w, zero, scale, FACTOR: gl.constexpr):
     """The values of pairs of bytes [ROWS, CHUNK / 4], less their zero points and times their scales, rounded once."""
     dtype: gl.constexpr = scale.dtype
+    SCALED: gl.constexpr = SCALED_BF16 if dtype == gl.bfloat16 else SCALED_FP16
     w = w.to(gl.uint16, bitcast=True).to(gl.uint32)
-    if dtype == gl.bfloat16:
-        low, low_next, high, high_next = gl.inline_asm_elementwise(
-            SCALED_BF16, REGISTERS, [w, _both_halves((-MAGIC_BF16 - zero).to(dtype)), _both_halves(scale)],
-            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), True, 1,
-        )  # fmt: skip
-    else:
-        low, low_next, high, high_next = gl.inline_asm_elementwise(
-            SCALED_FP16, REGISTERS, [w, _both_halves((-MAGIC_FP16 - zero).to(dtype)), _both_halves(scale)],
-            (gl.float16, gl.float16, gl.float16, gl.float16), True, 1,
-        )  # fmt: skip
+    low, low_next, high, high_next = gl.inline_asm_elementwise(
+        SCALED, REGISTERS, [w, _both_halves(_addend(zero, dtype)), _both_halves(scale)], (scale.dtype,) * 4, True, 1
+    )
     both = gl.join(gl.join(low, low_next), gl.join(high, high_next))
     both = both.reshape([ROWS, CHUNK // (2 * HALF), HALF // 2, 2, 2]).permute([0, 1, 4, 2, 3])
     return gl.convert_layout(both.reshape([ROWS, CHUNK]), FACTOR, True)
@@ -88,19 +89,7 @@ def dequantised(w, zero, scale, FACTOR: gl.constexpr):
 def dequantised_words(words, zero, scale, FACTOR: gl.constexpr):
     """A unit's values, less their zero points and times their scales, rounded once. zero, scale: by rows and groups."""
     dtype: gl.constexpr = scale.dtype
-    scales = _both_halves(scale)[:, :, None]
-    if dtype == gl.bfloat16:
-        zeros = _both_halves((-MAGIC_BF16 - zero).to(dtype))[:, :, None]
-        pairs = gl.inline_asm_elementwise(
-            WORD_BF16, WORD_REGISTERS, [words, zeros, scales],
-            (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-            True, 1,
-        )  # fmt: skip
-    else:
-        zeros = _both_halves((-MAGIC_FP16 - zero).to(dtype))[:, :, None]
-        pairs = gl.inline_asm_elementwise(
-            WORD_FP16, WORD_REGISTERS, [words, zeros, scales],
-            (gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16, gl.float16),
-            True, 1,
-        )  # fmt: skip
+    WORD: gl.constexpr = WORD_BF16 if dtype == gl.bfloat16 else WORD_FP16
+    zeros, scales = _both_halves(_addend(zero, dtype))[:, :, None], _both_halves(scale)[:, :, None]
+    pairs = gl.inline_asm_elementwise(WORD, WORD_REGISTERS, [words, zeros, scales], (scale.dtype,) * 8, True, 1)
     return factor_of(pairs, FACTOR)
