@@ -28,12 +28,11 @@ LIMITS = {
     "chunks and preemption": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 80},
     "more tokens than are captured": {"compilation_config": {"max_cudagraph_capture_size": 64}},
 }
-# bf16 has 8 bits of mantissa; the logits of these models spread over some ten units. Mistral's error is 0.077. The
-# weights of another adapter change the same numbers by more than 0.25 (test_gpu_features.py).
-MEAN_ERROR = 0.125
+# bf16 has 8 bits of mantissa, and the logits of these models spread differently. Twice the error on a CPU, in bf16.
+MEAN_ERROR = {"qwen3": 0.055, "mistral": 0.16, "gemma2": 0.015, "qwen3_moe": 0.09, "gpt_oss": 0.2}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", MEAN_ERROR)
 @pytest.mark.parametrize("limits", LIMITS)
 def test_answers_in_bfloat16_are_near_those_in_fp32(limits, name, engine, tmp_path, monkeypatch):
     reference = models.build(name, tmp_path, head_dim=HEAD_SIZE)
@@ -49,4 +48,4 @@ def test_answers_in_bfloat16_are_near_those_in_fp32(limits, name, engine, tmp_pa
     assert any(graph.uniform_token_count == 1 for graph in replayed), "no step of decode was replayed"
     # Mistral keeps the blocks of a window alone, which all fit.
     assert preempted is ("num_gpu_blocks_override" in LIMITS[limits] and name != "mistral")
-    assert models.mean_error(reference, [*prompts, prompts[1]], outputs) < MEAN_ERROR
+    assert models.mean_error(reference, [*prompts, prompts[1]], outputs) < MEAN_ERROR[name]

@@ -115,8 +115,8 @@ def test_the_table_is_well_formed():
         assert all(type(row[part]) is bool for part in parts.PARTS)
 
 
-# The host decides how fast they are, and their times vary by 1.6 times. The README gives their figures. The exception
-# ends when the default parts are off for such models, or faster there.
+# The host decides how fast they are, and their times vary by two times. The README gives their figures. The exception
+# ends when the default parts are off for such models, or faster there in every case.
 SLOWER = ("Llama-3.2-1B",)
 
 

@@ -28,7 +28,9 @@ EXAMPLES: dict[str, dict] = {
     "decode context parallelism": {"parallel_config__decode_context_parallel_size": 2},
     "prefill context parallelism": {"parallel_config__prefill_context_parallel_size": 2},
     "batch invariance": {"VLLM_BATCH_INVARIANT": "1"},
-    "speculative decoding": {"speculative_config": object()},
+    "speculative decoding": {"speculative_config": SimpleNamespace(method="eagle")},
+    "n-gram drafts": {"speculative_config": SimpleNamespace(method="ngram")},
+    "drafts other than n-grams": {"speculative_config": SimpleNamespace(method="eagle")},
     "Mamba, state-space and linear attention": {"model_config__has_inner_state": True},
     "encoder-decoder models": {"model_config__is_encoder_decoder": True},
     "pooling models": {"model_config__runner_type": "pooling"},
@@ -152,20 +154,22 @@ UNSUPPORTED = {
         "weight offloading", "batch invariance",
     ),
 }  # fmt: skip
+DRAFTS = ("n-gram drafts", "drafts other than n-grams")
 ENGINES = (
-    "speculative decoding", "Mamba, state-space and linear attention", "encoder-decoder models", "multimodal models",
+    "Mamba, state-space and linear attention", "encoder-decoder models", "multimodal models",
     "fp8 weights", "quantised weights other than fp8", "mixture-of-experts (MoE) models", "adapters (LoRA)",
     "tensor parallelism of 2", "wider tensor parallelism", "pipeline parallelism", "data parallelism",
     "two batches at a time (DBO)",
 )  # fmt: skip
-REPLACES_LAYERS = (*ENGINES, "pooling models", "multi-head latent attention (MLA)")
+REPLACES_LAYERS = (*DRAFTS, *ENGINES, "pooling models", "multi-head latent attention (MLA)")
 NOT_BY_DEFAULT = {
-    "attention": (*ENGINES, "pooling models", "an fp8 KV cache", "soft-capped attention", "ALiBi", "fp32"),
+    "attention": (*DRAFTS, *ENGINES, "pooling models", "an fp8 KV cache", "soft-capped attention", "ALiBi", "fp32"),
     "sampler": (*ENGINES, "sampling where FlashInfer is installed"),
     "linear": (*REPLACES_LAYERS, "fp32"),
     "ops": REPLACES_LAYERS,
     "moe": (
-        "speculative decoding", "Mamba, state-space and linear attention", "encoder-decoder models",
+        *DRAFTS,
+        "Mamba, state-space and linear attention", "encoder-decoder models",
         "multimodal models", "fp8 weights", "quantised weights other than fp8", "tensor parallelism of 2",
         "wider tensor parallelism",
         "pipeline parallelism", "pooling models", "multi-head latent attention (MLA)", "expert parallelism", "fp32",

@@ -122,6 +122,14 @@ def _weights_otherwise_quantised(model) -> bool:
     return model.quantization is not None and not _weights_in_fp8(model)
 
 
+def _drafts_by_n_grams(config: "VllmConfig") -> bool:
+    return config.speculative_config is not None and config.speculative_config.method == "ngram"
+
+
+def _drafts_otherwise(config: "VllmConfig") -> bool:
+    return config.speculative_config is not None and not _drafts_by_n_grams(config)
+
+
 def _soft_caps(model) -> bool:
     return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
 
@@ -155,8 +163,11 @@ _OFFLOADS = Rule("weight offloading", "leave out --cpu-offload-gb and --offload-
 
 # opset was first compared with stock vLLM on one GPU, with unquantised language models without experts. Each of these
 # kinds of models and engines needs evidence of its own.
-_COMMON_KINDS = (
-    _SPECULATIVE,
+_DRAFTS = (
+    Rule("n-gram drafts", _LEAVE_IT_OUT, _drafts_by_n_grams),
+    Rule("drafts other than n-grams", _LEAVE_IT_OUT, _drafts_otherwise),
+)
+_OTHER_KINDS = (
     _HYBRID,
     _ENCODER_DECODER,
     _MULTIMODAL,
@@ -169,6 +180,7 @@ _COMMON_KINDS = (
     _DATA_PARALLEL,
     _TWO_BATCHES,
 )
+_COMMON_KINDS = (*_DRAFTS, *_OTHER_KINDS)
 # Parts that replace vLLM's layers need it for these, too.
 _KINDS_OF_LAYERS = (*_COMMON_KINDS, _POOLING, _MLA)
 
@@ -210,7 +222,7 @@ PARTS: Mapping[str, Part] = {
             *FLASHINFER_SAMPLER,
             _BATCH_INVARIANT,
         ),
-        kinds=_COMMON_KINDS,
+        kinds=_OTHER_KINDS,
         # FlashInfer is faster for many rows in which top-p alone keeps many tokens (docs/log/wide-top-p.md).
         slower=(
             Rule("sampling where FlashInfer is installed", "set VLLM_USE_FLASHINFER_SAMPLER=0", _flashinfer_samples),
