@@ -337,9 +337,9 @@ def test_graphs_capture_no_reference_that_may_read_lengths(choice, refused):
         check_graphs([made])
 
 
-def test_speculative_decoding_has_vllms_own_sampler(config, everything_is_faster):
-    drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    assert on(config(speculative_config=drafts)) == set()
+@pytest.mark.parametrize(("method", "expected"), [("ngram", {"attention"}), ("eagle", set())])
+def test_drafts_have_vllms_own_sampler_and_attention_where_it_was_measured(method, expected, config):
+    assert on(config(speculative_config=SimpleNamespace(method=method))) == expected
 
 
 def test_an_older_gpu_is_refused(config, monkeypatch):
