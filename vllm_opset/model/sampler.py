@@ -106,7 +106,7 @@ class OpsetSampler(Sampler):
 
 
 class _OfRows(NamedTuple):
-    """What the requests of a batch ask for, by row. settings: arguments of the op."""
+    """The parameters of a batch's requests, one value for each row. settings: arguments of the op."""
 
     seeds: torch.Tensor
     settings: dict[str, torch.Tensor | None]
