@@ -64,6 +64,22 @@ def test_a_target_without_entries_is_served_with_the_vendors_nearest_older_ones(
     _launch.entries.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("target", "of_one", "of_two"), [("nvidia/sm90", 1, 2), ("nvidia/sm80", 0, 0), ("amd/gfx942", 0, 0)]
+)
+def test_the_next_kernel_is_launched_early_where_that_was_faster(target, of_one, of_two, monkeypatch):
+    """PDL: 0 where the GPU has no programmatic dependent launch, 1 to wait first, and 2 to launch first."""
+    monkeypatch.setattr(_launch, "INTERPRETED", False)
+    with targets.instead(Target(*target.split("/"))):
+        for cached in (_launch.launch_options, _launch._launch_first, _launch.entries):
+            cached.cache_clear()
+        options = [_launch.early_launch_options(CPU, tokens) for tokens in (1, 2)]
+    for cached in (_launch.launch_options, _launch._launch_first, _launch.entries):
+        cached.cache_clear()
+    assert [int(each["PDL"]) for each in options] == [of_one, of_two]
+    assert all(each.get("launch_pdl", False) == (of_two == 2) for each in options)
+
+
 def test_tuning_keeps_as_few_entries_as_serve_every_size_well():
     microseconds = {  # size: {tile: time}
         1: {512: 1.0, 1024: 1.3, 2048: 1.5},

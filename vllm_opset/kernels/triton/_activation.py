@@ -44,7 +44,7 @@ def _launch_over(
     elementwise[(_launch.cdiv(total, held) * _launch.cdiv(columns, block),)](
         x, rows(x), out, total, parameters,
         COLUMNS=columns, ROWS=held, BLOCK=block, num_warps=enough_warps(values["warps"], values["tile"]),
-        **constants, **_launch.launch_options(x.device),
+        **constants, **_launch.early_launch_options(x.device, total),
     )  # fmt: skip
 
 

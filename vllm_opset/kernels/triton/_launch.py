@@ -57,6 +57,10 @@ def target(device: torch.device) -> Target:
 FUSION = {"enable_fp_fusion": True}
 
 
+# The value of PDL with which a kernel allows the next launch before it waits.
+LAUNCH_FIRST = tl.constexpr(2)
+
+
 @functools.cache
 def launch_options(device: torch.device) -> Mapping[str, bool]:
     """Launch arguments of every kernel that calls `pdl_wait(PDL)`: FUSION, and whether it may start early.
@@ -69,6 +73,21 @@ def launch_options(device: torch.device) -> Mapping[str, bool]:
         return {"PDL": False, **FUSION}
     enabled = not INTERPRETED and targets.PDL in found.features
     return {"PDL": enabled, "launch_pdl": enabled, **FUSION}
+
+
+def early_launch_options(device: torch.device, num_tokens: int) -> Mapping[str, bool | int]:
+    """`launch_options` of a kernel that may allow the next launch before it waits. It does where that is faster.
+
+    A kernel may do so if the next one, before its own wait, reads nothing that the kernels before this one write.
+    """
+    early = bool(parameters("early_launch", device, num_tokens)["early"])
+    return _launch_first(device) if early else launch_options(device)
+
+
+@functools.cache
+def _launch_first(device: torch.device) -> Mapping[str, bool | int]:
+    options = launch_options(device)
+    return {**options, "PDL": LAUNCH_FIRST.value} if options["PDL"] else options
 
 
 @functools.cache
@@ -87,10 +106,16 @@ def registers(device: torch.device, most: int) -> Mapping[str, int]:
 def pdl_wait(PDL: tl.constexpr):
     """Waits until the previous kernel has ended and its writes are visible, then allows the launch of the next kernel.
 
+    With LAUNCH_FIRST it allows that launch before it waits. So the next kernel may load its weights while this one
+    waits and runs.
+
     This is the first statement of a kernel, or follows its first loads. Before it, a kernel must not write, and may
-    read only data that is older than the previous kernel, if that kernel waits too.
+    read only data that is older than the previous kernel, and than all kernels with LAUNCH_FIRST just before that one.
     """
-    if PDL:
+    if PDL == LAUNCH_FIRST:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    elif PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
 

@@ -22,7 +22,7 @@ def fused_add_rms_norm(
 ) -> None:
     check_arguments(x, residual, weight)
     total, columns = num_rows(x), x.shape[-1]
-    launch = _launch.launch_options(x.device) | whole_rows(
+    launch = _launch.early_launch_options(x.device, total) | whole_rows(
         columns, **_launch.parameters("fused_add_rms_norm", x.device, total)
     )
     _fused_add_rms_norm[(_launch.cdiv(total, launch["ROWS"]),)](

@@ -18,7 +18,9 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
     check_parameter(bias, x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total, columns = num_rows(x), x.shape[-1]
-    launch = _launch.launch_options(x.device) | whole_rows(columns, **_launch.parameters("layer_norm", x.device, total))
+    launch = _launch.early_launch_options(x.device, total) | whole_rows(
+        columns, **_launch.parameters("layer_norm", x.device, total)
+    )
     _layer_norm[(_launch.cdiv(total, launch["ROWS"]),)](
         x, rows(x), weight, bias, out, total, epsilon, COLUMNS=columns, **launch
     )

@@ -17,7 +17,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, weigh
     check_parameter(weight, x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total, columns = num_rows(x), x.shape[-1]
-    launch = _launch.launch_options(x.device) | whole_rows(columns, **_launch.parameters("rms_norm", x.device, total))
+    launch = _launch.early_launch_options(x.device, total) | whole_rows(
+        columns, **_launch.parameters("rms_norm", x.device, total)
+    )
     _rms_norm[(_launch.cdiv(total, launch["ROWS"]),)](
         x, rows(x), weight, out, total, epsilon, weight_offset, COLUMNS=columns, **launch
     )

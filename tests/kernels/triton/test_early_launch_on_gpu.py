@@ -1,0 +1,88 @@
+"""A decode layer in a replayed CUDA graph, whose kernels allow the next launch before they wait (`early_launch`).
+
+A kernel that read too early would find what the replay before left in memory, which is other values each time.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vllm_opset.kernel import kernels_of
+from vllm_opset.ops.attention.paged_batch import PagedBatch
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="needs an NVIDIA GPU from Hopper on: runs on one",
+)
+HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, INTERMEDIATE, CONTEXT, BLOCK_SIZE = 1024, 8, 2, 128, 3072, 300, 16
+LAYERS, REPLAYS = 6, 8
+
+
+def layer(rng: torch.Generator, num_tokens: int, dtype: torch.dtype) -> SimpleNamespace:
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=rng, device="cuda") * shape[-1] ** -0.5).to(dtype)
+
+    blocks = num_tokens * (CONTEXT // BLOCK_SIZE + 1)
+    return SimpleNamespace(
+        norms=[1 + normal(HIDDEN) for _ in range(2)],
+        head_norms=[1 + normal(HEAD_SIZE) for _ in range(2)],
+        qkv=normal((HEADS + 2 * KV_HEADS) * HEAD_SIZE, HIDDEN),
+        o=normal(HIDDEN, HEADS * HEAD_SIZE),
+        gate_up=normal(2 * INTERMEDIATE, HIDDEN),
+        down=normal(HIDDEN, INTERMEDIATE),
+        kv_cache=torch.randn(blocks, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE, generator=rng, device="cuda").to(dtype),
+    )
+
+
+def forward(layers: list[SimpleNamespace], hidden: torch.Tensor, between) -> torch.Tensor:
+    """The layers' kernels, one after the other. between: is called after each."""
+
+    def run(op: str, *args, **options):
+        result = kernels_of(op)["triton"].run(*args, **options)
+        between()
+        return result
+
+    num_tokens, device = len(hidden), hidden.device
+    table = torch.arange(num_tokens * (CONTEXT // BLOCK_SIZE + 1), dtype=torch.int32, device=device)
+    table = table.view(num_tokens, -1)
+    lens = torch.full((num_tokens,), CONTEXT, dtype=torch.int32, device=device)
+    batch = PagedBatch(torch.arange(num_tokens + 1, dtype=torch.int32, device=device), lens, table, 1, CONTEXT)
+    positions = (lens - 1).long()
+    slots = table[:, (CONTEXT - 1) // BLOCK_SIZE].long() * BLOCK_SIZE + (CONTEXT - 1) % BLOCK_SIZE
+    angles = torch.arange(CONTEXT, device=device)[:, None] / 10 ** torch.linspace(0, 4, HEAD_SIZE // 2, device=device)
+    cos_sin_cache = torch.cat((angles.cos(), angles.sin()), 1)
+    x, residual = hidden.clone(), hidden.clone()
+    for each in layers:
+        run("fused_add_rms_norm", x, residual, each.norms[0], 1e-6)
+        qkv = run("linear", x, each.qkv).unflatten(1, (-1, HEAD_SIZE))
+        query, key, value = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
+        rotated = query, key, value, *each.head_norms, 1e-6, positions, cos_sin_cache, True
+        run("qk_norm_rope_cache", *rotated, each.kv_cache, slots)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        run("paged_attention", query, each.kv_cache, batch, out, scale=HEAD_SIZE**-0.5)
+        x = run("linear", out.flatten(1), each.o)
+        run("fused_add_rms_norm", x, residual, each.norms[1], 1e-6)
+        x = run("linear", run("silu_and_mul", run("linear", x, each.gate_up)), each.down)
+    return x + residual
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 2, 9, 64, 130])
+def test_a_captured_layer_computes_what_its_kernels_do_one_by_one(num_tokens, dtype):
+    rng = torch.Generator("cuda").manual_seed(num_tokens)
+    layers = [layer(rng, num_tokens, dtype) for _ in range(LAYERS)]
+    inputs = [torch.randn(num_tokens, HIDDEN, generator=rng, device="cuda").to(dtype) for _ in range(REPLAYS)]
+    side = torch.cuda.Stream()  # Counters of a stream are made before it captures, so the graph need not clear them.
+    with torch.cuda.stream(side):
+        wanted = [forward(layers, hidden, torch.cuda.synchronize) for hidden in inputs]
+        hidden = inputs[0].clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        got = forward(layers, hidden, lambda: None)
+        graph.capture_end()
+        for values, result in zip(inputs, wanted, strict=True):
+            hidden.copy_(values)
+            graph.replay()
+            assert torch.equal(got, result)
