@@ -37,7 +37,7 @@ def build(cls: type, **known):
 
 @pytest.fixture
 def stock(monkeypatch):
-    """The sampler that vLLM builds."""
+    """The sampler that vLLM builds. counted: the sizes of the batches whose tokens vLLM counts on the GPU."""
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu import buffer_utils
     from vllm.v1.worker.gpu.sample import sampler
@@ -45,12 +45,15 @@ def stock(monkeypatch):
 
     monkeypatch.setattr(buffer_utils, "UvaBuffer", shared_memory(buffer_utils.UvaBuffer))
     monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: True)
+    counted, name = [], "get_num_sampled_and_rejected"
     monkeypatch.setattr(
-        sampler, "get_num_sampled_and_rejected", lambda sampled, *_: (sampled, torch.zeros_like(sampled))
+        sampler, name, lambda sampled, *_: counted.append(len(sampled)) or (sampled, torch.zeros_like(sampled))
     )
     known = {"max_num_reqs": ROOM, "vocab_size": VOCABULARY, "device": CPU, "vllm_config": VllmConfig()}
     states = build(RequestState, **known, max_model_len=64, max_num_batched_tokens=64, num_speculative_steps=0)
-    return build(sampler.Sampler, **known, req_states=states)
+    made = build(sampler.Sampler, **known, req_states=states)
+    made.counted = counted
+    return made
 
 
 @pytest.fixture
@@ -82,6 +85,11 @@ def logits_of(slots: list[int]) -> torch.Tensor:
 
 def draw(sampler, slots: list[int], position: int, logits: torch.Tensor | None = None) -> torch.Tensor:
     """The tokens of the requests in these slots, drawn through all of vLLM's code around the draw."""
+    return output(sampler, slots, position, logits).sampled_token_ids.flatten()
+
+
+def output(sampler, slots: list[int], position: int, logits: torch.Tensor | None = None, **known: object):
+    """The same as vLLM's whole output. known: further attributes of the batch."""
     rows, count = torch.tensor(slots, dtype=torch.int32), len(slots)
     batch = SimpleNamespace(
         num_reqs=count,
@@ -96,8 +104,9 @@ def draw(sampler, slots: list[int], position: int, logits: torch.Tensor | None =
         logits_indices=torch.arange(count),
         seq_lens=torch.full((count,), position + 1, dtype=torch.int32),
         seq_lens_cpu_upper_bound=torch.full((count,), position + 1, dtype=torch.int32),
+        **known,
     )
-    return sampler(logits_of(slots) if logits is None else logits, batch).sampled_token_ids.flatten()
+    return sampler(logits_of(slots) if logits is None else logits, batch)
 
 
 def add_requests(sampler) -> None:
@@ -160,6 +169,56 @@ def test_a_greedy_batch_takes_the_first_of_equal_logits_and_gathers_nothing(runn
     logits[0, [9, 40, 330]], logits[1, [330]], logits[2] = 1.0, 2.0, -torch.inf
     logits[2, [77, 78]] = -5.0
     assert draw(runner.sampler, [0, 2, 1], 9, logits).tolist() == [9, 330, 77]
+
+
+@pytest.fixture
+def counted(runner, monkeypatch) -> list[int]:
+    """The sizes of the batches whose tokens vLLM counts on the GPU. Its other kernels are replaced."""
+    from vllm.v1.worker.gpu.sample import sampler
+
+    if not hasattr(runner.sampler, "needs_logits_processing"):
+        pytest.skip("this vLLM does not note which requests modify logits: ends with the last such release")
+    monkeypatch.setattr(sampler, "compute_topk_scores", lambda *args, **kwargs: "scores")
+    monkeypatch.setattr(type(runner.sampler), "apply_sampling_params", lambda self, logits, **kwargs: logits)
+    return runner.sampler.counted
+
+
+def test_a_decoded_greedy_batch_is_not_counted_on_the_gpu(runner, counted):
+    for slot in range(3):
+        add_request(runner.sampler, slot, {"temperature": 0, "top_k": 5})
+    for slots in ([0, 2, 1], [0, 2, 1], [1]):
+        made = output(runner.sampler, slots, 9, has_prefill=False)
+        assert made.sampled_token_ids.tolist() == logits_of(slots).argmax(dim=-1, keepdim=True).tolist()
+        assert made.num_sampled.tolist() == [1] * len(slots) and made.num_rejected.tolist() == [0] * len(slots)
+    assert not counted and made.num_sampled.dtype == made.num_rejected.dtype == torch.int32
+
+
+@pytest.mark.parametrize("more", [{"presence_penalty": 0.5}, {"logprobs": 2}, {"logit_bias": {3: 1.0}}, ASKED[1]])
+def test_what_a_greedy_batch_asks_for_beside_tokens_is_vllms(more, runner, counted):
+    for slot, asked in enumerate(({"temperature": 0}, {"temperature": 0} | more)):
+        add_request(runner.sampler, slot, asked)
+    made = output(runner.sampler, [0, 1], 9, has_prefill=False)
+    assert counted == [2] and (made.logprobs_tensors == "scores") is ("logprobs" in more)
+    output(runner.sampler, [0], 10, has_prefill=False)
+    add_request(runner.sampler, 0, {"temperature": 0} | more)
+    output(runner.sampler, [0], 11, has_prefill=False)
+    assert counted == [2, 1]
+
+
+def test_prompts_and_rows_of_drafts_are_counted_on_the_gpu(runner, counted):
+    add_request(runner.sampler, 0, {"temperature": 0})
+    for logits, known in ((None, {"has_prefill": True}), (None, {}), (logits_of([0, 0]), {"has_prefill": False})):
+        output(runner.sampler, [0], 9, logits, **known)
+    assert counted == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "more", ["compute_nans", "trace_replay_state", "return_sampling_mask", "num_speculative_tokens"]
+)
+def test_a_sampler_that_does_more_is_vllms(more, stock, runner):
+    add_request(stock, 0, {"temperature": 0})
+    setattr(stock, more, 4)
+    assert not type(runner.sampler)(stock, torch.float32, CPU)._asks_for_largest(np.array([0]))
 
 
 @pytest.mark.parametrize("drafts", [False, True])
