@@ -123,3 +123,19 @@ def capture_pieces_whole(manager) -> None:
     manager._capture_descs[CUDAGraphMode.FULL] = sorted(captured, key=lambda graph: -graph.num_tokens)
     for graphs in manager._candidates.values():  # in the order in which the manager tries them: decode comes first
         graphs[:] = [whole.get(graph, graph) for graph in graphs]
+
+
+@patch(
+    has(OVERRIDES),
+    first=(0, 31),
+    ends="vLLM's second model runner captures the LM head of decode steps",
+    worker=("cuda", "native"),
+)
+def sample_by(runner, sample: Callable[..., tuple]) -> None:
+    """Let a captured graph multiply by the LM head in a decode step of vLLM's second model runner.
+
+    The runner's method `sample` gathers hidden states, multiplies and draws. It has no hook before the draw.
+
+    Parameters: runner is a `GPUModelRunner`. sample replaces its method, and calls it in all other steps.
+    """
+    runner.sample = sample

@@ -36,7 +36,11 @@ def test_kernels_are_launched_while_weights_load(monkeypatch):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "native"])
-def test_launches_skip_the_comparison_of_constants_once_all_kernels_are_compiled(platform, monkeypatch):
+def test_once_vllm_is_warm_its_steps_are_captured_further_and_launches_skip_the_comparison_of_constants(
+    platform, monkeypatch
+):
+    from vllm_opset.platform.cuda import starting
+
     worker, ran = importlib.import_module(f"vllm_opset.platform.{platform}.worker"), []
     kind = next(value for name, value in vars(worker).items() if name.lower() == f"opset{platform}worker")
     made = kind.__new__(kind)
@@ -47,5 +51,7 @@ def test_launches_skip_the_comparison_of_constants_once_all_kernels_are_compiled
     monkeypatch.setattr(worker.warm_up, "sampler", lambda runner: None, raising=False)
     monkeypatch.setattr(worker.compat, "own_warm_up", lambda kernels: contextlib.nullcontext())
     monkeypatch.setattr(kind, "check_choices", lambda self: None)
+    for module, name in (("logits_graphs", "capture"),):
+        monkeypatch.setattr(getattr(starting, module), name, lambda worker, module=module: ran.append(module))
     assert made.compile_or_warm_up_model() == "times"
-    assert ran == ["warm", "assumed"]
+    assert ran == ["warm", "logits_graphs", "assumed"]

@@ -2,10 +2,11 @@
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
 from vllm_opset.platform import refusals
-from vllm_opset.platform.cuda import device, whole_graphs, workspace
+from vllm_opset.platform.cuda import device, logits_graphs, whole_graphs, workspace
 from vllm_opset.platform.report import Reporting
 
 
@@ -22,6 +23,11 @@ class Starting(Reporting):
         with device.named_out_of_memory():
             super().initialize_from_config(kv_cache_config)
         whole_graphs.replace_pieces(self)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        times = super().compile_or_warm_up_model()
+        logits_graphs.capture(self)
+        return times
 
     def check_choices(self) -> None:
         """Log the choices, and raise Refusal for one that cannot be captured in a graph."""

@@ -1,0 +1,89 @@
+"""CUDA graphs of the LM head, for steps in which each request has one token.
+
+vLLM replays a graph of the model in a decode step. It then gathers the last token's hidden state of each request and
+multiplies it by the LM head, from Python. If a model is small, the GPU waits for that. Here a replay does it: with one
+token each, the requests are the first rows of the model's output. All other steps take vLLM's own way.
+"""
+
+import inspect
+
+import torch
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_opset.model.sampler import OpsetSampler
+from vllm_opset.platform import second_runner
+from vllm_opset.variants import powers_up_to
+
+# All graphs hold twice as many logits. In bf16, those of 128,256 tokens take 65 MB.
+MOST_ROWS = 128
+# The attributes that a model's `compute_logits` may use. Other code may copy from the host, which no graph can.
+CAPTURED = {"logits_processor", "lm_head", "model", "embed_tokens"}
+
+
+def capture(worker: Worker) -> None:
+    """Capture the graphs if the engine allows them. Call it when vLLM has captured its own."""
+    runner = worker.model_runner
+    if second_runner.sample_by.bridge.needed() and _may_capture(worker):
+        second_runner.sample_by(runner, LogitsGraphs(runner).sample)
+
+
+def _may_capture(worker: Worker) -> bool:
+    """Whether a request's logits are those of the last row of its hidden states, in one process.
+
+    Adapters change the head, and requests with drafts have logits for several rows. vLLM has a pool of its own for
+    graphs whose memory sleeps. With vLLM's own sampler, its own path to the sampler remains.
+    """
+    config, runner = worker.vllm_config, worker.model_runner
+    return (
+        getattr(getattr(runner, "cudagraph_manager", None), "hidden_states", None) is not None
+        and type(runner.sampler) is OpsetSampler
+        and getattr(runner.model_state, "num_new_sampled_tokens_per_step", 1) == 1
+        and config.parallel_config.world_size_across_dp == 1
+        and config.speculative_config is None
+        and config.lora_config is None
+        and not config.model_config.enable_sleep_mode
+        and _only_multiplies(runner.model)
+    )
+
+
+def _only_multiplies(model: torch.nn.Module) -> bool:
+    """Whether the model's logits are those of vLLM's own layer, and nothing else."""
+    used = inspect.unwrap(type(model).compute_logits).__code__.co_names
+    return type(getattr(model, "logits_processor", None)) is LogitsProcessor and CAPTURED.issuperset(used)
+
+
+class LogitsGraphs:
+    """A graph of the LM head for 1, 2, 4 … rows of the output of the graphs that a runner has captured."""
+
+    def __init__(self, runner) -> None:
+        self._runner, self._sample = runner, runner.sample
+        self._hidden_states: torch.Tensor = runner.cudagraph_manager.hidden_states
+        most = min(MOST_ROWS, runner.max_num_reqs, len(self._hidden_states))
+        self._sizes = list(powers_up_to(most))
+        self._captured = {size: self._capture(size) for size in reversed(self._sizes)}
+
+    @torch.inference_mode()
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """A graph, and the logits that it writes."""
+        rows, graph = self._hidden_states[:size], torch.cuda.CUDAGraph()
+        self._runner.model.compute_logits(rows)  # compiles the kernel, and makes what it keeps from call to call
+        with torch.cuda.graph(graph, self._runner.cudagraph_manager.pool):
+            logits = self._runner.model.compute_logits(rows)
+        return graph, logits
+
+    def sample(self, hidden_states: torch.Tensor, input_batch, grammar_output) -> tuple:
+        """vLLM's method `sample` of its second model runner."""
+        num_reqs = input_batch.num_reqs
+        if (
+            grammar_output is not None
+            or input_batch.num_tokens != num_reqs
+            or num_reqs > self._sizes[-1]
+            # A step that no graph replayed has another tensor.
+            or hidden_states.data_ptr() != self._hidden_states.data_ptr()
+        ):
+            return self._sample(hidden_states, input_batch, grammar_output)
+        graph, logits = self._captured[next(size for size in self._sizes if size >= num_reqs)]
+        graph.replay()
+        output = self._runner.sampler(logits[:num_reqs], input_batch)
+        return output, output.num_sampled, output.num_rejected
