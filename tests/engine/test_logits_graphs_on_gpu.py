@@ -1,4 +1,4 @@
-"""Decode steps whose LM head is captured give the same answers, on GPUs."""
+"""Decode steps whose LM head is captured, and that build no metadata, give the same answers, on GPUs."""
 
 import engines
 import models
@@ -52,18 +52,20 @@ def answers(llm) -> dict[str, list]:
 def both(request, engine, tmp_path_factory) -> tuple[dict, dict, list[int]]:
     """The answers without and with these graphs, and the rows of the steps that they replayed. Gemma-2 caps logits."""
     from vllm_opset.model.sampler import OpsetSampler
-    from vllm_opset.platform.cuda import logits_graphs
+    from vllm_opset.platform.cuda import logits_graphs, replays
 
     folder = tmp_path_factory.mktemp(request.param)
     models.build(request.param, folder)
     models.add_tokenizer(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logits_graphs, "_may_capture", lambda worker: False)
+        patch.setattr(replays, "_only_layers_read_it", lambda worker: False)
         patch.setattr(OpsetSampler, "_asks_for_largest", lambda self, requests: False)
         with engine(folder) as llm:
             without = answers(llm)
     with engine(folder) as llm:
         runner = engines.runner(llm)
+        assert "prepare_attn" in vars(runner.model_state), "metadata is built in each step"
         sampler, replayed = type(runner.sampler).__call__, []
         with pytest.MonkeyPatch.context() as patch:
             captured = {logits.data_ptr() for _, logits in runner.sample.__self__._captured.values()}

@@ -139,3 +139,29 @@ def sample_by(runner, sample: Callable[..., tuple]) -> None:
     Parameters: runner is a `GPUModelRunner`. sample replaces its method, and calls it in all other steps.
     """
     runner.sample = sample
+
+
+@patch(
+    has(OVERRIDES),
+    first=(0, 31),
+    ends="vLLM's second model runner asks a backend whether a step that a graph replays needs metadata",
+    worker=("cuda", "native"),
+)
+def skip_metadata(model_state) -> None:
+    """Let vLLM's second model runner build no attention metadata for a step that a whole graph replays.
+
+    The graph reads the buffers that were given to it when it was captured. vLLM builds metadata in each step, because
+    some backends plan the step meanwhile. Its `model_state` does so.
+
+    Parameters: model_state is a `DefaultModelState`.
+    """
+    from vllm.config import CUDAGraphMode
+
+    prepare = model_state.prepare_attn
+
+    def prepare_attn(input_batch, cudagraph_mode: CUDAGraphMode, *args, for_capture: bool = False, **kwargs) -> dict:
+        if cudagraph_mode == CUDAGraphMode.FULL and not for_capture:
+            return {}
+        return prepare(input_batch, cudagraph_mode, *args, for_capture=for_capture, **kwargs)
+
+    model_state.prepare_attn = prepare_attn

@@ -51,7 +51,7 @@ def test_once_vllm_is_warm_its_steps_are_captured_further_and_launches_skip_the_
     monkeypatch.setattr(worker.warm_up, "sampler", lambda runner: None, raising=False)
     monkeypatch.setattr(worker.compat, "own_warm_up", lambda kernels: contextlib.nullcontext())
     monkeypatch.setattr(kind, "check_choices", lambda self: None)
-    for module, name in (("logits_graphs", "capture"),):
+    for module, name in (("logits_graphs", "capture"), ("replays", "build_no_metadata")):
         monkeypatch.setattr(getattr(starting, module), name, lambda worker, module=module: ran.append(module))
     assert made.compile_or_warm_up_model() == "times"
-    assert ran == ["warm", "logits_graphs", "assumed"]
+    assert ran == ["warm", "logits_graphs", "replays", "assumed"]

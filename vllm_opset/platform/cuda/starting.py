@@ -6,7 +6,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
 from vllm_opset.platform import refusals
-from vllm_opset.platform.cuda import device, logits_graphs, whole_graphs, workspace
+from vllm_opset.platform.cuda import device, logits_graphs, replays, whole_graphs, workspace
 from vllm_opset.platform.report import Reporting
 
 
@@ -27,6 +27,7 @@ class Starting(Reporting):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()
         logits_graphs.capture(self)
+        replays.build_no_metadata(self)
         return times
 
     def check_choices(self) -> None:
