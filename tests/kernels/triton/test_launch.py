@@ -65,19 +65,19 @@ def test_a_target_without_entries_is_served_with_the_vendors_nearest_older_ones(
 
 
 @pytest.mark.parametrize(
-    ("target", "of_one", "of_two"), [("nvidia/sm90", 1, 2), ("nvidia/sm80", 0, 0), ("amd/gfx942", 0, 0)]
+    ("target", "waits", "launches"), [("nvidia/sm90", 1, 2), ("nvidia/sm80", 0, 0), ("amd/gfx942", 0, 0)]
 )
-def test_the_next_kernel_is_launched_early_where_that_was_faster(target, of_one, of_two, monkeypatch):
+def test_the_next_kernel_is_launched_early_where_that_was_faster(target, waits, launches, monkeypatch):
     """PDL: 0 where the GPU has no programmatic dependent launch, 1 to wait first, and 2 to launch first."""
     monkeypatch.setattr(_launch, "INTERPRETED", False)
     with targets.instead(Target(*target.split("/"))):
         for cached in (_launch.launch_options, _launch._launch_first, _launch.entries):
             cached.cache_clear()
-        options = [_launch.early_launch_options(CPU, tokens) for tokens in (1, 2)]
+        options = [_launch.early_launch_options(CPU, rows) for rows in (1, 2, 64, 65)]
     for cached in (_launch.launch_options, _launch._launch_first, _launch.entries):
         cached.cache_clear()
-    assert [int(each["PDL"]) for each in options] == [of_one, of_two]
-    assert all(each.get("launch_pdl", False) == (of_two == 2) for each in options)
+    assert [int(each["PDL"]) for each in options] == [waits, launches, launches, waits]
+    assert all(each.get("launch_pdl", False) == (waits == 1) for each in options)
 
 
 def test_tuning_keeps_as_few_entries_as_serve_every_size_well():

@@ -51,7 +51,7 @@ def launch(
 ) -> None:
     """Launches the kernel. The arguments are those of `ops.qk_norm_rope_cache`, already checked."""
     tokens, head_size = len(query), query.shape[2]
-    constants = _launch.early_launch_options(query.device, tokens) | grouped(
+    constants = _launch.launch_options(query.device) | grouped(
         query, key, head_size, **_launch.parameters("rope_cache", query.device, tokens)
     )
     _rope_cache[(tokens * constants["GROUPS"],)](

@@ -66,9 +66,10 @@ class LogitsGraphs:
     @torch.inference_mode()
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """A graph, and the logits that it writes."""
-        rows, graph = self._hidden_states[:size], torch.cuda.CUDAGraph()
-        self._runner.model.compute_logits(rows)  # compiles the kernel, and makes what it keeps from call to call
-        with torch.cuda.graph(graph, self._runner.cudagraph_manager.pool):
+        rows, graph, stream = self._hidden_states[:size], torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            self._runner.model.compute_logits(rows)  # compiles the kernel, and makes what it keeps for this stream
+        with torch.cuda.graph(graph, self._runner.cudagraph_manager.pool, stream=stream):
             logits = self._runner.model.compute_logits(rows)
         return graph, logits
 

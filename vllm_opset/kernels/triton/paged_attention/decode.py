@@ -292,7 +292,7 @@ def _launch_ranges(call: Call, launch: str) -> None:
         own_turn = min(values["own_turn"], _launch.next_power_of_2(max(1, call.most_rows)))
     shape = {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": call.group, "HEAD_SIZE": call.head_size, "BLOCK_M": rows,
-        "BLOCK_D": block_d, **_launch.early_launch_options(device, len(call.query)),
+        "BLOCK_D": block_d, **_launch.launch_options(device),
     }  # fmt: skip
     attend_decode[(num_programs * num_kv_heads,)](
         *call.attend_arguments(), *partials, None if separate_combine else tickets,
