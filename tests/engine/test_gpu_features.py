@@ -24,11 +24,14 @@ ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 BF16_LOGPROBS = 0.25
 
 
-def compiled_in(patch, of: str = "") -> list[str]:
-    """The Triton kernels that are compiled from now on, of modules whose names begin with `of`."""
+def compiled_in(patch, arguments: dict) -> list[str]:
+    """The Triton kernels that are compiled from now on, by an engine with these arguments.
+
+    Without graphs, only opset's: vLLM compiles kernels of its own for drafts and adapters with their first request.
+    """
     import triton
 
-    names = []
+    names, of = [], "vllm_opset" if arguments else ""
 
     def note(**info) -> None:
         if info["fn"].module.startswith(of):
@@ -40,12 +43,11 @@ def compiled_in(patch, of: str = "") -> list[str]:
 
 @pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
 def test_drafts_by_n_grams_change_no_token(arguments, engine, tmp_path, monkeypatch):
-    """Without graphs, vLLM compiles its own kernels for drafts with the first request that has drafts."""
     reference = models.build("qwen3", tmp_path)
     prompts = [prompt * 3 for prompt in models.prompts() if len(prompt) < 60]  # these have something to repeat
     expected = [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
     with engine(tmp_path, speculative_config=DRAFTS, **arguments) as llm:
-        compiled = compiled_in(monkeypatch, of="vllm_opset" if arguments else "")
+        compiled = compiled_in(monkeypatch, arguments)
         assert tokens(generate(llm, prompts)) == expected
         generate(llm, prompts, temperature=1, top_k=20, top_p=0.9, seed=1)
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
@@ -81,7 +83,7 @@ def test_an_adapter_answers_as_merged_weights_do(arguments, engine, tmp_path, mo
     adapted = [index % 2 == 1 for index in range(len(prompts))]
     request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
     with engine(tmp_path / "model", dtype="bfloat16", enable_lora=True, **arguments) as llm:
-        compiled = compiled_in(monkeypatch)
+        compiled = compiled_in(monkeypatch, arguments)
         outputs = generate(llm, prompts, [request if yes else None for yes in adapted], max_tokens=16, logprobs=0)
     for model, with_adapter in ((base, False), (merged, True)):
         chosen = [

@@ -75,12 +75,13 @@ def launch_options(device: torch.device) -> Mapping[str, bool]:
     return {"PDL": enabled, "launch_pdl": enabled, **FUSION}
 
 
-def early_launch_options(device: torch.device, num_rows: int) -> Mapping[str, bool | int]:
+def early_launch_options(device: torch.device, num_rows: int, launch: str = "early_launch") -> Mapping[str, bool | int]:
     """`launch_options` of a kernel that may allow the next launch before it waits. It does where that is faster.
 
     A kernel may do so if the next one, before its own wait, reads nothing that the kernels before this one write.
+    launch: the entry of the launch table that says where it is faster.
     """
-    early = bool(parameters("early_launch", device, num_rows)["early"])
+    early = bool(parameters(launch, device, num_rows)["early"])
     return _launch_first(device) if early else launch_options(device)
 
 

@@ -45,7 +45,7 @@ def normalise(
     _rms_norm_quant[(max(1, _launch.cdiv(total, options["ROWS"])),)](
         x, rows(x), residual, None if residual is None else rows(residual), weight, total, epsilon, weight_offset,
         *to.arguments, **to.constants, **to.group_width(options["BLOCK"]), **options,
-        **_launch.early_launch_options(x.device, total),
+        **_launch.launch_options(x.device),
     )  # fmt: skip
     return to.results
 

@@ -42,7 +42,7 @@ def silu_and_mul_quant(
     _silu_and_mul_quant[(max(1, _launch.cdiv(total, held)) * _launch.cdiv(columns, block),)](
         x, rows(x), total, *to.arguments, **to.constants, **to.group_width(block),
         ROWS=held, BLOCK=block, num_warps=enough_warps(values["warps"], 2 * held * block),
-        **_launch.early_launch_options(x.device, total),
+        **_launch.early_launch_options(x.device, total, "quantised_early_launch"),
     )  # fmt: skip
     return to.results
 
