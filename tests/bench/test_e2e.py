@@ -185,6 +185,7 @@ def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
     [
         (("--model", "qwen8b"), "did you mean 'qwen3-8b'?"),
         (("--model", "tiny", "--case", "5x*"), "tiny has 1x64/32"),
+        (("--model", "tiny", "--case", "1x*", "--case", "5x*"), "no case matches 5x*"),
         (("--model", "tiny", "--against", "stok"), "did you mean 'stock'?"),
         (("--model", "tiny", "--against", "stock=/no/such/folder"), "/no/such/folder"),
         (("--model", "tiny", "--variant", 'opset={"adapters": 0}'), "adapters must be a number from 1 on, not 0"),

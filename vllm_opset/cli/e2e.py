@@ -147,13 +147,12 @@ def _shape(name: str) -> shapes.Shape:
 
 
 def _cases(shape: shapes.Shape, patterns: list[str]) -> list[Case | Trace]:
-    chosen = [case for case in shape.cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]
-    if not chosen:
-        known = ", ".join(case.name for case in shape.cases)
+    names = [case.name for case in shape.cases]
+    if unmatched := [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]:
         raise typer.BadParameter(
-            f"no case matches {', '.join(patterns)}; {shape.name} has {known}", param_hint="--case"
+            f"no case matches {', '.join(unmatched)}; {shape.name} has {', '.join(names)}", param_hint="--case"
         )
-    return chosen
+    return [case for case in shape.cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]
 
 
 def _engines(against: list[str], variants: list[str]) -> list[Engine]:
