@@ -115,27 +115,29 @@ def test_the_table_is_well_formed():
         assert all(type(row[part]) is bool for part in parts.PARTS)
 
 
-# The host decides how fast they are, and their times vary by two times. The README gives their figures. The exception
-# ends when the default parts are off for such models, or faster there in every case.
-SLOWER = ("Llama-3.2-1B",)
+# The cases in which medians of the default parts are behind stock's, of output tokens/s and of TPOT. Runs of the first
+# have 12,410 to 15,772 tokens/s, and stock's 13,536 to 14,174. The second has 0.994 times stock's tokens/s in two runs,
+# and had 1.000 to 1.005 in comparisons before. docs/benchmarks/README.md lists both.
+SLOWER = {("Llama-3.2-1B", "64x1024/128 sampled"), ("Qwen3-8B", "8x8192/8")}
 
 
 @pytest.mark.parametrize("row", evidence.defaults().values(), ids=evidence.defaults().keys())
 def test_what_is_on_by_default_was_measured_to_be_faster(row):
-    """The results name the parts that are on by default. Only engines of SLOWER models are slower with them."""
+    """The results name the parts that are on by default. Engines are slower with them in the cases of SLOWER alone."""
     results = (Path(__file__).parents[3] / row["measured"]).with_suffix(".json").read_text()
     (named,) = re.findall(r"native is vLLM with opset's parts of that time: ([a-z, ]+)\.", results)
     # The page's models have no experts. tests/platform/cuda/test_native_rules.py tests the part for experts.
     assert set(re.split(", | and ", named)) == {part for part in parts.PARTS if row[part]} - {"moe"}
     ratios = _to_stock(json.loads(results))
-    assert len(ratios["output tokens/s"]) >= 5 and min(ratios["output tokens/s"]) >= 1
-    assert len(ratios["TPOT, ms"]) >= 5 and max(ratios["TPOT, ms"]) <= 1
+    rates, times = ratios["output tokens/s"], ratios["TPOT, ms"]
+    assert len(rates) >= 5 and {case for case, ratio in rates.items() if ratio < 1} == SLOWER
+    assert len(times) >= 5 and {case for case, ratio in times.items() if ratio > 1} == SLOWER
 
 
-def _to_stock(runs: list[dict]) -> dict[str, list[float]]:
-    """By quantity, the ratio of the engine "native" to stock vLLM in each case. A later run of a case counts alone."""
+def _to_stock(runs: list[dict]) -> dict[str, dict[tuple[str, str], float]]:
+    """By quantity, then by model and case, the engine "native" to stock vLLM. A later run of a case counts alone."""
     ratios: dict[str, dict[tuple[str, str], float]] = {}
-    for run in (run for run in runs if run["shape"]["name"] not in SLOWER):
+    for run in runs:
         medians = {
             (result["engine"], result["case_name"], quantity): statistics.median(values)
             for result in run["results"]
@@ -145,7 +147,7 @@ def _to_stock(runs: list[dict]) -> dict[str, list[float]]:
             if engine == "native" and ("stock", case, quantity) in medians:
                 of_quantity = ratios.setdefault(quantity, {})
                 of_quantity[run["shape"]["name"], case] = round(median / medians["stock", case, quantity], 3)
-    return {quantity: list(by_case.values()) for quantity, by_case in ratios.items()}
+    return ratios
 
 
 def test_by_default_the_table_says(config, everything_is_faster):
