@@ -31,7 +31,7 @@ def rotary_embedding(
 ) -> None:
     rotary_dim = check_arguments(positions, query, key, head_size, cos_sin_cache)
     tokens = len(positions)
-    launch = _launch.launch_options(query.device) | grouped(
+    launch = _launch.early_launch_options(query.device, tokens, "rotary_early_launch") | grouped(
         query, key, head_size, **_launch.parameters("rotary_embedding", query.device, tokens)
     )
     _rotary_embedding[(tokens * launch["GROUPS"],)](
