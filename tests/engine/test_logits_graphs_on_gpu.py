@@ -60,7 +60,7 @@ def both(request, engine, tmp_path_factory) -> tuple[dict, dict, list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logits_graphs, "_may_capture", lambda worker: False)
         patch.setattr(replays, "_only_layers_read_it", lambda worker: False)
-        patch.setattr(OpsetSampler, "_asks_for_largest", lambda self, requests: False)
+        patch.setattr(OpsetSampler, "_is_plain_greedy", lambda self, requests: False)
         with engine(folder) as llm:
             without = answers(llm)
     with engine(folder) as llm:

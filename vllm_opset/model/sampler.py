@@ -27,7 +27,7 @@ KEY_STEP = 0x9E3779B97F4A7C15 - 2**64
 # The names of vLLM's parameters for the request of each row, the same on the host by request, and the rows' positions.
 USED = ("expanded_idx_mapping", "idx_mapping_np", "pos")
 # Attributes of vLLM's sampler by which it does more than to draw tokens.
-BEYOND_TOKENS = ("compute_nans", "trace_replay_state", "return_sampling_mask")
+MORE_THAN_TOKENS = ("compute_nans", "trace_replay_state", "return_sampling_mask")
 PROCESSED = ("processed_logits", "processed_logprobs")
 # The module of the first model runner's sampler.
 FIRST = "vllm.v1.sample.sampler"
@@ -50,14 +50,14 @@ class OpsetSampler(Sampler):
             for dtype in {logits_dtype, torch.float32}
         }
         self._has_new_requests = True
-        self._batch: bytes | None = None  # the requests that `_is_simple` is about
-        self._is_simple = False
+        self._batch: bytes | None = None  # the requests that `_skips_counts` is known of
+        self._skips_counts = False
         # Up to 0.27 vLLM does not note which requests modify logits. With drafts, it may change the numbers of tokens.
-        self._may_be_simple = hasattr(stock, "needs_logits_processing") and stock.num_speculative_tokens == 1
-        self._may_be_simple &= not any(getattr(stock, name, None) for name in BEYOND_TOKENS)
+        self._may_skip_counts = hasattr(stock, "needs_logits_processing") and stock.num_speculative_tokens == 1
+        self._may_skip_counts &= not any(getattr(stock, name, None) for name in MORE_THAN_TOKENS)
         places = len(self.sampling_states.temperature.np)
         self._one_each = torch.ones(places, dtype=torch.int32, device=device)
-        self._none = torch.zeros_like(self._one_each)
+        self._no_rejected = torch.zeros_like(self._one_each)
         # Up to 0.28 there are no processors but vLLM's own.
         processors = getattr(stock, "logits_processors", ())
         self._writes_each_step = any(not type(own).__module__.startswith(OF_VLLM) for own in processors)
@@ -67,33 +67,33 @@ class OpsetSampler(Sampler):
         self._has_new_requests, self._batch = True, None
 
     def __call__(self, logits: torch.Tensor, input_batch) -> SamplerOutput:
-        """vLLM's method. If all requests are decoded and greedy, it takes one launch instead of six.
+        """vLLM's method. A batch of greedy decode requests takes one launch instead of six.
 
         vLLM gathers positions and tokens, and counts on the GPU which requests get a token. Here each one gets one.
         """
         requests = input_batch.idx_mapping_np
         is_decoded = not getattr(input_batch, "has_prefill", True) and len(logits) == len(requests)
-        if not (is_decoded and self._asks_for_largest(requests)):
+        if not (is_decoded and self._is_plain_greedy(requests)):
             return super().__call__(logits, input_batch)
         tokens, _ = self._sampled(logits, input_batch.idx_mapping, requests, input_batch.positions)
-        one_each, none = self._one_each[: len(requests)], self._none[: len(requests)]
-        return SamplerOutput(tokens.view(-1, 1), None, None, num_sampled=one_each, num_rejected=none)
+        one_each, no_rejected = self._one_each[: len(requests)], self._no_rejected[: len(requests)]
+        return SamplerOutput(tokens.view(-1, 1), None, None, num_sampled=one_each, num_rejected=no_rejected)
 
-    def _asks_for_largest(self, requests: np.ndarray) -> bool:
+    def _is_plain_greedy(self, requests: np.ndarray) -> bool:
         """Whether each request wants the token of the largest logit, as the model gives them, and nothing else.
 
-        It is found out when requests come and go.
+        The answer is cached until the requests or their order change.
         """
         batch = requests.tobytes()
         if batch != self._batch:
             self._batch = batch
-            self._is_simple = (
-                self._may_be_simple
+            self._skips_counts = (
+                self._may_skip_counts
                 and self.sampling_states.all_greedy(requests)
                 and not self.needs_logits_processing[requests].any()
                 and not self._gives_logprobs(requests)
             )
-        return self._is_simple
+        return self._skips_counts
 
     def apply_staged_writes(self) -> None:
         """vLLM's method, only where there is something to write: it copies the parameters of all requests.

@@ -35,8 +35,11 @@ def layer(rng: torch.Generator, num_tokens: int, dtype: torch.dtype) -> SimpleNa
     )
 
 
-def forward(layers: list[SimpleNamespace], hidden: torch.Tensor, between) -> torch.Tensor:
-    """The layers' kernels, one after the other. between: is called after each."""
+def forward(layers: list[SimpleNamespace], hidden: torch.Tensor, fused: bool, between) -> torch.Tensor:
+    """The layers' kernels, one after the other. fused: whether one kernel rotates and writes the cache.
+
+    between: is called after each kernel.
+    """
 
     def run(op: str, *args, **options):
         result = kernels_of(op)["triton"].run(*args, **options)
@@ -57,8 +60,12 @@ def forward(layers: list[SimpleNamespace], hidden: torch.Tensor, between) -> tor
         run("fused_add_rms_norm", x, residual, each.norms[0], 1e-6)
         qkv = run("linear", x, each.qkv).unflatten(1, (-1, HEAD_SIZE))
         query, key, value = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
-        rotated = query, key, value, *each.head_norms, 1e-6, positions, cos_sin_cache, True
-        run("qk_norm_rope_cache", *rotated, each.kv_cache, slots)
+        if fused:
+            rotated = query, key, value, *each.head_norms, 1e-6, positions, cos_sin_cache, True
+            run("qk_norm_rope_cache", *rotated, each.kv_cache, slots)
+        else:
+            run("rotary_embedding", positions, query.flatten(1), key.flatten(1), HEAD_SIZE, cos_sin_cache)
+            run("reshape_and_cache", key, value, each.kv_cache, slots)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         run("paged_attention", query, each.kv_cache, batch, out, scale=HEAD_SIZE**-0.5)
         x = run("linear", out.flatten(1), each.o)
@@ -67,20 +74,21 @@ def forward(layers: list[SimpleNamespace], hidden: torch.Tensor, between) -> tor
     return x + residual
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["qk_norm_rope_cache", "rotary_embedding"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 2, 9, 64, 130])
-def test_a_captured_layer_computes_what_its_kernels_do_one_by_one(num_tokens, dtype):
+def test_a_captured_layer_computes_what_its_kernels_do_one_by_one(num_tokens, dtype, fused):
     rng = torch.Generator("cuda").manual_seed(num_tokens)
     layers = [layer(rng, num_tokens, dtype) for _ in range(LAYERS)]
     inputs = [torch.randn(num_tokens, HIDDEN, generator=rng, device="cuda").to(dtype) for _ in range(REPLAYS)]
     side = torch.cuda.Stream()  # Counters of a stream are made before it captures, so the graph need not clear them.
     with torch.cuda.stream(side):
-        wanted = [forward(layers, hidden, torch.cuda.synchronize) for hidden in inputs]
+        wanted = [forward(layers, hidden, fused, torch.cuda.synchronize) for hidden in inputs]
         hidden = inputs[0].clone()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
-        got = forward(layers, hidden, lambda: None)
+        got = forward(layers, hidden, fused, lambda: None)
         graph.capture_end()
         for values, result in zip(inputs, wanted, strict=True):
             hidden.copy_(values)

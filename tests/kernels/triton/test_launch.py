@@ -65,19 +65,31 @@ def test_a_target_without_entries_is_served_with_the_vendors_nearest_older_ones(
 
 
 @pytest.mark.parametrize(
+    ("launch", "waiting", "launching"),
+    [
+        ("early_launch", (1, 65), (2, 64)),
+        ("quantised_early_launch", (65,), (1, 64)),
+        ("rotary_early_launch", (64, 257), (65, 256)),
+    ],
+)
+@pytest.mark.parametrize(
     ("target", "waits", "launches"), [("nvidia/sm90", 1, 2), ("nvidia/sm80", 0, 0), ("amd/gfx942", 0, 0)]
 )
-def test_the_next_kernel_is_launched_early_where_that_was_faster(target, waits, launches, monkeypatch):
+def test_the_next_kernel_is_launched_early_where_that_was_faster(
+    target, waits, launches, launch, waiting, launching, monkeypatch
+):
     """PDL: 0 where the GPU has no programmatic dependent launch, 1 to wait first, and 2 to launch first."""
+    cached = (_launch.launch_options, _launch._launch_first, _launch.entries)
     monkeypatch.setattr(_launch, "INTERPRETED", False)
     with targets.instead(Target(*target.split("/"))):
-        for cached in (_launch.launch_options, _launch._launch_first, _launch.entries):
-            cached.cache_clear()
-        options = [_launch.early_launch_options(CPU, rows) for rows in (1, 2, 64, 65)]
-    for cached in (_launch.launch_options, _launch._launch_first, _launch.entries):
-        cached.cache_clear()
-    assert [int(each["PDL"]) for each in options] == [waits, launches, launches, waits]
-    assert all(each.get("launch_pdl", False) == (waits == 1) for each in options)
+        for function in cached:
+            function.cache_clear()
+        options = {rows: _launch.early_launch_options(CPU, rows, launch) for rows in (*waiting, *launching)}
+    for function in cached:
+        function.cache_clear()
+    assert {int(options[rows]["PDL"]) for rows in waiting} == {waits}
+    assert {int(options[rows]["PDL"]) for rows in launching} == {launches}
+    assert all(each.get("launch_pdl", False) == (waits == 1) for each in options.values())
 
 
 def test_tuning_keeps_as_few_entries_as_serve_every_size_well():

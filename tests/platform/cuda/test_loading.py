@@ -36,9 +36,7 @@ def test_kernels_are_launched_while_weights_load(monkeypatch):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "native"])
-def test_once_vllm_is_warm_its_steps_are_captured_further_and_launches_skip_the_comparison_of_constants(
-    platform, monkeypatch
-):
+def test_what_follows_vllms_warm_up(platform, monkeypatch):
     from vllm_opset.platform.cuda import starting
 
     worker, ran = importlib.import_module(f"vllm_opset.platform.{platform}.worker"), []
@@ -55,3 +53,17 @@ def test_once_vllm_is_warm_its_steps_are_captured_further_and_launches_skip_the_
         monkeypatch.setattr(getattr(starting, module), name, lambda worker, module=module: ran.append(module))
     assert made.compile_or_warm_up_model() == "times"
     assert ran == ["warm", "logits_graphs", "replays", "assumed"]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "native"])
+def test_graphs_of_the_lm_head_end_before_vllms_runner(platform, monkeypatch):
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from vllm_opset.platform.cuda import starting
+
+    worker, ended = importlib.import_module(f"vllm_opset.platform.{platform}.worker"), []
+    kind = next(value for name, value in vars(worker).items() if name.lower() == f"opset{platform}worker")
+    monkeypatch.setattr(Worker, "shutdown", lambda self: ended.append("vLLM's runner"))
+    monkeypatch.setattr(starting.logits_graphs, "drop", lambda worker: ended.append("graphs"))
+    kind.__new__(kind).shutdown()
+    assert ended == ["graphs", "vLLM's runner"]

@@ -1,6 +1,8 @@
 """Graphs of the LM head, on a CPU: a graph is replaced by one that computes the same again when it is replayed."""
 
 import contextlib
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -34,9 +36,22 @@ class Graph:
             call()
 
 
+class Stream:
+    """Stands for a stream, on which the kernel ran before it is captured."""
+
+    def __init__(self) -> None:
+        self.was_used = False
+
+
 @contextlib.contextmanager
-def capturing(graph: Graph, pool: object):
-    assert pool == "vLLM's pool"
+def using(stream: Stream):
+    stream.was_used = True
+    yield
+
+
+@contextlib.contextmanager
+def capturing(graph: Graph, pool: object, stream: Stream):
+    assert pool == "vLLM's pool" and stream.was_used
     Graph.capturing = graph
     yield
     Graph.capturing = None
@@ -50,7 +65,7 @@ class Model(torch.nn.Module):
         self.lm_head = torch.randn(VOCABULARY, COLUMNS, generator=torch.Generator().manual_seed(1))
         self.logits_processor = processor.__new__(processor)
         torch.nn.Module.__init__(self.logits_processor)
-        self.logits_processor.forward = self.multiply
+        self.logits_processor.forward, self.logits_processor.head_dtype = self.multiply, None
 
     def multiply(self, head: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         out = rows @ head.T
@@ -89,6 +104,8 @@ def worker(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", using)
     monkeypatch.setattr("vllm_opset.platform.cuda.logits_graphs.OpsetSampler", Sampler)
 
     def worker(model: type = Model, sampler: object = None, **changes) -> SimpleNamespace:
@@ -104,6 +121,7 @@ def worker(monkeypatch):
             sampler=sampler or Sampler(),
             sample=lambda *given: given,
             max_num_reqs=256,
+            dtype=torch.bfloat16,
             model_state=SimpleNamespace(num_new_sampled_tokens_per_step=changes.pop("new_tokens", 1)),
             cudagraph_manager=SimpleNamespace(hidden_states=hidden_states, pool="vLLM's pool"),
         )
@@ -213,6 +231,33 @@ def test_nothing_is_captured_for_a_derived_layer(worker):
     assert not hasattr(one.model_runner.sample, "__self__")
 
 
+@pytest.mark.parametrize(
+    ("head_dtype", "captured"), [(torch.bfloat16, True), (torch.float32, True), (torch.float16, False)], ids=str
+)
+def test_a_head_in_another_dtype_is_not_copied_into_a_graph(head_dtype, captured, worker):
+    """In fp32, vLLM multiplies without a copy of the head."""
+    from vllm_opset.platform.cuda import logits_graphs
+
+    one = worker()
+    one.model_runner.model.logits_processor.head_dtype = head_dtype
+    logits_graphs.capture(one)
+    assert hasattr(one.model_runner.sample, "__self__") is captured
+
+
+def test_no_graph_outlives_the_worker(worker):
+    """vLLM keeps the runner that it has ended. A graph in its pool would keep all of the pool."""
+    from vllm_opset.platform.cuda import logits_graphs
+
+    one = worker()
+    logits_graphs.capture(one)
+    graphs = weakref.ref(one.model_runner.sample.__self__)
+    logits_graphs.drop(one)
+    gc.collect()
+    assert graphs() is None
+    logits_graphs.drop(SimpleNamespace(model_runner=None))
+    logits_graphs.drop(SimpleNamespace())
+
+
 @pytest.mark.parametrize("name", ["llama.LlamaForCausalLM", "qwen3.Qwen3ForCausalLM", "gemma2.Gemma2ForCausalLM"])
 def test_vllms_models_multiply_and_no_more(name):
     import inspect
@@ -221,7 +266,7 @@ def test_vllms_models_multiply_and_no_more(name):
     from vllm_opset.platform.cuda import logits_graphs
 
     compute_logits = find(f"vllm.model_executor.models.{name}").compute_logits
-    assert logits_graphs.CAPTURED.issuperset(inspect.unwrap(compute_logits).__code__.co_names)
+    assert logits_graphs.ALLOWED_ATTRIBUTES.issuperset(inspect.unwrap(compute_logits).__code__.co_names)
 
 
 def test_vllm_calls_the_method_as_it_is_replaced():

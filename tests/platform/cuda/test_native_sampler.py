@@ -218,7 +218,7 @@ def test_prompts_and_rows_of_drafts_are_counted_on_the_gpu(runner, counted):
 def test_a_sampler_that_does_more_is_vllms(more, stock, runner):
     add_request(stock, 0, {"temperature": 0})
     setattr(stock, more, 4)
-    assert not type(runner.sampler)(stock, torch.float32, CPU)._asks_for_largest(np.array([0]))
+    assert not type(runner.sampler)(stock, torch.float32, CPU)._is_plain_greedy(np.array([0]))
 
 
 @pytest.mark.parametrize("drafts", [False, True])

@@ -76,10 +76,10 @@ def launch_options(device: torch.device) -> Mapping[str, bool]:
 
 
 def early_launch_options(device: torch.device, num_rows: int, launch: str = "early_launch") -> Mapping[str, bool | int]:
-    """`launch_options` of a kernel that may allow the next launch before it waits. It does where that is faster.
+    """`launch_options` of a kernel that allows the next launch before it waits, where that is faster.
 
-    A kernel may do so if the next one, before its own wait, reads nothing that the kernels before this one write.
-    launch: the entry of the launch table that says where it is faster.
+    `pdl_wait` says what the next kernel may then read. launch: the entry of the launch table that says where it is
+    faster.
     """
     early = bool(parameters(launch, device, num_rows)["early"])
     return _launch_first(device) if early else launch_options(device)
@@ -111,7 +111,8 @@ def pdl_wait(PDL: tl.constexpr):
     waits and runs.
 
     This is the first statement of a kernel, or follows its first loads. Before it, a kernel must not write, and may
-    read only data that is older than the previous kernel, and than all kernels with LAUNCH_FIRST just before that one.
+    read only data that is older than the last kernel before it that waits first. That kernel may still run, and so may
+    all kernels with LAUNCH_FIRST after it.
     """
     if PDL == LAUNCH_FIRST:
         cuda.gdc_launch_dependents()

@@ -15,10 +15,11 @@ from vllm_opset.model.sampler import OpsetSampler
 from vllm_opset.platform import second_runner
 from vllm_opset.variants import powers_up_to
 
-# All graphs hold twice as many logits. In bf16, those of 128,256 tokens take 65 MB.
+# The graphs of 1, 2, 4 … 128 rows keep 255 rows of logits together. In bf16, those of 128,256 tokens take 65 MB, which
+# vLLM does not count when it sizes the KV cache.
 MOST_ROWS = 128
 # The attributes that a model's `compute_logits` may use. Other code may copy from the host, which no graph can.
-CAPTURED = {"logits_processor", "lm_head", "model", "embed_tokens"}
+ALLOWED_ATTRIBUTES = {"logits_processor", "lm_head", "model", "embed_tokens"}
 
 
 def capture(worker: Worker) -> None:
@@ -26,6 +27,13 @@ def capture(worker: Worker) -> None:
     runner = worker.model_runner
     if second_runner.sample_by.bridge.needed() and _may_capture(worker):
         second_runner.sample_by(runner, LogitsGraphs(runner).sample)
+
+
+def drop(worker: Worker) -> None:
+    """Let go of the graphs. Call it before vLLM ends its runner, whose graphs share their pool of memory."""
+    runner = getattr(worker, "model_runner", None)  # None if the start failed
+    if runner is not None:
+        vars(runner).pop("sample", None)
 
 
 def _may_capture(worker: Worker) -> bool:
@@ -38,19 +46,22 @@ def _may_capture(worker: Worker) -> bool:
     return (
         getattr(getattr(runner, "cudagraph_manager", None), "hidden_states", None) is not None
         and type(runner.sampler) is OpsetSampler
-        and getattr(runner.model_state, "num_new_sampled_tokens_per_step", 1) == 1
+        and runner.model_state.num_new_sampled_tokens_per_step == 1
         and config.parallel_config.world_size_across_dp == 1
         and config.speculative_config is None
         and config.lora_config is None
         and not config.model_config.enable_sleep_mode
-        and _only_multiplies(runner.model)
+        and _is_capturable(runner.model, runner.dtype)
     )
 
 
-def _only_multiplies(model: torch.nn.Module) -> bool:
-    """Whether the model's logits are those of vLLM's own layer, and nothing else."""
+def _is_capturable(model: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Whether vLLM's own layer gives the model's logits, and multiplies by the head without a copy of it."""
     used = inspect.unwrap(type(model).compute_logits).__code__.co_names
-    return type(getattr(model, "logits_processor", None)) is LogitsProcessor and CAPTURED.issuperset(used)
+    processor = getattr(model, "logits_processor", None)
+    if type(processor) is not LogitsProcessor or not ALLOWED_ATTRIBUTES.issuperset(used):
+        return False
+    return processor.head_dtype in (None, dtype, torch.float32)
 
 
 class LogitsGraphs:
@@ -59,17 +70,23 @@ class LogitsGraphs:
     def __init__(self, runner) -> None:
         self._runner, self._sample = runner, runner.sample
         self._hidden_states: torch.Tensor = runner.cudagraph_manager.hidden_states
+        # One stream for all, because PyTorch keeps memory for matrix products on each.
+        self._stream = torch.cuda.Stream()
         most = min(MOST_ROWS, runner.max_num_reqs, len(self._hidden_states))
         self._sizes = list(powers_up_to(most))
         self._captured = {size: self._capture(size) for size in reversed(self._sizes)}
 
     @torch.inference_mode()
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """A graph, and the logits that it writes."""
-        rows, graph, stream = self._hidden_states[:size], torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.stream(stream):
+        """A graph, and the logits that it writes.
+
+        The next replay of the model may overwrite the logits, since the pool is shared. All that reads them is launched
+        before it, on the same stream.
+        """
+        rows, graph = self._hidden_states[:size], torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
             self._runner.model.compute_logits(rows)  # compiles the kernel, and makes what it keeps for this stream
-        with torch.cuda.graph(graph, self._runner.cudagraph_manager.pool, stream=stream):
+        with torch.cuda.graph(graph, self._runner.cudagraph_manager.pool, stream=self._stream):
             logits = self._runner.model.compute_logits(rows)
         return graph, logits
 

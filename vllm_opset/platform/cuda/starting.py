@@ -30,6 +30,10 @@ class Starting(Reporting):
         replays.build_no_metadata(self)
         return times
 
+    def shutdown(self) -> None:
+        logits_graphs.drop(self)
+        super().shutdown()
+
     def check_choices(self) -> None:
         """Log the choices, and raise Refusal for one that cannot be captured in a graph."""
         self.log_choices()
