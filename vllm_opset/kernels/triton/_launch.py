@@ -111,8 +111,8 @@ def pdl_wait(PDL: tl.constexpr):
     waits and runs.
 
     This is the first statement of a kernel, or follows its first loads. Before it, a kernel must not write, and may
-    read only data that is older than the last kernel before it that waits first. That kernel may still run, and so may
-    all kernels with LAUNCH_FIRST after it.
+    read only data that is older than the last kernel before it that waits first. That kernel and the kernels with
+    LAUNCH_FIRST after it may still run.
     """
     if PDL == LAUNCH_FIRST:
         cuda.gdc_launch_dependents()
