@@ -72,8 +72,8 @@ class OpsetSampler(Sampler):
         vLLM gathers positions and tokens, and counts on the GPU which requests get a token. Here each one gets one.
         """
         requests = input_batch.idx_mapping_np
-        is_decoded = not getattr(input_batch, "has_prefill", True) and len(logits) == len(requests)
-        if not (is_decoded and self._is_plain_greedy(requests)):
+        is_decode = not getattr(input_batch, "has_prefill", True) and len(logits) == len(requests)
+        if not (is_decode and self._is_plain_greedy(requests)):
             return super().__call__(logits, input_batch)
         tokens, _ = self._sampled(logits, input_batch.idx_mapping, requests, input_batch.positions)
         one_each, no_rejected = self._one_each[: len(requests)], self._no_rejected[: len(requests)]
