@@ -23,6 +23,7 @@ from vllm_opset.ops import _draws
 from vllm_opset.ops.attention import _paged_draws
 from vllm_opset.ops.gemm import _linear_draws
 from vllm_opset.ops.moe import _experts_draws
+from vllm_opset.ops.sampling import _sampling_draws
 from vllm_opset.parity import check_sample
 
 
@@ -63,6 +64,8 @@ SCHEMES = {
 # The kind in the name of a problem, and the sizes that bound its memory.
 LINEAR = re.compile(r"(\S+) T(\d+) (\d+) to (\d+) \((qkv|o|gate-up|down)[^()]*\)")
 EXPERTS = re.compile(r"(\S+) T(\d+) E(\d+) k(\d+) H(\d+) I(\d+)( \([^()]*\))?")
+# Whether problems of a kind have a top-k and a top-p.
+FILTERS = {"top-k": (True, False), "top-p": (False, True), "both": (True, True), "unfiltered": (False, False)}
 
 
 def sizes(op, pattern: re.Pattern, device: str, number: int = 600) -> list[tuple[str, list[int]]]:
@@ -97,6 +100,20 @@ def test_experts_are_of_all_kinds_and_fit(device):
     if device == "cuda":
         assert {experts for _, (_, experts, *_) in found} == {*_experts_draws.EXPERTS}
         assert {top_k for _, (_, _, top_k, *_) in found} == {*_experts_draws.TOP_K}
+
+
+def test_settings_of_sampling_are_of_all_kinds_and_keep_few_tokens_and_many():
+    kinds, shares = set(), []
+    for seed in range(60):
+        sample = _sampling_draws.draw("cpu", torch.float32, random.Random(seed))
+        (logits, keys), settings = sample.make()
+        kinds.add(sample.name.split()[0])
+        assert len(keys) == len(logits) <= _sampling_draws.ROWS["cpu"]
+        assert logits.shape[1] in _sampling_draws.VOCABULARIES["cpu"]
+        assert ("top_k" in settings, "top_p" in settings) == FILTERS[sample.name.split()[0]]
+        _, kept = ops.top_k_top_p_sample.reference(logits, keys, **settings, processed="logits")
+        shares.append(kept.isfinite().double().mean().item())
+    assert kinds == {*FILTERS} and min(shares) < 0.002 and statistics.median(shares) < 0.2 and max(shares) == 1
 
 
 def assert_tokens(device: str, tokens: list[int]) -> None:

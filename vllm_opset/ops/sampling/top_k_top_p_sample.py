@@ -13,7 +13,7 @@ import torch
 
 from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
-from vllm_opset.ops.sampling import philox
+from vllm_opset.ops.sampling import _sampling_draws, philox
 
 # vLLM's _SAMPLING_EPS.
 GREEDY_BELOW = 1e-5
@@ -309,6 +309,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     for num_rows in (1, 16, 64, 256):
         for case in cases:
             yield sample(num_rows, case)
+
+
+top_k_top_p_sample.random_input(_sampling_draws.draw)
 
 
 @top_k_top_p_sample.property_
