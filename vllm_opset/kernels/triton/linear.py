@@ -126,7 +126,7 @@ def linear(
         return ops.linear(x, weight, bias, weight_scale, x_scale, out_dtype)
     num_outputs, columns = weight.shape
     out = x.new_empty((*x.shape[:-1], num_outputs))
-    launch = _launch.launch_options(x.device) | _parts(columns, **_launch.parameters("linear", x.device, num_outputs))
+    launch = _launch.launch_options(x.device) | _parts(columns, **_launch.parameters("linear", x.device, columns))
     _linear[(_launch.cdiv(num_outputs, launch["OUTPUTS"]),)](
         x, x.stride(-1), weight, weight.stride(0), bias, out, num_outputs, COLUMNS=columns, **launch
     )
@@ -148,13 +148,16 @@ def _linear(
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, BLOCK)
     is_output = output < num_outputs
-    weight += output.to(tl.int64)[:, None] * weight_stride + column[None, :]
+    # Past the last row, a program reads that row again. With a mask instead, it adds products before its last loads if
+    # Triton 3.8 compiles it. It then waits for memory twice, and takes up to 1.28 times as long.
+    row = tl.minimum(output, num_outputs - 1)
+    weight += row.to(tl.int64)[:, None] * weight_stride + column[None, :]
     products = tl.zeros([OUTPUTS, BLOCK], tl.float32)
     for first in tl.range(0, COLUMNS, BLOCK):
         inside = first + column < COLUMNS
         # The weight is read only once, so it must not displace other data in the last-level cache. All programs read
         # the row x, so it stays there.
-        w = tl.load(weight + first, is_output[:, None] & inside[None, :], 0.0, eviction_policy="evict_first")
+        w = tl.load(weight + first, inside[None, :], 0.0, eviction_policy="evict_first")
         v = tl.load(x + (first + column) * x_stride, inside, 0.0, eviction_policy="evict_last")
         products += w.to(tl.float32) * v.to(tl.float32)[None, :]
     y = tl.sum(products, 1)
