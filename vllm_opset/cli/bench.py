@@ -12,13 +12,15 @@ from typer.core import TyperGroup
 
 from vllm_opset import ops
 from vllm_opset.bench import ceilings, peers
+from vllm_opset.bench.ceilings import Ceilings
 from vllm_opset.bench.format import command_line
-from vllm_opset.bench.measure import dtype_of, measure
+from vllm_opset.bench.measure import Result, dtype_of, measure
 from vllm_opset.bench.pictures import draw_ops
-from vllm_opset.bench.plan import Plan
+from vllm_opset.bench.plan import Plan, Work
 from vllm_opset.bench.report import LEGEND, Report, device_name, page
 from vllm_opset.cli import outputs
 from vllm_opset.cli.arguments import DTYPES, known, require_device
+from vllm_opset.cli.ended import ended_by_sigterm
 from vllm_opset.cli.show import print_table
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Op
@@ -63,23 +65,30 @@ def bench(
     A kernel with variants is timed once with the variant that its table takes, and once with each other that can run
     the case. --random compares implementations on problems that ops draw, all together and by kind, such as how weights
     are stored. `vllm-opset bench e2e` times whole engines.
+
+    After Ctrl-C or SIGTERM, it reports what it has measured, and exits with 1.
     """
     files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
     if files.sources:
         reports = [Report.from_json(run) for run in files.read("device", " ".join(names or []))]
     else:
         drawn = None if random is None else {"number": random, "seed": seed}
-        reports = [_measured(names or [], against or [], alone, kernel, case, dtype, device, conditions, drawn, jobs)]
+        report, left = _measured(
+            names or [], against or [], alone, kernel, case, dtype, device, conditions, drawn, jobs
+        )
+        reports = [report]
     for report in reports:
         _print(report)
     files.write(reports, [report.as_json() for report in reports], page, draw_ops)
+    if not files.sources and left:
+        raise typer.Exit(1)
 
 
 def _measured(
     names: list[str], against: list[str], alone: bool, kernel: str | None, case: str, dtype: str, device: str | None,
     conditions: str | None, drawn: Mapping[str, int] | None, jobs: int,
-) -> Report:  # fmt: skip
-    """Measure, as the options of `bench` say."""
+) -> tuple[Report, int]:  # fmt: skip
+    """Measure, as the options of `bench` say. Returns the number of measurements that were left, too."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device, DEVICES)
     if alone and against:
@@ -96,17 +105,31 @@ def _measured(
     if jobs > 1 and (failures := plan.call_ahead(jobs)):
         typer.echo(f"{len(failures)} calls failed ahead of the measurement; the first: {failures[0]}", err=True)
     limits = ceilings.measure(device, in_dtype)
-    results = [
-        measure(op, sample, candidate, device, dtype_of(op, in_dtype), limits)
-        for op, sample, implementation in track(work, "timing", console=Console(stderr=True), transient=True)
-        for candidate in plan.variants(op, sample, implementation)
-    ]
+    results, left = _results(plan, work, in_dtype, limits)
+    if left:
+        conditions = " ".join(filter(None, [conditions, f"Ended before {left} of {len(work)} measurements."]))
     if drawn is not None:
         again = f" --random {drawn['number']} --seed {drawn['seed']}"
         results = [dataclasses.replace(result, reproduce=result.reproduce + again) for result in results]
-    return Report(
-        device_name(device), limits, results, missing, f"vllm-opset {command_line(outputs.OUTPUTS)}", conditions, drawn
-    )
+    command = f"vllm-opset {command_line(outputs.OUTPUTS)}"
+    return Report(device_name(device), limits, results, missing, command, conditions, drawn), left
+
+
+def _results(plan: Plan, work: list[Work], dtype: torch.dtype, limits: Ceilings) -> tuple[list[Result], int]:
+    """The results, and how many measurements were left when Ctrl-C or SIGTERM ended them."""
+    results, done = [], 0
+    with ended_by_sigterm():
+        try:
+            for op, sample, implementation in track(work, "timing", console=Console(stderr=True), transient=True):
+                results += [
+                    measure(op, sample, candidate, plan.device, dtype_of(op, dtype), limits)
+                    for candidate in plan.variants(op, sample, implementation)
+                ]
+                done += 1
+        except (KeyboardInterrupt, SystemExit):
+            if not results:
+                raise
+    return results, len(work) - done
 
 
 def _check_kernel(plan: Plan) -> None:

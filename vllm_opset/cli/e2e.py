@@ -2,7 +2,6 @@
 
 import fnmatch
 import json
-import signal
 import sys
 import tempfile
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from vllm_opset.bench.engines import Engine, EngineError, not_inherited
 from vllm_opset.bench.format import command_line
 from vllm_opset.bench.pictures import draw_engines
 from vllm_opset.cli import outputs
+from vllm_opset.cli.ended import ended_by_sigterm
 from vllm_opset.cli.show import print_table
 from vllm_opset.overrides import nearest
 from vllm_opset.platform import stock
@@ -102,7 +102,7 @@ def _run(plan: Plan, logs: Path | None) -> Comparison:
     """Run the comparison, with a progress bar. logs: the folder for the engines' logs, which are else lost."""
     if dropped := not_inherited():
         print(f"Not given to the engines, --variant would: {', '.join(dropped)}", file=sys.stderr)
-    with tempfile.TemporaryDirectory() as folder, _ended_by_sigterm(), _progress(plan.steps) as step:
+    with tempfile.TemporaryDirectory() as folder, ended_by_sigterm(), _progress(plan.steps) as step:
         if logs:
             logs.mkdir(parents=True, exist_ok=True)
         try:
@@ -127,16 +127,6 @@ def _progress(steps: int):
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=steps, completed=-1)
         yield lambda what: progress.update(task, advance=1, description=what)
-
-
-@contextmanager
-def _ended_by_sigterm():
-    """Make SIGTERM end the command by an exception, so that the engines end too."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _shape(name: str) -> shapes.Shape:
