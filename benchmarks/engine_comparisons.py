@@ -1,0 +1,83 @@
+"""Runs comparisons of whole engines one after the other, each with a time limit: the tables of docs/benchmarks.
+
+    python benchmarks/engine_comparisons.py --folder results [--limit 420] [--repetitions 2] qwen-8b gemma ...
+
+engine_comparisons.yaml names the comparisons. Each is one call of `vllm-opset bench e2e`, which writes NAME.json and
+NAME.log into the folder. At its limit a comparison is asked to end, and then reports the cases that all engines have
+answered. On a machine that is rented by the minute, one that hangs does not cost the others their time.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from vllm_opset.overrides import nearest
+
+TABLE = Path(__file__).with_suffix(".yaml")
+# After its limit, a comparison has so many seconds to stop its engines and to write its results.
+GRACE = 60
+
+
+def options(name: str) -> list[str]:
+    """The options of `bench e2e` for a comparison of engine_comparisons.yaml."""
+    table = yaml.safe_load(TABLE.read_text())
+    comparison = table["comparisons"][name]
+    arguments = table["arguments"] | comparison.get("arguments", {})
+    found = ["--model", comparison["shape"]]
+    for case in comparison.get("cases", ["*"]):
+        found += ["--case", case]
+    for engine in comparison["engines"]:
+        settings = {**arguments, "env": table["engines"][engine] | table["environment"]}
+        found += ["--variant", f"{engine}={json.dumps(settings)}"]
+    return found
+
+
+def run(name: str, folder: Path, limit: int, repetitions: int, conditions: str) -> str:
+    """Runs a comparison, and returns how it ended."""
+    command = [sys.executable, "-m", "vllm_opset", "bench", "e2e", *options(name), "--at-once", "--warm"]
+    command += ["--repetitions", str(repetitions), "--json", str(folder / f"{name}.json")]
+    command += ["--logs", str(folder / name), *(["--conditions", conditions] if conditions else [])]
+    with open(folder / f"{name}.log", "w") as log:
+        # In a session of its own, so that its engines can be killed with it.
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            return f"exit code {process.wait(limit)}"
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+        try:
+            return f"ended at its limit, exit code {process.wait(GRACE)}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return f"killed {GRACE} s after its limit"
+
+
+def main(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Comparisons of engine_comparisons.yaml.")],
+    folder: Annotated[Path, typer.Option(help="Where results and logs are written.")] = Path("results"),
+    limit: Annotated[int, typer.Option(min=1, help="Seconds for each comparison.")] = 600,
+    repetitions: Annotated[int, typer.Option(min=1, help="Runs of each engine and case that count.")] = 2,
+    conditions: Annotated[str, typer.Option(help="What readers must know; it is kept with the results.")] = "",
+) -> None:
+    """Run comparisons of whole engines one after the other."""
+    known = yaml.safe_load(TABLE.read_text())["comparisons"]
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"unknown: {name!r}; {nearest(name, known)}", param_hint="NAME")
+    folder.mkdir(parents=True, exist_ok=True)
+    table = Table("comparison", "end")
+    for name in names:
+        table.add_row(name, run(name, folder, limit, repetitions, conditions))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

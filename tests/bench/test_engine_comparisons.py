@@ -1,0 +1,57 @@
+"""benchmarks/engine_comparisons.py: comparisons of whole engines, one after the other."""
+
+import importlib.util
+import sys
+
+import pytest
+import typer
+import yaml
+from readme import ROOT
+from typer.testing import CliRunner
+
+from vllm_opset.cli.e2e import _plan
+
+SCRIPT = ROOT / "benchmarks" / "engine_comparisons.py"
+spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+comparisons = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(comparisons)
+NAMES = list(yaml.safe_load(comparisons.TABLE.read_text())["comparisons"])
+
+
+def of(options: list[str], name: str) -> list[str]:
+    return [value for option, value in zip(options[::2], options[1::2], strict=True) if option == name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_comparison_is_one_that_bench_e2e_takes(name):
+    options = comparisons.options(name)
+    (model,) = of(options, "--model")
+    plan = _plan(model, of(options, "--case"), None, of(options, "--variant"), 2, False, False, True)
+    assert [engine.name for engine in plan.engines][::2] in (["opset"], ["opset", "stock"]) and plan.cases
+    for engine in plan.engines:
+        assert engine.env["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and engine.args["max_num_seqs"] == 256
+
+
+def test_an_unknown_comparison_is_an_error_that_names_the_nearest(tmp_path):
+    app = typer.Typer()
+    app.command()(comparisons.main)
+    result = CliRunner().invoke(app, ["qwen-8", "--folder", str(tmp_path / "results")])
+    assert result.exit_code == 2 and "qwen-8b" in result.output and not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "end"),
+    [
+        ("raise SystemExit(3)", "exit code 3"),
+        ("import signal; signal.signal(15, lambda *_: exit(1)); signal.pause()", "ended at its limit, exit code 1"),
+        ("import signal; signal.signal(15, signal.SIG_IGN); signal.pause()", "killed 1 s after its limit"),
+    ],
+    ids=["ends", "ends when it is asked", "hangs"],
+)
+def test_a_comparison_ends_at_its_limit_and_may_report_first(script, end, monkeypatch, tmp_path):
+    started = comparisons.subprocess.Popen
+    monkeypatch.setattr(comparisons, "GRACE", 1)
+    monkeypatch.setattr(
+        comparisons.subprocess, "Popen", lambda command, **files: started([sys.executable, "-c", script], **files)
+    )
+    assert comparisons.run("qwen-8b", tmp_path, 2, 1, "") == end
