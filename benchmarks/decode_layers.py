@@ -8,9 +8,9 @@ its predecessor ends, and reads what that one has just written. So parameters th
 
 Each shape has a process of its own, so a crash ends the measurement of that shape only. Its variants have the same
 weights and KV caches, and each has a graph. The graphs are replayed by turns, in the opposite order every other round,
-so drift of the machine affects them alike. Prints the median µs of a layer for the first variant, and the change for
-each of the others. "differs" marks a variant whose attention in the first layer has another output than the first
-variant's. --dry runs two layers in Triton's interpreter on the CPU, for shapes such as tiny:2:40.
+so drift of the machine affects them alike. The table shows the median µs of a layer for the first variant, and the
+change for each of the others. A variant is marked with "differs" if attention in the first layer has another output
+than with the first variant. --dry runs two layers in Triton's interpreter on the CPU, for shapes such as tiny:2:40.
 """
 
 import json
@@ -39,12 +39,12 @@ from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.overrides import nearest
 
-REPLAYS = 4  # of a graph in a turn
-SLEEP_CYCLES = 2_000_000  # a millisecond, in which the host launches the replays of a turn
-WARM_UP = 2  # rounds that do not count
-DRY_LAYERS = 2  # the interpreter takes a second for a layer
-LARGEST_DIFFERENCE = 2**-5  # to the largest value
-SPAWN = get_context("spawn")  # CUDA does not work in a process that is forked from one that uses it
+REPLAYS = 4  # A turn replays a graph so often.
+SLEEP_CYCLES = 2_000_000  # The GPU sleeps for a millisecond, while the host launches a turn.
+WARM_UP = 2  # So many rounds do not count.
+DRY_LAYERS = 2  # The interpreter takes a second for a layer.
+LARGEST_DIFFERENCE = 2**-5  # It is relative to the largest value.
+SPAWN = get_context("spawn")  # CUDA does not work in a forked process.
 
 
 @dataclass(frozen=True)

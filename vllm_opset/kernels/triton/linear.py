@@ -149,7 +149,7 @@ def _linear(
     column = tl.arange(0, BLOCK)
     is_output = output < num_outputs
     # Past the last row, a program reads that row again. With a mask instead, it adds products before its last loads if
-    # Triton 3.8 compiles it. It then waits for memory twice, and takes up to 1.28 times as long.
+    # Triton 3.8 compiles it. It then waits for memory twice, and takes up to 1.25 times as long.
     row = tl.minimum(output, num_outputs - 1)
     weight += row.to(tl.int64)[:, None] * weight_stride + column[None, :]
     products = tl.zeros([OUTPUTS, BLOCK], tl.float32)
