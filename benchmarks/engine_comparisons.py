@@ -32,8 +32,8 @@ def options(name: str) -> list[str]:
     table = yaml.safe_load(TABLE.read_text())
     comparison = table["comparisons"][name]
     arguments = table["arguments"] | comparison.get("arguments", {})
-    found = ["--model", comparison["shape"]]
-    for case in comparison.get("cases", ["*"]):
+    found = ["--model", comparison["shape"], *comparison.get("how", table["how"])]
+    for case in comparison.get("cases", table["cases"]):
         found += ["--case", case]
     for engine in comparison["engines"]:
         settings = {**arguments, "env": table["engines"][engine] | table["environment"]}
@@ -43,7 +43,7 @@ def options(name: str) -> list[str]:
 
 def run(name: str, folder: Path, limit: int, repetitions: int, conditions: str) -> str:
     """Runs a comparison, and returns how it ended."""
-    command = [sys.executable, "-m", "vllm_opset", "bench", "e2e", *options(name), "--at-once", "--warm"]
+    command = [sys.executable, "-m", "vllm_opset", "bench", "e2e", *options(name)]
     command += ["--repetitions", str(repetitions), "--json", str(folder / f"{name}.json")]
     command += ["--logs", str(folder / name), *(["--conditions", conditions] if conditions else [])]
     with open(folder / f"{name}.log", "w") as log:

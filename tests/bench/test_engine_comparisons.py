@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from itertools import pairwise
 
 import pytest
 import typer
@@ -19,14 +20,15 @@ NAMES = list(yaml.safe_load(comparisons.TABLE.read_text())["comparisons"])
 
 
 def of(options: list[str], name: str) -> list[str]:
-    return [value for option, value in zip(options[::2], options[1::2], strict=True) if option == name]
+    return [value for option, value in pairwise(options) if option == name]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_comparison_is_one_that_bench_e2e_takes(name):
     options = comparisons.options(name)
     (model,) = of(options, "--model")
-    plan = _plan(model, of(options, "--case"), None, of(options, "--variant"), 2, False, False, True)
+    how = ["--cold" in options, "--apart" in options, "--at-once" in options]
+    plan = _plan(model, of(options, "--case"), None, of(options, "--variant"), 2, *how)
     assert [engine.name for engine in plan.engines][::2] in (["opset"], ["opset", "stock"]) and plan.cases
     for engine in plan.engines:
         assert engine.env["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and engine.args["max_num_seqs"] == 256
