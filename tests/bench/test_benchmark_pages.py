@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from vllm_opset.cli import app
 
 FOLDER = ROOT / "docs" / "benchmarks"
+# Comparisons that later ones of the same shape have replaced. The log refers to them.
+REPLACED = ROOT / "docs" / "log" / "h200-engines-before-24f3474.json"
 
 
 def copied(name: str, tmp_path: Path) -> Path:
@@ -37,12 +39,20 @@ def test_a_page_is_generated_whole_from_its_results(command, name, plot, tmp_pat
     finished = CliRunner().invoke(app, [*map(str, words)])
     assert finished.exit_code == 0, finished.output
     assert page.read_text() == (FOLDER / page.name).read_text()
-    # Fonts differ from machine to machine, and the number of bars decides the size.
+    # Fonts differ from machine to machine, and the number of rows decides the size.
     assert size(picture.read_bytes()) == size((FOLDER / plot).read_bytes())
 
     finished = CliRunner().invoke(app, [*map(str, (*command, "--from", results, "--json", again))])
     assert finished.exit_code == 0, finished.output
     assert again.read_text() == results.read_text()
+
+
+def test_the_page_of_replaced_comparisons_is_generated_whole_from_its_results(tmp_path):
+    page = tmp_path / REPLACED.with_suffix(".md").name
+    results = shutil.copy(REPLACED, tmp_path)
+    finished = CliRunner().invoke(app, ["bench", "e2e", "--from", str(results), "--markdown", str(page)])
+    assert finished.exit_code == 0, finished.output
+    assert page.read_text() == REPLACED.with_suffix(".md").read_text()
 
 
 def test_the_page_of_a_cpu_is_generated_whole_from_its_results(monkeypatch, tmp_path):

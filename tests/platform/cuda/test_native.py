@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import operator
 import re
 import statistics
 import sys
@@ -115,10 +116,11 @@ def test_the_table_is_well_formed():
         assert all(type(row[part]) is bool for part in parts.PARTS)
 
 
-# The cases in which medians of the default parts are behind stock's, of output tokens/s and of TPOT. Runs of the first
-# have 12,410 to 15,772 tokens/s, and stock's 13,536 to 14,174. The second has 0.994 times stock's tokens/s in two runs,
-# and had 1.000 to 1.005 in comparisons before. docs/benchmarks/README.md lists both.
-SLOWER = {("Llama-3.2-1B", "64x1024/128 sampled"), ("Qwen3-8B", "8x8192/8")}
+# The cases in which medians of the default parts are behind stock's. Runs of the first have 12,410 to 15,772 tokens/s,
+# and stock's 13,536 to 14,174. The others have one run, of 0.997 and 0.999 times stock's tokens/s.
+# docs/benchmarks/README.md lists all.
+SAMPLED, *PROMPTS = ("Llama-3.2-1B", "64x1024/128 sampled"), ("Llama-3.1-8B", "8x8192/8"), ("Qwen3-8B", "8x8192/8")
+SLOWER = {"output tokens/s": {SAMPLED, *PROMPTS}, "TPOT, ms": {SAMPLED, PROMPTS[0]}}
 
 
 @pytest.mark.parametrize("row", evidence.defaults().values(), ids=evidence.defaults().keys())
@@ -129,9 +131,10 @@ def test_what_is_on_by_default_was_measured_to_be_faster(row):
     # The page's models have no experts. tests/platform/cuda/test_native_rules.py tests the part for experts.
     assert set(re.split(", | and ", named)) == {part for part in parts.PARTS if row[part]} - {"moe"}
     ratios = _to_stock(json.loads(results))
-    rates, times = ratios["output tokens/s"], ratios["TPOT, ms"]
-    assert len(rates) >= 5 and {case for case, ratio in rates.items() if ratio < 1} == SLOWER
-    assert len(times) >= 5 and {case for case, ratio in times.items() if ratio > 1} == SLOWER
+    for quantity, behind in (("output tokens/s", operator.lt), ("TPOT, ms", operator.gt)):
+        of_quantity = ratios[quantity]
+        assert len(of_quantity) >= 5
+        assert {case for case, ratio in of_quantity.items() if behind(ratio, 1)} == SLOWER[quantity]
 
 
 def _to_stock(runs: list[dict]) -> dict[str, dict[tuple[str, str], float]]:
