@@ -14,6 +14,9 @@ SHARE_A_GPU := -n 6 --no-loadscope-reorder
 TARGETS := nvidia/sm80 nvidia/sm89 nvidia/sm90 nvidia/sm100 nvidia/sm120 amd/gfx942 amd/gfx950
 # The ends of the releases of Triton that the window's vLLM come with for CUDA: 3.6 with the oldest, 3.8 with the newest.
 TRITONS := 3.6.0 3.8.0
+# The newest release of Triton, which PyTorch's newest comes with, and no vLLM of the window. Its compiler spills in places
+# where those above do not. That is left until it can be timed, so spills are printed alone.
+NEXT_TRITON := 3.9.0
 # The ops with kernels in Gluon, Triton's lower-level language, whose functions differ from release to release.
 GLUON := paged_attention linear grouped_gemm
 # Folders of tests with some that need a GPU.
@@ -27,7 +30,7 @@ export VLLM_NO_USAGE_STATS := 1
 # Where this is set, as in many container images, every process would compile PyTorch and vLLM from source again: 7 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants compile-all mutants window window-light next-release parity bench bench-cpu lint changes env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%) $(TARGETS:%=compile-%) compile-tritons $(TRITONS:%=compile-triton-%)
+.PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants compile-all mutants window window-light next-release parity bench bench-cpu lint changes env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%) $(TARGETS:%=compile-%) compile-tritons $(TRITONS:%=compile-triton-%) compile-triton-$(NEXT_TRITON)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -92,11 +95,13 @@ compile-all: $(TARGETS:%=compile-%) ## compile every Triton kernel for every kin
 $(TARGETS:%=compile-%): compile-%: env
 	@.venv/bin/python tests/kernels/triton/compile_only.py --table --target $* $(ARGS)
 
-compile-tritons: $(TRITONS:%=compile-triton-%) ## compile the kernels in Gluon with the oldest and the newest Triton that is served; red if one spills
+compile-tritons: $(TRITONS:%=compile-triton-%) compile-triton-$(NEXT_TRITON) ## compile the kernels in Gluon with the oldest and the newest Triton that is served, red if one spills, and with the next one
 
-$(TRITONS:%=compile-triton-%): compile-triton-%: env
+compile-triton-$(NEXT_TRITON): MAY_SPILL := --may-spill
+
+$(TRITONS:%=compile-triton-%) compile-triton-$(NEXT_TRITON): compile-triton-%: env
 	@tools/venv.sh .venv-triton-$* triton-$*
-	@PYTHONPATH=.venv-triton-$* .venv/bin/python tests/kernels/triton/compile_only.py --table $(GLUON)
+	@PYTHONPATH=.venv-triton-$* .venv/bin/python tests/kernels/triton/compile_only.py --table $(MAY_SPILL) $(GLUON)
 
 parity: env ## every kernel against its op's reference
 	@.venv/bin/vllm-opset parity $(ARGS)

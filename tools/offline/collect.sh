@@ -16,17 +16,7 @@ tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 mkdir "$tmp/wheels" "$tmp/nccl" "$tmp/site" "$tmp/extras"
 
-platforms=()
-for version in 2_39 2_35 2_34 2_31 2_28 2_27 2_26 2_24 2_18 2_17 2_12 2_5; do
-    platforms+=(--platform "manylinux_${version}_x86_64")
-done
-for year in 2014 2010 1; do
-    platforms+=(--platform "manylinux${year}_x86_64")
-done
-fetch() { # fetch FOLDER REQUIREMENT...
-    python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" -d "$@"
-}
-
+source "$here/fetch.sh"
 fetch "$tmp/wheels" torch==2.14.0 triton==3.8.0 vllm==0.33.0 -r "$here/requirements.txt"
 fetch "$tmp/nccl" nvidia-nccl-cu13==2.28.9
 fetch "$tmp/extras" -r "$here/extras.txt"

@@ -1,11 +1,8 @@
 """Counters by which the last of several programs that share a result knows that it is the last."""
 
 import torch
-from triton.experimental.gluon import language as gl
 
 COUNTERS = 1 << 14  # more than a launch with several programs a result has results
-# Gluon's barrier of all threads of a program. Triton 3.6 has it under another name.
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 

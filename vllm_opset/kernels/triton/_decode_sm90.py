@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch, _scaled_gemm_sm90
-from vllm_opset.kernels.triton._counters import barrier, zeros
+from vllm_opset.kernels.triton._counters import zeros
 from vllm_opset.kernels.triton._decode_tiles_sm90 import SUM_BYTES, add, add_scaled, finish, load_weight, load_x
+from vllm_opset.kernels.triton._gluon import barrier
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import LINE, WARP, available, is_aligned
 from vllm_opset.kernels.triton._rows import num_rows

@@ -7,9 +7,9 @@ columns. The sums of a tile are a tuple of them.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from vllm_opset.kernels.triton._counters import barrier
+from vllm_opset.kernels.triton._gluon import barrier, tma_load
 from vllm_opset.kernels.triton._load_sm90 import LINE
 
 SUM_BYTES = gl.constexpr(32)  # So many bytes of a row are the columns of one instruction.
@@ -26,7 +26,7 @@ def load_weight(weight, ring, stage, unit, end, tile_units, LINES: gl.constexpr)
     for line in gl.static_range(LINES):
         corner = [unit // tile_units * ROWS, (unit % tile_units * LINES + line) * WIDTH]
         place = w_ring.index(stage * LINES + line)
-        tma.async_copy_global_to_shared(weight, corner, full.index(stage), place, pred=unit < end)
+        tma_load(weight, corner, full.index(stage), place, pred=unit < end)
 
 
 @gluon.jit
@@ -36,7 +36,7 @@ def load_x(x, ring, stage, unit, end, tile_units, LINES: gl.constexpr):
     for line in gl.static_range(LINES):
         corner = [0, (unit % tile_units * LINES + line) * WIDTH]
         place = x_ring.index(stage * LINES + line)
-        tma.async_copy_global_to_shared(x, corner, full.index(stage), place, pred=unit < end)
+        tma_load(x, corner, full.index(stage), place, pred=unit < end)
 
 
 @gluon.jit

@@ -13,14 +13,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._counters import barrier, zeros
+from vllm_opset.kernels.triton._counters import zeros
 from vllm_opset.kernels.triton._decode_sm90 import most_registers
 from vllm_opset.kernels.triton._decode_tiles_sm90 import partial_of, place_of
 from vllm_opset.kernels.triton._fp4_sm90 import SUMS_FACTOR, widened
+from vllm_opset.kernels.triton._gluon import barrier, tma_load
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import available, is_aligned
 from vllm_opset.kernels.triton._nibbles_sm90 import dequantised_words
@@ -139,7 +140,7 @@ def _load(
     expert = gl.load(expert_ids + tile // TILES, unit < end, 0).to(gl.int32)
     corner = [expert * OUTPUTS + tile % TILES * ROWS, unit % UNITS * WORDS]
     mbarrier.expect(full.index(stage), ROWS * WORDS * 4, pred=unit < end)
-    tma.async_copy_global_to_shared(weight, corner, full.index(stage), w_ring.index(stage), pred=unit < end)
+    tma_load(weight, corner, full.index(stage), w_ring.index(stage), pred=unit < end)
 
 
 @gluon.jit

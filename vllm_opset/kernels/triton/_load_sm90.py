@@ -10,9 +10,10 @@ import math
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from vllm_opset.kernels.triton import INTERPRETED, _launch
+from vllm_opset.kernels.triton._gluon import cp_async, tma_load
 from vllm_opset.kernels.triton._tiles import tile_of
 from vllm_opset.targets import WGMMA
 
@@ -143,13 +144,13 @@ def load_tiles(
             mbarrier.expect(full.index(stage), STAGE_BYTES)
             for box in gl.static_range(BOXES):
                 corner = [first_output + box * OUTPUTS_OF_BOX, step * W_WIDTH]
-                tma.async_copy_global_to_shared(weight, corner, full.index(stage), w_ring.index(stage * BOXES + box))
+                tma_load(weight, corner, full.index(stage), w_ring.index(stage * BOXES + box))
             if expert_ids is None:
                 corner = [tile * ROWS, step * WIDTH]
-                tma.async_copy_global_to_shared(x, corner, full.index(stage), x_ring.index(stage))
+                tma_load(x, corner, full.index(stage), x_ring.index(stage))
             else:
                 inside = is_choice & (step * WIDTH + place < COLUMNS)[None, :]
-                async_copy.async_copy_global_to_shared(x_ring.index(stage), pointers + step * WIDTH, inside)
+                cp_async(x_ring.index(stage), pointers + step * WIDTH, inside)
             if len(scale_ring) > 0:
                 _load_scales(scale_pointers, scales, scale_ring, step, stage)
             if expert_ids is not None or len(scale_ring) > 0:
@@ -177,5 +178,5 @@ def _load_scales(pointers, scales, scale_ring, step, stage):
     """Copies those of a stage. OUTPUTS_OF_BOX, and the columns of a stage, are a block's."""
     _, _, _, ws_column, _, _, xs_column = scales
     of_x, of_weight = scale_ring
-    async_copy.async_copy_global_to_shared(of_x.index(stage), pointers[0] + step * xs_column)
-    async_copy.async_copy_global_to_shared(of_weight.index(stage), pointers[1] + step * ws_column)
+    cp_async(of_x.index(stage), pointers[0] + step * xs_column)
+    cp_async(of_weight.index(stage), pointers[1] + step * ws_column)

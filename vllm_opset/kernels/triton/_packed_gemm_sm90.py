@@ -13,11 +13,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._counters import barrier, zeros
+from vllm_opset.kernels.triton._counters import zeros
+from vllm_opset.kernels.triton._gluon import barrier, tma_load
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import LOADING_REGISTERS, available, barriers, is_aligned
 from vllm_opset.kernels.triton._nibbles_sm90 import BYTES, CHUNK, ROWS, dequantised
@@ -58,11 +59,11 @@ def _load(x, weight, ring, tiles):
         mbarrier.wait(empty.index(stage), done // STAGES & 1 ^ 1)
         mbarrier.expect(full.index(stage), BYTES)
         corner = [tile // token_tiles * OUTPUTS, step * (WIDTH // 4)]
-        tma.async_copy_global_to_shared(weight, corner, full.index(stage), w_ring.index(stage))
+        tma_load(weight, corner, full.index(stage), w_ring.index(stage))
         for line in gl.static_range(WIDTH // CHUNK):
             corner = [tile % token_tiles * TOKENS, step * WIDTH + line * CHUNK]
             place = x_ring.index(stage * (WIDTH // CHUNK) + line)
-            tma.async_copy_global_to_shared(x, corner, full.index(stage), place)
+            tma_load(x, corner, full.index(stage), place)
 
 
 @gluon.jit

@@ -12,7 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from vllm_opset.kernels.triton import INTERPRETED, _launch
-from vllm_opset.kernels.triton._counters import barrier, zeros
+from vllm_opset.kernels.triton._counters import zeros
+from vllm_opset.kernels.triton._gluon import barrier, cp_async
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._packed_linear import (
     HALF,
@@ -115,8 +116,8 @@ def _copy(w_ring, x_ring, weight, x, copied, tile, place):
     copied: the offsets of the weight and of x, and which rows of x have a token.
     """
     w_copied, x_copied, is_token = copied
-    async_copy.async_copy_global_to_shared(w_ring.index(place), weight + tile * BYTES + w_copied)
-    async_copy.async_copy_global_to_shared(x_ring.index(place), x + tile * TILE + x_copied, is_token)
+    cp_async(w_ring.index(place), weight + tile * BYTES + w_copied)
+    cp_async(x_ring.index(place), x + tile * TILE + x_copied, is_token)
     async_copy.commit_group()
 
 

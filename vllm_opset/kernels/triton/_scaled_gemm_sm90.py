@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch
+from vllm_opset.kernels.triton._gluon import tma_store
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import (
     LOADING_REGISTERS,
@@ -149,7 +150,7 @@ def _multiply(
                 staging.index(INDEX).store(y.to(out.dtype))
                 hopper.fence_async_shared()
                 corner = [tile * ROWS + FIRST_ROW, first_output + part * WIDTH]
-                tma.async_copy_shared_to_global(out, corner, staging.index(INDEX))
+                tma_store(out, corner, staging.index(INDEX))
             else:
                 _store(
                     y, staging.index(INDEX), out, tile, FIRST_ROW, first_output + part * WIDTH, tiles,

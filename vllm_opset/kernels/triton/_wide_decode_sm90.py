@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from vllm_opset.kernels.triton._decode_tiles_sm90 import SUM_BYTES, add, add_scaled, finish, load_weight, load_x
+from vllm_opset.kernels.triton._gluon import cp_async
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import LINE, LOADING_REGISTERS, MULTIPLYING_REGISTERS, WARP, barriers
 from vllm_opset.kernels.triton._scaled_gemm_sm90 import HALF
@@ -139,6 +140,6 @@ def _copy_scales(scale_ring, stage, unit, scales, sizes, LINES: gl.constexpr):
     for line in gl.static_range(LINES):
         block = gl.minimum(unit % tile_units * LINES + line, num_blocks - 1)
         place = stage * LINES + line
-        async_copy.async_copy_global_to_shared(of_x.index(place), x_scale + token * xs_row + block * xs_column)
+        cp_async(of_x.index(place), x_scale + token * xs_row + block * xs_column)
         pointers = weight_scale + row_block * ws_row + block * ws_column
-        async_copy.async_copy_global_to_shared(of_weight.index(place), pointers)
+        cp_async(of_weight.index(place), pointers)

@@ -2,8 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from vllm_opset.kernels.triton._gluon import tma_load
 from vllm_opset.kernels.triton.paged_attention._plan_sm90 import ITEM_FIELDS, keys_of
 from vllm_opset.kernels.triton.paged_attention._tile import seen_by_all
 
@@ -128,7 +129,7 @@ def _load_tile(
             for row in gl.static_range(0, BLOCK_N, BOX_ROWS):
                 place = [found[row // BOX_ROWS], head, (start + row) % BLOCK_SIZE, FIRST_COLUMN + column]
                 box = (stage * (BLOCK_D // COLUMNS) + column // COLUMNS) * (BLOCK_N // BOX_ROWS) + row // BOX_ROWS
-                tma.async_copy_global_to_shared(cache, place, full.index(stage), boxes.index(box))
+                tma_load(cache, place, full.index(stage), boxes.index(box))
     return before + last
 
 

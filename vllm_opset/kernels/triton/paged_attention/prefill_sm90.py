@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch
+from vllm_opset.kernels.triton._gluon import reinterpret
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import available, is_aligned
 from vllm_opset.kernels.triton.paged_attention import _call
@@ -66,8 +67,8 @@ def attend_prefill_sm90(
     BLOCK: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)  # boxes of rows, then the next columns
     key_boxes = gl.allocate_shared_memory(dtype, [NUM_BOXES, 1, 1, BOX_ROWS, COLUMNS], BOX)
     value_boxes = gl.allocate_shared_memory(dtype, [NUM_BOXES, 1, 1, BOX_ROWS, COLUMNS], BOX)
-    keys = key_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_D], BLOCK)
-    values = value_boxes._reinterpret(dtype, [STAGES, BLOCK_N, BLOCK_D], BLOCK)
+    keys = reinterpret(key_boxes, dtype, [STAGES, BLOCK_N, BLOCK_D], BLOCK)
+    values = reinterpret(value_boxes, dtype, [STAGES, BLOCK_N, BLOCK_D], BLOCK)
     queries = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_D], BLOCK)
     tiles = gl.allocate_shared_memory(
         gl.int32, [TILE_SLOTS * TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])

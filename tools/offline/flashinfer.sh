@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# flashinfer.sh DEST: FlashInfer 0.7.2 with its sampler compiled for Hopper GPUs, as DEST/flashinfer.tar.xz. On a GPU machine
+# without a package index, unpack it into a folder and run Python 3.12 with
+#
+#     PYTHONPATH=FOLDER FLASHINFER_CUDA_ARCH_LIST=9.0a FLASHINFER_DISABLE_JIT=1
+#
+# FlashInfer then compiles nothing, which takes it two minutes otherwise. What is not compiled here (attention, top-k with
+# one number for all rows) is an error there. It needs `make env` and CUDA 13.0 in CUDA_HOME or /usr/local/cuda, and no GPU.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+source "$here/fetch.sh"
+dest=${1:?usage: flashinfer.sh DEST}
+mkdir -p "$dest"
+dest=$(cd "$dest" && pwd)
+tmp=$(mktemp -d)
+trap 'rm -rf "$tmp"' EXIT
+mkdir "$tmp/wheels" "$tmp/site" "$tmp/stubs"
+ffi=apache-tvm-ffi==0.1.11 # which vLLM 0.33.0 pins
+
+fetch "$tmp/wheels" flashinfer-python==0.7.2 $ffi nvidia-curand==10.4.0.35
+for wheel in "$tmp"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$tmp/site"; done
+# What the Python that compiles needs, which may be another one.
+python3 -m pip install -q --no-deps --target "$tmp/driver" $ffi ninja nvidia-ml-py
+echo | gcc -shared -x c - -o "$tmp/stubs/libcuda.so" # the driver's library, which is found when the sampler is loaded
+
+export FLASHINFER_WORKSPACE_BASE=$tmp FLASHINFER_CUDA_ARCH_LIST=9.0a
+FLASHINFER_EXTRA_CUDAFLAGS="-isystem $tmp/site/nvidia/cu13/include" FLASHINFER_EXTRA_LDFLAGS="-L$tmp/stubs" \
+    CUDA_HOME=${CUDA_HOME:-/usr/local/cuda} MAX_JOBS=$(nproc) \
+    PYTHONPATH=$tmp/driver:$tmp/site PATH=$tmp/driver/bin:$PATH "$here/../../.venv/bin/python" -c '
+from flashinfer.jit.sampling import gen_sampling_module
+gen_sampling_module().build(verbose=False)'
+library=$(find "$tmp/.cache" -name sampling.so)
+
+# A module that lies in data/aot is loaded instead of compiled. The rest of data are sources.
+rm -rf "$tmp/site/flashinfer/data" "$tmp/site/nvidia"
+mkdir -p "$tmp/site/flashinfer/data/aot/sampling"
+cp "$library" "$tmp/site/flashinfer/data/aot/sampling/"
+tar -C "$tmp/site" -cJf "$dest/flashinfer.tar.xz" .
+du -sm "$dest/flashinfer.tar.xz"
