@@ -2,8 +2,9 @@
 
 The interpreter of Triton 3.6 and 3.7 converts between float formats by truncation instead of rounding to nearest even.
 It multiplies the bit patterns of bfloat16 matrices as integers, and has no dot_scaled. It rounds the product of a fused
-multiply-add. It calls the function of a reduction once for each element. Each patch states a test for a Triton that no
-longer needs it.
+multiply-add. It calls the function of a reduction once for each element. Triton 3.9 has the same faults. It also makes
+integers of a comparison of scalars, which it refuses as a mask. Each patch states a test for a Triton that no longer
+needs it.
 """
 
 import numpy as np
@@ -30,6 +31,7 @@ def patch() -> None:
     interpreter.InterpreterBuilder.create_dot = _create_dot
     interpreter.InterpreterBuilder.create_dot_scaled = _create_dot_scaled
     interpreter.InterpreterBuilder.create_fma = _create_fma
+    interpreter.InterpreterBuilder.create_splat = _create_splat
     interpreter.ReduceOps.generic_reduce = _generic_reduce
     _samples.DRAWS = 16  # a launch takes as long as ten thousand on a GPU
 
@@ -66,6 +68,12 @@ def _create_fma(builder, x, y, z):
     """x · y + z, rounded once. Not needed once the original gives 2⁻⁴⁶ for an fp32 (1 + 2⁻²³)² − (1 + 2⁻²²)."""
     wide = x.data.astype(np.float64) * y.data + z.data
     return interpreter.TensorHandle(wide.astype(z.data.dtype), z.dtype.scalar)
+
+
+def _create_splat(builder, block: tl.block_type, scalar):
+    """A block of one scalar. Not needed once the original gives a boolean array for the comparison of two integers."""
+    array = np.full(block.shape, scalar.data.item(), scalar.data.dtype)
+    return interpreter.TensorHandle(array, scalar.dtype.scalar)
 
 
 def _generic_reduce(reduction, tensors) -> list:
