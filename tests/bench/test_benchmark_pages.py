@@ -9,6 +9,8 @@ import pytest
 from readme import ROOT
 from typer.testing import CliRunner
 
+from vllm_opset.bench.compare_report import Report
+from vllm_opset.bench.pictures import RATE, _rows
 from vllm_opset.cli import app
 
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -45,6 +47,20 @@ def test_a_page_is_generated_whole_from_its_results(command, name, plot, tmp_pat
     finished = CliRunner().invoke(app, [*map(str, (*command, "--from", results, "--json", again))])
     assert finished.exit_code == 0, finished.output
     assert again.read_text() == results.read_text()
+
+
+def test_the_picture_has_a_row_for_each_mode_of_a_comparison():
+    opset = "vllm_opset.platform.cuda"
+    platforms = {"stock": "vllm", "opset": opset, "native": "vllm_opset.platform.native", "again": opset}
+    seconds = {"stock": 80.4, "opset": 35.1, "native": None, "again": 36}
+    rates = {"stock": [100, 200, 400], "opset": [300, 250, 100], "native": [100, 100, 190], "again": [1, 1, 1]}
+    engines = [{"name": name, "platform": of, "seconds": seconds[name]} for name, of in platforms.items()]
+    results = [{"case_name": "a case", "engine": name, "metrics": {RATE: rates[name]}} for name in platforms]
+    rows = _rows(Report({"commit": "0123456789", "shape": {"name": "a shape"}, "engines": engines, "results": results}))
+    assert [(row.label, row.first, row.ratios, row.start) for row in rows] == [
+        ("a shape, 0123456   without compiled kernels", True, {"a case": 1.25}, "35 (80)"),
+        ("on vLLM's own wheel", False, {"a case": 0.5}, ""),
+    ]
 
 
 def test_the_page_of_replaced_comparisons_is_generated_whole_from_its_results(tmp_path):

@@ -1,4 +1,4 @@
-"""What Triton's releases call by different names in Gluon, its language of one level below."""
+"""Functions of Gluon, the language below Triton, that have other names in other releases of Triton."""
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
