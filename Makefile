@@ -14,8 +14,8 @@ SHARE_A_GPU := -n 6 --no-loadscope-reorder
 TARGETS := nvidia/sm80 nvidia/sm89 nvidia/sm90 nvidia/sm100 nvidia/sm120 amd/gfx942 amd/gfx950
 # The ends of the releases of Triton that the window's vLLM come with for CUDA: 3.6 with the oldest, 3.8 with the newest.
 TRITONS := 3.6.0 3.8.0
-# The newest release of Triton, which PyTorch's newest comes with, and no vLLM of the window. Its compiler spills in places
-# where those above do not. That is left until it can be timed, so spills are printed alone.
+# The newest release of Triton. No vLLM of the window comes with it. Its compiler spills in places where those above do
+# not. That is left until it can be timed, so spills are printed, and not red.
 NEXT_TRITON := 3.9.0
 # The ops with kernels in Gluon, Triton's lower-level language, whose functions differ from release to release.
 GLUON := paged_attention linear grouped_gemm
