@@ -1,6 +1,6 @@
 """Runs comparisons of whole engines one after the other, each with a time limit: the tables of docs/benchmarks.
 
-    python benchmarks/engine_comparisons.py --folder results [--limit 420] [--repetitions 2] qwen-8b gemma ...
+    python benchmarks/engine_comparisons.py --folder results [--limit 420] [--repetitions 2] [--case PATTERN] qwen-8b
 
 engine_comparisons.yaml names the comparisons. Each is one call of `vllm-opset bench e2e`, which writes NAME.json and
 NAME.log into the folder. At its limit a comparison is asked to end, and then reports the cases that all engines have
@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -27,13 +28,13 @@ TABLE = Path(__file__).with_suffix(".yaml")
 GRACE = 60
 
 
-def options(name: str) -> list[str]:
-    """The options of `bench e2e` for a comparison of engine_comparisons.yaml."""
+def options(name: str, cases: Sequence[str] = ()) -> list[str]:
+    """The options of `bench e2e` for a comparison of engine_comparisons.yaml. cases: instead of its own."""
     table = yaml.safe_load(TABLE.read_text())
     comparison = table["comparisons"][name]
     arguments = table["arguments"] | comparison.get("arguments", {})
     found = ["--model", comparison["shape"], *comparison.get("how", table["how"])]
-    for case in comparison.get("cases", table["cases"]):
+    for case in cases or comparison.get("cases", table["cases"]):
         found += ["--case", case]
     for engine in comparison["engines"]:
         settings = {**arguments, "env": table["engines"][engine] | table["environment"]}
@@ -41,9 +42,9 @@ def options(name: str) -> list[str]:
     return found
 
 
-def run(name: str, folder: Path, limit: int, repetitions: int, conditions: str) -> str:
+def run(name: str, folder: Path, limit: int, repetitions: int, conditions: str, cases: Sequence[str] = ()) -> str:
     """Runs a comparison, and returns how it ended."""
-    command = [sys.executable, "-m", "vllm_opset", "bench", "e2e", *options(name)]
+    command = [sys.executable, "-m", "vllm_opset", "bench", "e2e", *options(name, cases)]
     command += ["--repetitions", str(repetitions), "--json", str(folder / f"{name}.json")]
     command += ["--logs", str(folder / name), *(["--conditions", conditions] if conditions else [])]
     with open(folder / f"{name}.log", "w") as log:
@@ -66,6 +67,7 @@ def main(
     limit: Annotated[int, typer.Option(min=1, help="Seconds for each comparison.")] = 600,
     repetitions: Annotated[int, typer.Option(min=1, help="Runs of each engine and case that count.")] = 2,
     conditions: Annotated[str, typer.Option(help="What readers must know; it is kept with the results.")] = "",
+    case: Annotated[list[str] | None, typer.Option(help="Only cases that match this shell pattern.")] = None,
 ) -> None:
     """Run comparisons of whole engines one after the other."""
     known = yaml.safe_load(TABLE.read_text())["comparisons"]
@@ -75,7 +77,7 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     table = Table("comparison", "end")
     for name in names:
-        table.add_row(name, run(name, folder, limit, repetitions, conditions))
+        table.add_row(name, run(name, folder, limit, repetitions, conditions, case or ()))
     Console().print(table)
 
 

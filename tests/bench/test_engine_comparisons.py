@@ -34,6 +34,10 @@ def test_every_comparison_is_one_that_bench_e2e_takes(name):
         assert engine.env["VLLM_USE_FLASHINFER_SAMPLER"] == "0" and engine.args["max_num_seqs"] == 256
 
 
+def test_named_cases_replace_those_of_the_table():
+    assert of(comparisons.options("gpt-oss", ["64x*"]), "--case") == ["64x*"]
+
+
 def test_an_unknown_comparison_is_an_error_that_names_the_nearest(tmp_path):
     app = typer.Typer()
     app.command()(comparisons.main)
