@@ -5,6 +5,7 @@ tests/test_parity.py checks the contracts of these kernels, like those of all ke
 
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -92,6 +93,20 @@ def test_several_threads_give_the_same_bits(name, two_threads):
     several = run()
     torch.set_num_threads(1)
     torch.testing.assert_close(several, run(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_two_python_threads_may_call_at_once(two_threads):
+    """Only one of them has the team of threads; the other computes alone."""
+    x = normal(TOKENS, 4096)
+    expected = kernel.kernels_of("silu_and_mul")["cpp"].call(x)
+
+    def call(_) -> bool:
+        torch.set_num_threads(2)
+        results = [kernel.kernels_of("silu_and_mul")["cpp"].call(x) for _ in range(50)]
+        return all(torch.equal(result, expected) for result in results)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(call, range(2)))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,17 +12,17 @@ from vllm_opset.platform.cpu import threads
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, "4 2 1"),
+        ({}, "5 2 1"),
         ({"OMP_NUM_THREADS": "1"}, "1 1 1"),
-        ({"OMP_NUM_THREADS": ""}, "4 2 1"),
+        ({"OMP_NUM_THREADS": ""}, "5 2 1"),
         ({"OMP_NUM_THREADS": "2,4"}, "2 2 2"),
         ({"OMP_NUM_THREADS": "2", "OPSET_NUM_THREADS": "1"}, "1 1 1"),
-        ({"OMP_NUM_THREADS": "1", "OPSET_NUM_THREADS": "auto"}, "4 2 1"),
+        ({"OMP_NUM_THREADS": "1", "OPSET_NUM_THREADS": "auto"}, "5 2 1"),
         ({"OMP_NUM_THREADS": "2", "OPSET_NUM_THREADS": ""}, "2 2 2"),
     ],
 )
 def test_threads_of_a_worker(environment, expected):
-    """Covers one, two and eight workers on five cores. One core is left for the rest, and vLLM sets 3."""
+    """Covers one, two and eight workers on five cores. vLLM sets 3."""
     script = (
         "import os; from vllm_opset.platform.cpu import machine, threads; machine.physical_cores = lambda: 5\n"
         "threads.remember_users_choice(); os.environ['OMP_NUM_THREADS'] = '3'; threads.remember_users_choice()\n"
@@ -38,6 +38,25 @@ def test_a_number_of_threads_that_is_none_is_an_error(word):
         "from vllm_opset.platform.cpu import threads; threads.set_compute_threads(1)", {threads.VARIABLE: word}
     )
     assert f"OPSET_NUM_THREADS='{word}' is neither a number of threads nor 'auto'" in process.stderr
+
+
+SLEEP = """
+import time, torch
+from vllm_opset.platform.cpu import machine, threads
+machine.physical_cores = lambda: 2
+threads.set_compute_threads(1)
+x, before = torch.zeros(1 << 20), time.process_time()
+for _ in range(10):
+    x.add_(1)
+    time.sleep(0.02)
+print(time.process_time() - before)
+"""
+
+
+def test_threads_sleep_while_they_wait():
+    """By default, GNU's OpenMP lets them wait actively for milliseconds after each of these sums."""
+    asleep, active = (float(run(SLEEP, env).stdout) for env in ({}, {"GOMP_SPINCOUNT": "10000000"}))
+    assert asleep < 0.05 < active, "OpenMP's runtime is not GNU's, or it has become another"
 
 
 def run(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess:

@@ -26,7 +26,7 @@ logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handlers, without impor
 SOURCES = Path(__file__).parent
 # -ffast-math is not used, because NaNs must be preserved. errno and the flags of exceptions are switched off, because
 # they are not needed and prevent vector code.
-FLAGS = ("-std=gnu++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-std=gnu++20", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
 CURE = "install g++ 12 or newer, or name one by CXX"
 TIME_LIMIT = 300  # seconds; a build takes about ten of one core
 OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")

@@ -12,6 +12,9 @@ constexpr int TILE = 4;
 constexpr int TILE = 2;
 #endif
 
+// Rows that are fetched from memory are multiplied so many tiles later: a short row takes less time than a fetch.
+constexpr int PREFETCHED = 2;
+
 // The elements of a row that one instruction multiplies and adds to LANES sums.
 template <class E>
 struct Step {
@@ -53,10 +56,10 @@ inline auto take_some(const E* from, int64_t number) {
     return Step<E>::take(elements);
 }
 
-// Lane row * TOKENS + token of the result is weight[row] . x[token]. The rows of the weight follow each other.
-// PREFETCH: whether the rows after them are fetched from memory meanwhile.
-template <int ROWS, int TOKENS, bool PREFETCH, class E>
-inline Floats dot_products(const E* weight, const E* const* x, int64_t size) {
+// Lane row * TOKENS + token of the result is weight[row] . x[token]. The rows of the weight follow each other. beside(at)
+// is called at each step, which begins at this column.
+template <int ROWS, int TOKENS, class E, class F>
+inline Floats dot_products(const E* weight, const E* const* x, int64_t size, F beside) {
     using S = Step<E>;
     PartFloats partial[ROWS * TOKENS][PARTS] = {};
     const auto step = [&](auto take, int64_t at) {
@@ -70,8 +73,7 @@ inline Floats dot_products(const E* weight, const E* const* x, int64_t size) {
     };
     int64_t at = 0;
     for (; at + S::ELEMENTS <= size; at += S::ELEMENTS) {
-        if constexpr (PREFETCH)
-            for (int row = 0; row < ROWS; row++) __builtin_prefetch(weight + (ROWS + row) * size + at);
+        beside(at);
         step(S::take, at);
     }
     if (at < size) step([&](const E* from) { return take_some(from, size - at); }, at);
@@ -80,14 +82,22 @@ inline Floats dot_products(const E* weight, const E* const* x, int64_t size) {
     return sums(products);
 }
 
-// Rows of a weight that is multiplied where it is.
+// Rows of a weight that is multiplied where it is. From row `end` on, rows from `next` on are multiplied afterwards.
 template <class E>
 struct PlainRows {
-    static constexpr bool IN_MEMORY = true;
     const E* weight;
-    int64_t size;
+    int64_t size, end;
+    const E* next;
 
     const E* operator()(int64_t row, int64_t) const { return weight + row * size; }
+
+    // Fetches a step of the rows that are multiplied some tiles later.
+    template <int ROWS>
+    ALWAYS_INLINE void fetch(int64_t row, int64_t at) const {
+        row += PREFETCHED * ROWS;
+        const E* from = row < end ? weight + row * size : next + (row - end) * size;
+        for (int i = 0; i < ROWS; i++) prefetch(from + i * size + at);
+    }
 };
 
 // Calls f(row, token, product) for the rows of a weight from `begin` to before `end` and `tokens` rows of activations.
@@ -96,7 +106,8 @@ template <class E, class R, class F>
 void multiply_rows(R rows, int64_t begin, int64_t end, const E* const* x, int64_t tokens, int64_t size, F f) {
     const auto tile = [&](auto height, auto width, const E* weight, int64_t row, int64_t token) {
         constexpr int ROWS = decltype(height)::value, TOKENS = decltype(width)::value;
-        const Floats products = dot_products<ROWS, TOKENS, R::IN_MEMORY>(weight, x + token, size);
+        const auto fetch = [&](int64_t at) ALWAYS_INLINE { rows.template fetch<ROWS>(row, at); };
+        const Floats products = dot_products<ROWS, TOKENS>(weight, x + token, size, fetch);
         for (int r = 0; r < ROWS; r++)
             for (int t = 0; t < TOKENS; t++) f(row + r, token + t, products[r * TOKENS + t]);
     };

@@ -1,4 +1,4 @@
-// Code that the kernels share: the element types, exp, and the threshold for several threads.
+// Code that the kernels share: the element types, exp, and loops on several threads.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +7,8 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
+
+#include "_team.h"
 
 namespace opset {
 
@@ -61,8 +63,5 @@ inline float exp(float x) {
     p = p * r + 5.0000001e-1f;
     return (p * r * r + r + 1.0f) * bits_of<float>((int32_t(n) + 127) << 23);
 }
-
-// The number of elements below which waking a second thread costs more than it saves.
-constexpr int64_t WORTH_THREADS = 1 << 15;
 
 }  // namespace opset

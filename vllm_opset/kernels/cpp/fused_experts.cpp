@@ -4,7 +4,7 @@
 namespace opset {
 namespace {
 
-constexpr int64_t BLOCK = 32;  // rows of a weight that one thread multiplies for all experts
+constexpr int64_t BLOCK = 32;  // rows of a weight; a thread multiplies a multiple of them for all experts
 
 // The experts that the tokens of a step chose. Choice c belongs to token c / top_k. map: the place of each expert among
 // those that are here, or null.
@@ -29,58 +29,71 @@ struct Choices {
     }
 };
 
-// The choices sorted by expert. Those of expert e are order[first[e]] .. order[first[e + 1] - 1].
+// The choices sorted by expert. Those of expert e are order[first[e]] .. order[first[e + 1] - 1]. used: the experts that
+// have tokens.
 struct ByExpert {
-    std::vector<int64_t> order, first;
+    std::vector<int64_t> order, first, used;
 
     explicit ByExpert(const Choices& choices) : order(choices.number()), first(choices.experts + 2) {
         for (int64_t choice = 0; choice < choices.number(); choice++)
             if (const int64_t place = choices.place(choice); place >= 0) first[place + 2]++;
+        for (int64_t place = 0; place < choices.experts; place++)
+            if (first[place + 2]) used.push_back(place);
         for (int64_t place = 2; place <= choices.experts; place++) first[place] += first[place - 1];
         for (int64_t choice = 0; choice < choices.number(); choice++)
             if (const int64_t place = choices.place(choice); place >= 0) order[first[place + 1]++] = choice;
     }
 };
 
-// Calls f(choice, row, product) for the rows from `begin` to before `end` of the weights [experts, out, in] of all
-// experts that have tokens. row_of(choice): the row of activations to multiply.
-template <class E, class R, class F>
-void multiply_experts(const ByExpert& sorted, int64_t experts, const Weight& weight, const E* bias, int64_t in,
-                      int64_t out, int64_t begin, int64_t end, R row_of, F f) {
-    std::vector<const E*> x;
-    std::vector<E> buffer(weight.format == Format::PLAIN ? 0 : TILE * in);
-    for (int64_t expert = 0; expert < experts; expert++) {
-        const int64_t *choices = sorted.order.data() + sorted.first[expert];
+// A product by experts: weight [experts, out, in], bias [experts, out] or null.
+template <class E>
+struct Product {
+    const ByExpert& sorted;
+    const Weight& weight;
+    const E* bias;
+    int64_t in, out;
+
+    const E* rows(int64_t expert, int64_t row) const {
+        return reinterpret_cast<const E*>(weight.values) + (expert * out + row) * in;
+    }
+
+    // Calls f(choice, row, product) for the rows from `begin` to before `end` of sorted.used[at]. row_of(choice): the row
+    // of activations to multiply. next: the row of the next of these experts that is multiplied afterwards.
+    template <class R, class F>
+    void multiply(int64_t at, int64_t begin, int64_t end, int64_t next, R row_of, F f) const {
+        const int64_t expert = sorted.used[at], after = sorted.used[std::min<int64_t>(at + 1, sorted.used.size() - 1)];
+        const int64_t* choices = sorted.order.data() + sorted.first[expert];
         const int64_t tokens = sorted.first[expert + 1] - sorted.first[expert];
-        if (!tokens) continue;
-        x.resize(tokens);
+        std::vector<const E*> x(tokens);
         for (int64_t i = 0; i < tokens; i++) x[i] = row_of(choices[i]);
         const E* biases = bias ? bias + expert * out : nullptr;
         const auto result = [&](int64_t row, int64_t token, float product) {
             f(choices[token], row, biases ? product + widen(biases[row]) : product);
         };
-        const auto multiply = [&](auto rows) { multiply_rows(rows, begin, end, x.data(), tokens, in, result); };
-        if (weight.format != Format::PLAIN) multiply(StoredRows<E>{Stored(weight, out, in, expert), buffer.data()});
-        else multiply(PlainRows<E>{reinterpret_cast<const E*>(weight.values) + expert * out * in, in});
+        if (weight.format == Format::PLAIN) {
+            const PlainRows<E> plain{rows(expert, 0), in, end, rows(after, next)};
+            multiply_rows(plain, begin, end, x.data(), tokens, in, result);
+        } else {
+            std::vector<E> buffer(TILE * in);
+            const StoredRows<E> stored{Stored(weight, out, in, expert), buffer.data()};
+            multiply_rows(stored, begin, end, x.data(), tokens, in, result);
+        }
     }
-}
-
-// Calls f(begin, end) for blocks of `out` rows, on several threads if there is enough to multiply.
-template <class F>
-void each_block(int64_t out, int64_t products, F f) {
-#pragma omp parallel for schedule(dynamic) if (products > WORTH_THREADS)
-    for (int64_t begin = 0; begin < out; begin += BLOCK) f(begin, std::min(begin + BLOCK, out));
-}
+};
 
 template <class E>
 void multiply_up(const Choices& choices, const E* x, const Weight& weight, const E* bias, E* y, int64_t in,
                  int64_t out, int64_t x_token) {
     const ByExpert sorted(choices);
-    each_block(out, choices.number() * in * out, [&](int64_t begin, int64_t end) {
-        multiply_experts(
-            sorted, choices.experts, weight, bias, in, out, begin, end,
-            [&](int64_t choice) { return x + choice / choices.top_k * x_token; },
-            [&](int64_t choice, int64_t row, float value) { y[choice * out + row] = narrow<E>(value); });
+    const Product<E> product{sorted, weight, bias, in, out};
+    const bool worth = choices.number() * in * out > WORTH_THREADS;
+    // The rows of all experts follow each other, so that a thread reads long parts of a weight.
+    parallel_for(sorted.used.size() * out, BLOCK, worth, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row += out - row % out)
+            product.multiply(
+                row / out, row % out, std::min(out, row % out + end - row), 0,
+                [&](int64_t choice) { return x + choice / choices.top_k * x_token; },
+                [&](int64_t choice, int64_t row, float value) { y[choice * out + row] = narrow<E>(value); });
     });
 }
 
@@ -88,17 +101,21 @@ template <class E>
 void multiply_down(const Choices& choices, const E* x, const Weight& weight, const E* bias, const float* weights,
                    const E* shared, E* y, int64_t in, int64_t out) {
     const ByExpert sorted(choices);
-    each_block(out, choices.number() * in * out, [&](int64_t begin, int64_t end) {
-        std::vector<float> totals(choices.tokens * BLOCK);
-        multiply_experts(
-            sorted, choices.experts, weight, bias, in, out, begin, end,
-            [&](int64_t choice) { return x + choice * in; },
-            [&](int64_t choice, int64_t row, float value) {
-                totals[choice / choices.top_k * BLOCK + row - begin] += weights[choice] * value;
-            });
+    const Product<E> product{sorted, weight, bias, in, out};
+    const bool worth = choices.number() * in * out > WORTH_THREADS;
+    // A thread has the same rows of all experts, since it adds up their results.
+    parallel_for(out, BLOCK, worth, [&](int64_t begin, int64_t end) {
+        const int64_t rows = end - begin;
+        std::vector<float> totals(choices.tokens * rows);
+        for (size_t at = 0; at < sorted.used.size(); at++)
+            product.multiply(
+                at, begin, end, begin, [&](int64_t choice) { return x + choice * in; },
+                [&](int64_t choice, int64_t row, float value) {
+                    totals[choice / choices.top_k * rows + row - begin] += weights[choice] * value;
+                });
         for (int64_t token = 0; token < choices.tokens; token++)
             for (int64_t row = begin; row < end; row++) {
-                const float total = totals[token * BLOCK + row - begin];
+                const float total = totals[token * rows + row - begin];
                 y[token * out + row] = narrow<E>(shared ? total + widen(shared[token * out + row]) : total);
             }
     });

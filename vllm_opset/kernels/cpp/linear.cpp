@@ -20,7 +20,7 @@ inline void multiply(const float* x, const float* weight, const float* bias, flo
         Floats sums[ROWS][GROUPS] = {};
         for (int64_t i = first; i < std::min(first + CHAIN, in); i++) {
             if (i % LANES == 0)
-                for (int row = 0; row < ROWS; row++) __builtin_prefetch(weight + row * in + i + PREFETCH_DISTANCE);
+                for (int row = 0; row < ROWS; row++) prefetch(weight + row * in + i + PREFETCH_DISTANCE);
             for (int group = 0; group < GROUPS; group++) {
                 const Floats inputs = load(x + (i * GROUPS + group) * LANES);
 #pragma GCC unroll 16
@@ -37,9 +37,9 @@ inline void multiply(const float* x, const float* weight, const float* bias, flo
 // The rows of a weight for one thread, which asks for at most `number` at a time.
 struct Plain {
     const float* weight;
-    int64_t in;
+    int64_t in, out;
 
-    PlainRows<float> rows(int64_t, std::vector<float>&) const { return {weight, in}; }
+    PlainRows<float> rows(int64_t, std::vector<float>&) const { return {weight, in, out, weight}; }
 };
 
 struct Quantised {
@@ -58,8 +58,7 @@ void multiply_all(const float* x, const W& weight, const float* bias, float* y, 
     std::vector<float> side_by_side(in * GROUPS * LANES);
     for (int64_t token = 0; token < tokens; token++)
         for (int64_t i = 0; i < in; i++) side_by_side[i * GROUPS * LANES + token] = x[token * x_token + i];
-#pragma omp parallel if (out * in > WORTH_THREADS)
-    {
+    parallel_for(out, ROWS, out * in > WORTH_THREADS, [&](int64_t begin, int64_t end) {
         std::vector<float> buffer;
         const auto rows = weight.rows(ROWS, buffer);
         const auto part = [&](auto number, int64_t row) {
@@ -67,13 +66,12 @@ void multiply_all(const float* x, const W& weight, const float* bias, float* y, 
             multiply<NUMBER, GROUPS>(side_by_side.data(), rows(row, NUMBER), bias ? bias + row : nullptr, y + row,
                                      tokens, in, out);
         };
-#pragma omp for schedule(static)
-        for (int64_t first = 0; first < out; first += ROWS) {
-            if (first + ROWS <= out) part(std::integral_constant<int, ROWS>(), first);
+        for (int64_t first = begin; first < end; first += ROWS) {
+            if (first + ROWS <= end) part(std::integral_constant<int, ROWS>(), first);
             else
-                for (int64_t row = first; row < out; row++) part(std::integral_constant<int, 1>(), row);
+                for (int64_t row = first; row < end; row++) part(std::integral_constant<int, 1>(), row);
         }
-    }
+    });
 }
 
 // For so few tokens that lanes for each of them would be idle.
@@ -82,17 +80,13 @@ void multiply_along_rows(const float* x, const W& weight, const float* bias, flo
                          int64_t out, int64_t x_token) {
     std::vector<const float*> inputs(tokens);
     for (int64_t token = 0; token < tokens; token++) inputs[token] = x + token * x_token;
-#pragma omp parallel if (out * in > WORTH_THREADS)
-    {
+    parallel_for(out, BLOCK, out * in > WORTH_THREADS, [&](int64_t begin, int64_t end) {
         std::vector<float> buffer;
-        const auto rows = weight.rows(TILE, buffer);
-#pragma omp for schedule(static)
-        for (int64_t begin = 0; begin < out; begin += BLOCK)
-            multiply_rows(rows, begin, std::min(begin + BLOCK, out), inputs.data(), tokens, in,
-                          [&](int64_t row, int64_t token, float product) {
-                              y[token * out + row] = bias ? product + bias[row] : product;
-                          });
-    }
+        multiply_rows(weight.rows(TILE, buffer), begin, end, inputs.data(), tokens, in,
+                      [&](int64_t row, int64_t token, float product) {
+                          y[token * out + row] = bias ? product + bias[row] : product;
+                      });
+    });
 }
 
 template <class W>
@@ -109,7 +103,7 @@ void multiply_any(const float* x, const W& weight, const float* bias, float* y, 
 // contiguous. bias: [out], contiguous, or null.
 extern "C" void linear(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t in,
                        int64_t out, int64_t x_token) {
-    multiply_any(x, Plain{weight, in}, bias, y, tokens, in, out, x_token);
+    multiply_any(x, Plain{weight, in, out}, bias, y, tokens, in, out, x_token);
 }
 
 // As linear, for a quantised weight.
@@ -121,8 +115,9 @@ extern "C" void linear_stored(const float* x, const Weight* weight, const float*
 // The rows from `begin` to before `end` of a quantised weight [out, in], dequantised.
 extern "C" void dequantise_rows(const Weight* weight, float* to, int64_t begin, int64_t end, int64_t in, int64_t out) {
     const Stored stored(*weight, out, in);
-#pragma omp parallel for schedule(static) if ((end - begin) * in > WORTH_THREADS)
-    for (int64_t row = begin; row < end; row++) stored.read(row, to + (row - begin) * in);
+    parallel_for(end - begin, 1, (end - begin) * in > WORTH_THREADS, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; row++) stored.read(begin + row, to + row * in);
+    });
 }
 
 }  // namespace opset

@@ -102,20 +102,24 @@ void with_constant(int64_t number, F f) {
 template <int MOST_PANELS, int MOST_TOKENS, class A, class D>
 void multiply_all(const bfloat16* x, A panels_at, D dequantise, const bfloat16* bias, bfloat16* y, int64_t tokens,
                   int64_t in, int64_t out, int64_t x_token) {
-#pragma omp parallel for schedule(static) if (tokens * in * out > WORTH_PRODUCTS)
-    for (int64_t row = 0; row < out; row += MOST_PANELS * LANES)
-        with_constant<MOST_PANELS>(std::min<int64_t>(MOST_PANELS, (out - row) / LANES), [&](auto panels) {
-            const auto all_tokens = [&](const auto& weight) {
-                for (int64_t token = 0; token < tokens; token += MOST_TOKENS)
-                    with_constant<MOST_TOKENS>(std::min<int64_t>(MOST_TOKENS, tokens - token), [&](auto number) {
-                        multiply<decltype(panels)::value, decltype(number)::value>(
-                            x + token * x_token, weight, bias ? bias + row : nullptr, y + token * out + row, in, out,
-                            x_token);
-                    });
-            };
-            if (tokens <= MOST_TOKENS) all_tokens(panels_at(row));
-            else all_tokens(dequantise(row, panels));
-        });
+    const auto multiply_panels = [&](int64_t row, auto panels) {
+        const auto all_tokens = [&](const auto& weight) {
+            for (int64_t token = 0; token < tokens; token += MOST_TOKENS)
+                with_constant<MOST_TOKENS>(std::min<int64_t>(MOST_TOKENS, tokens - token), [&](auto number) {
+                    multiply<decltype(panels)::value, decltype(number)::value>(
+                        x + token * x_token, weight, bias ? bias + row : nullptr, y + token * out + row, in, out,
+                        x_token);
+                });
+        };
+        if (tokens <= MOST_TOKENS) all_tokens(panels_at(row));
+        else all_tokens(dequantise(row, panels));
+    };
+    constexpr int64_t ROWS = MOST_PANELS * LANES;
+    parallel_for(out, ROWS, tokens * in * out > WORTH_PRODUCTS, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; row += ROWS)
+            with_constant<MOST_PANELS>(std::min<int64_t>(MOST_PANELS, (end - row) / LANES),
+                                       [&](auto panels) { multiply_panels(row, panels); });
+    });
 }
 
 template <class A, class D>

@@ -168,11 +168,9 @@ void attend_all(const E* query, const E* cache, E* out, const int32_t* query_sta
                 const int32_t* block_table, int64_t num_reqs, const Layer& layer) {
     const int64_t tasks = num_reqs * layer.num_kv_heads;
     const int64_t group = layer.num_heads / layer.num_kv_heads;
-#pragma omp parallel if (tasks > 1)
-    {
+    parallel_for(tasks, 1, true, [&](int64_t begin, int64_t end) {
         std::vector<float> space;
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks; task++) {
+        for (int64_t task = begin; task < end; task++) {
             const int64_t request = task / layer.num_kv_heads, kv_head = task % layer.num_kv_heads;
             const int64_t stop = query_start_loc[request + 1], seq_len = seq_lens[request];
             for (int64_t row = query_start_loc[request]; row < stop; row++) {
@@ -191,7 +189,7 @@ void attend_all(const E* query, const E* cache, E* out, const int32_t* query_sta
                        kv_head, layer, space);
             }
         }
-    }
+    });
 }
 
 }  // namespace

@@ -12,16 +12,17 @@ extern "C" int64_t reshape_and_cache(const char* key, const char* value, char* c
                                      int64_t cache_slot) {
     for (int64_t token = 0; token < tokens; token++)
         if (slots[token] >= num_slots) return token;
-#pragma omp parallel for schedule(static) if (tokens * heads * head_bytes > WORTH_THREADS)
-    for (int64_t token = 0; token < tokens; token++) {
-        if (slots[token] < 0) continue;
-        char* slot = cache + slots[token] / block_size * cache_block + slots[token] % block_size * cache_slot;
-        for (int64_t head = 0; head < heads; head++) {
-            char* at = slot + head * cache_head;
-            std::memcpy(at, key + token * key_token + head * key_head, head_bytes);
-            std::memcpy(at + head_bytes, value + token * value_token + head * value_head, head_bytes);
+    parallel_for(tokens, 1, tokens * heads * head_bytes > WORTH_THREADS, [&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; token++) {
+            if (slots[token] < 0) continue;
+            char* slot = cache + slots[token] / block_size * cache_block + slots[token] % block_size * cache_slot;
+            for (int64_t head = 0; head < heads; head++) {
+                char* at = slot + head * cache_head;
+                std::memcpy(at, key + token * key_token + head * key_head, head_bytes);
+                std::memcpy(at + head_bytes, value + token * value_token + head * value_head, head_bytes);
+            }
         }
-    }
+    });
     return -1;
 }
 

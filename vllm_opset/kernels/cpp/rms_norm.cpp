@@ -7,17 +7,15 @@ namespace {
 template <class E, class W>
 void norm(const E* x, E* residual, const W* weight, E* y, int64_t outer, int64_t inner, int64_t size, int64_t x_outer,
           int64_t x_inner, float epsilon, float offset) {
-#pragma omp parallel if (outer * inner * size > WORTH_THREADS)
-    {
+    parallel_for(outer * inner, 1, outer * inner * size > WORTH_THREADS, [&](int64_t begin, int64_t end) {
         std::vector<float> wide(size);
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < outer * inner; row++) {
+        for (int64_t row = begin; row < end; row++) {
             const E* from = x + row / inner * x_outer + row % inner * x_inner;
             const float squares = widen_row(from, residual ? residual + row * size : nullptr, size, wide.data());
             const float factor = 1 / std::sqrt(squares / size + epsilon);
             scale_row(wide.data(), factor, weight, offset, size, y + row * size);
         }
-    }
+    });
 }
 
 }  // namespace

@@ -30,11 +30,10 @@ void turn_all(E* query, const E* key, const E* value, E* cache, const int64_t* p
               int64_t tokens, int64_t cached, const Layer& layer) {
     const W *q_weight = static_cast<const W*>(layer.q_weight), *k_weight = static_cast<const W*>(layer.k_weight);
     const int64_t size = layer.size;
-#pragma omp parallel if (tokens * (layer.heads + layer.kv_heads) * size > WORTH_THREADS)
-    {
+    const int64_t elements = tokens * (layer.heads + layer.kv_heads) * size;
+    parallel_for(tokens, 1, elements > WORTH_THREADS, [&](int64_t begin, int64_t end) {
         std::vector<float> wide(size);
-#pragma omp for schedule(static)
-        for (int64_t token = 0; token < tokens; token++) {
+        for (int64_t token = begin; token < end; token++) {
             const C* cos = static_cast<const C*>(layer.table) + positions[token] * 2 * layer.half;
             for (int64_t head = 0; head < layer.heads; head++) {
                 E* at = query + token * layer.query_token + head * layer.query_head;
@@ -49,7 +48,7 @@ void turn_all(E* query, const E* key, const E* value, E* cache, const int64_t* p
                 std::memcpy(at + size, value + token * layer.value_token + head * layer.value_head, size * sizeof(E));
             }
         }
-    }
+    });
 }
 
 }  // namespace

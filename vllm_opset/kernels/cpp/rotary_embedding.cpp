@@ -7,12 +7,13 @@ namespace {
 template <class E, class C>
 void rotate_all(E* x, const int64_t* positions, const C* table, int64_t tokens, int64_t heads, int64_t x_token,
                 int64_t x_head, int64_t half, bool neox) {
-#pragma omp parallel for schedule(static) if (tokens * heads * half > WORTH_THREADS)
-    for (int64_t token = 0; token < tokens; token++) {
-        const C* cos = table + positions[token] * 2 * half;
-        for (int64_t head = 0; head < heads; head++)
-            rotate(x + token * x_token + head * x_head, cos, cos + half, half, neox);
-    }
+    parallel_for(tokens, 1, tokens * heads * half > WORTH_THREADS, [&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; token++) {
+            const C* cos = table + positions[token] * 2 * half;
+            for (int64_t head = 0; head < heads; head++)
+                rotate(x + token * x_token + head * x_head, cos, cos + half, half, neox);
+        }
+    });
 }
 
 }  // namespace

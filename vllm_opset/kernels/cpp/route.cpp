@@ -65,12 +65,10 @@ void keep_groups(const Router& router, float* values, std::vector<char>& taken) 
 template <class E>
 void route_all(const E* logits, const Router& router, float* weights, int32_t* ids, int64_t tokens, int64_t row) {
     const int64_t number = router.num_experts, top_k = router.top_k;
-#pragma omp parallel if (tokens * number * top_k > WORTH_THREADS)
-    {
+    parallel_for(tokens, 1, tokens * number * top_k > WORTH_THREADS, [&](int64_t begin, int64_t end) {
         std::vector<float> values(number), scores(number);
         std::vector<char> taken;
-#pragma omp for schedule(static)
-        for (int64_t token = 0; token < tokens; token++) {
+        for (int64_t token = begin; token < end; token++) {
             for (int64_t i = 0; i < number; i++) values[i] = widen(logits[token * row + i]);
             score(values.data(), router, scores.data());
             if (router.bias)
@@ -85,7 +83,7 @@ void route_all(const E* logits, const Router& router, float* weights, int32_t* i
             const float factor = router.renormalize ? router.factor / sum : router.factor;
             for (int64_t i = 1; i <= top_k; i++) own[-i] *= factor;
         }
-    }
+    });
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
-"""The number of threads that an engine computes with."""
+"""The number of threads that an engine computes with, and how they wait for each other."""
 
 import os
+import threading
 
 import torch
 
@@ -8,6 +9,8 @@ from vllm_opset.platform.cpu import machine
 
 VARIABLE = "OPSET_NUM_THREADS"
 AUTO = "auto"
+# What tells GNU's OpenMP how threads wait. A user who sets one of them has decided.
+HOW_TO_WAIT = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def remember_users_choice() -> None:
@@ -25,13 +28,37 @@ def set_compute_threads(num_workers: int) -> int:
     """Set and return the number of threads of this worker, one of `num_workers` on this machine.
 
     It is OPSET_NUM_THREADS, or OMP_NUM_THREADS as it was when the engine was configured. Without either, it is this
-    worker's share of all physical cores but one. A second thread on a core would only compete with the first for the
-    core's vector units. vLLM's other processes need a core of their own: if they interrupt one compute thread, all the
-    others wait for it.
+    worker's share of all physical cores. A second thread on a core would only compete with the first for the core's
+    vector units.
     """
     choice = users_choice()
-    torch.set_num_threads(max(1, (machine.physical_cores() - 1) // num_workers if choice == AUTO else int(choice)))
+    torch.set_num_threads(max(1, machine.physical_cores() // num_workers if choice == AUTO else int(choice)))
+    wait_asleep()
     return torch.get_num_threads()
+
+
+def wait_asleep() -> None:
+    """Let PyTorch's threads sleep while they wait for each other, unless the user said how they should wait.
+
+    By default, GNU's OpenMP lets them wait actively for milliseconds. They then keep the cores from other threads, such
+    as those of the C++ kernels (kernels/cpp/team.cpp) and vLLM's other processes. OpenMP reads its variables when
+    PyTorch is imported, which is too early for a plugin. But it lets threads sleep almost at once if there are more of
+    them than CPUs (GOMP_SPINCOUNT in the manual of libgomp), so this function starts some that never work.
+    """
+    num_threads = torch.get_num_threads()
+    if num_threads == 1 or any(os.environ.get(variable) for variable in HOW_TO_WAIT):
+        return
+    started = threading.Event()
+
+    def start_and_sleep() -> None:
+        # These are threads of this Python thread, and they exist as long as it does. It counts as one of them.
+        torch.set_num_threads(max(2, len(os.sched_getaffinity(0)) - num_threads + 2))
+        torch.zeros(torch.get_num_threads() << 20).add_(1)
+        started.set()
+        threading.Event().wait()
+
+    threading.Thread(target=start_and_sleep, name="opset-idle", daemon=True).start()
+    started.wait()
 
 
 def users_choice() -> str:
