@@ -28,7 +28,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
     ),
     Rule(
         "reserving cores",
-        "unset VLLM_CPU_NUM_OF_RESERVED_CPU; one core is left free, or set OPSET_NUM_THREADS",
+        "unset VLLM_CPU_NUM_OF_RESERVED_CPU, and set OPSET_NUM_THREADS to fewer threads than cores",
         lambda config: environment("VLLM_CPU_NUM_OF_RESERVED_CPU") is not None,
     ),
     *unset(
