@@ -26,7 +26,7 @@ print("hangs" if os.WIFSIGNALED(status) else "runs")
 """
 
 
-# Code that uses two threads: PyTorch, and the C++ kernels, which share its OpenMP runtime.
+# Code that uses two threads: PyTorch's, and those of the C++ kernels, which start anew in a forked process.
 IN_TORCH = "def use(): return (torch.randn(600, 600) @ torch.randn(600, 600)).exp().sum()"
 IN_CPP = "from vllm_opset import kernel\ndef use(): kernel.kernels_of('silu_and_mul')['cpp'].run(torch.ones(600, 600))"
 

@@ -9,7 +9,8 @@ there is nothing to gain: for long prefills, and for tensors whose rows are not 
 
 `runner_steps.cpp` is no kernel of an op. It is for `platform/cpu/runner_kernels`, and is built with the others.
 
-The kernels use as many threads as PyTorch does in the calling thread, if `torch.set_num_threads` was ever called there.
+The kernels have threads of their own (`team.cpp`): as many as PyTorch has in the calling thread, if
+`torch.set_num_threads` was ever called there, and fewer while another process needs a core.
 """
 
 from vllm_opset.kernels.cpp import _build
