@@ -11,6 +11,8 @@ VARIABLE = "OPSET_NUM_THREADS"
 AUTO = "auto"
 # What tells GNU's OpenMP how threads wait. A user who sets one of them has decided.
 HOW_TO_WAIT = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+# PyTorch gives a thread at least so many elements (at::internal::GRAIN_SIZE).
+SHARE = 32768
 
 
 def remember_users_choice() -> None:
@@ -53,7 +55,7 @@ def wait_asleep() -> None:
     def start_and_sleep() -> None:
         # These are threads of this Python thread, and they exist as long as it does. It counts as one of them.
         torch.set_num_threads(max(2, len(os.sched_getaffinity(0)) - num_threads + 2))
-        torch.zeros(torch.get_num_threads() << 20).add_(1)
+        torch.zeros(2 * SHARE * torch.get_num_threads()).add_(1)
         started.set()
         threading.Event().wait()
 
