@@ -33,11 +33,12 @@ def options(name: str, cases: Sequence[str] = ()) -> list[str]:
     table = yaml.safe_load(TABLE.read_text())
     comparison = table["comparisons"][name]
     arguments = table["arguments"] | comparison.get("arguments", {})
+    environment = comparison.get("environment", table["environment"])
     found = ["--model", comparison["shape"], *comparison.get("how", table["how"])]
     for case in cases or comparison.get("cases", table["cases"]):
         found += ["--case", case]
     for engine in comparison["engines"]:
-        settings = {**arguments, "env": table["engines"][engine] | table["environment"]}
+        settings = {**arguments, "env": table["engines"][engine] | environment}
         found += ["--variant", f"{engine}={json.dumps(settings)}"]
     return found
 
