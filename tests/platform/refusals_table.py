@@ -29,7 +29,7 @@ def parts() -> list[str]:
     """The configurations in which a part of opset is off on vLLM's own wheel for CUDA."""
     found: dict[str, dict[str, str]] = {}
     for name, part in PARTS.items():
-        for rule in (*part.kinds, *part.slower):
+        for rule in part.kinds:
             found.setdefault(rule.feature, {})[name] = "off by default"
         for rule in part.unsupported:
             found.setdefault(rule.feature, {})[name] = "unsupported"

@@ -58,7 +58,6 @@ EXAMPLES: dict[str, dict] = {
     "another layout of the KV cache in this vLLM": {"VLLM_KV_CACHE_LAYOUT": "NHD"},
     "tensor descriptors in vLLM's own Triton kernels": {"VLLM_TRITON_USE_TD": "1"},
     "FlashInfer's sampler": {"VLLM_USE_FLASHINFER_SAMPLER": "1"},
-    "sampling where FlashInfer is installed": {"installed": "flashinfer"},
     "models without experts": {"model_config__is_moe": False},
     "another backend for experts": {"kernel_config__moe_backend": "marlin"},
     "balancing experts between workers (EPLB)": {"parallel_config__enable_eplb": True},
@@ -68,7 +67,7 @@ EXAMPLES: dict[str, dict] = {
 }
 # What a part needs that no other part has.
 NEEDS: dict[str, dict] = {"moe": {"model_config__is_moe": True}}
-RULES = ("unsupported", "kinds", "slower")
+RULES = ("unsupported", "kinds")
 
 
 class Changed:
@@ -98,7 +97,7 @@ def rules(name: str, which: str) -> dict[str, parts.Rule]:
 
 
 @pytest.fixture
-def changed(unprocessed, monkeypatch, tmp_path):
+def changed(unprocessed, monkeypatch):
     """`changed(feature)`: a configuration that every part could serve, except for the feature."""
     row = dict.fromkeys(parts.PARTS, True) | {"measured": "a page", "kinds": []}
     monkeypatch.setattr(evidence, "defaults", lambda: {"sm90": row})
@@ -112,10 +111,6 @@ def changed(unprocessed, monkeypatch, tmp_path):
         for name, value in example.items():
             if name.isupper():
                 monkeypatch.setenv(name, value)
-        if package := example.get("installed"):
-            (tmp_path / package).mkdir()
-            monkeypatch.syspath_prepend(tmp_path)
-            monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER")
         return Changed(
             made, {path: value for path, value in example.items() if "__" in path or path.endswith("config")}
         )
@@ -164,7 +159,7 @@ ENGINES = (
 REPLACES_LAYERS = (*DRAFTS, *ENGINES, "pooling models", "multi-head latent attention (MLA)")
 NOT_BY_DEFAULT = {
     "attention": (*DRAFTS, *ENGINES, "pooling models", "an fp8 KV cache", "soft-capped attention", "ALiBi", "fp32"),
-    "sampler": (*ENGINES, "sampling where FlashInfer is installed"),
+    "sampler": ENGINES,
     "linear": (*REPLACES_LAYERS, "fp32"),
     "ops": REPLACES_LAYERS,
     "moe": (
@@ -179,6 +174,12 @@ NOT_BY_DEFAULT = {
 
 def _cases(features: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
     return [(name, feature) for name, of_part in features.items() for feature in of_part]
+
+
+def test_the_sampler_is_on_where_vllm_would_sample_with_flashinfer_by_default(changed, monkeypatch):
+    made = changed(None)
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER")
+    assert parts.decide(made, HOPPER)["sampler"].on
 
 
 @pytest.mark.parametrize(("name", "feature"), _cases(UNSUPPORTED))

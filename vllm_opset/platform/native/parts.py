@@ -92,7 +92,7 @@ def _by_default(name: str, family: int, config: "VllmConfig | None" = None) -> D
     row, part = evidence.defaults().get(f"sm{family}", {}), PARTS[name]
     if not row.get(name):
         return Decision(False, f"not measured to be faster on GPUs of compute capability {family // 10}.{family % 10}")
-    if why_not := _first((*part.unsupported, *part.slower) if config else part.slower, config):
+    if config and (why_not := _first(part.unsupported, config)):
         return Decision(False, f"vLLM's own serves {why_not.feature}")
     for kind in (kind for kind in part.kinds if config and kind.applies(config)):
         found = evidence.of_kind(name, kind.feature, family)
@@ -101,5 +101,5 @@ def _by_default(name: str, family: int, config: "VllmConfig | None" = None) -> D
     return Decision(True, f"faster by {row['measured']}")
 
 
-def _first(rules: tuple[Rule, ...], config: "VllmConfig | None") -> Rule | None:
+def _first(rules: tuple[Rule, ...], config: "VllmConfig") -> Rule | None:
     return next((rule for rule in rules if rule.applies(config)), None)

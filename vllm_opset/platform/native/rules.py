@@ -1,6 +1,5 @@
 """The rules of the parts of opset on stock vLLM: what a part does not support, or needs evidence for."""
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,13 +53,11 @@ class Part:
     """The rules of a part. unsupported: configurations that the part does not support.
 
     kinds: configurations that need evidence of their own (`evidence`). Without it, the part is off by default, and
-    users can ask for it. slower: configurations in which vLLM's own code was faster in some cases. Users can ask for
-    the part there, too. A rule in `slower` does not depend on the model or the configuration.
+    users can ask for it.
     """
 
     unsupported: tuple[Rule, ...]
     kinds: tuple[Rule, ...] = ()
-    slower: tuple[Rule, ...] = ()
 
 
 def _another_worker(config: "VllmConfig") -> bool:
@@ -77,11 +74,6 @@ def _another_backend(config: "VllmConfig") -> bool:
     named = attention.backend is not None and not our_backend(config)
     # Such a setting is only meaningful for vLLM's own backend.
     return named or bool(OF_ANOTHER_BACKEND & set(settings.changed(config, "attention_config")))
-
-
-def _flashinfer_samples(config: "VllmConfig | None") -> bool:
-    """Whether vLLM's own sampler would be FlashInfer's. That is the default if FlashInfer is installed."""
-    return environment("VLLM_USE_FLASHINFER_SAMPLER") and importlib.util.find_spec("flashinfer") is not None
 
 
 def _another_linear_backend(config: "VllmConfig") -> bool:
@@ -223,10 +215,6 @@ PARTS: Mapping[str, Part] = {
             _BATCH_INVARIANT,
         ),
         kinds=_OTHER_KINDS,
-        # FlashInfer is faster for many rows in which top-p alone keeps many tokens (docs/log/wide-top-p.md).
-        slower=(
-            Rule("sampling where FlashInfer is installed", "set VLLM_USE_FLASHINFER_SAMPLER=0", _flashinfer_samples),
-        ),
     ),
     "linear": Part(
         unsupported=(
