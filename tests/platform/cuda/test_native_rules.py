@@ -176,8 +176,10 @@ def _cases(features: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
     return [(name, feature) for name, of_part in features.items() for feature in of_part]
 
 
-def test_the_sampler_is_on_where_vllm_would_sample_with_flashinfer_by_default(changed, monkeypatch):
+def test_the_sampler_is_on_where_vllm_would_sample_with_flashinfer_by_default(changed, monkeypatch, tmp_path):
     made = changed(None)
+    (tmp_path / "flashinfer").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER")
     assert parts.decide(made, HOPPER)["sampler"].on
 
