@@ -49,6 +49,13 @@ inline void with_type(int64_t type, F f) {
     else f(static_cast<bfloat16*>(nullptr));
 }
 
+// Calls f with `number` as a constant, which is at most MOST.
+template <int MOST, class F>
+inline void with_constant(int64_t number, F f) {
+    if (number == MOST) f(std::integral_constant<int, MOST>());
+    else if constexpr (MOST > 1) with_constant<MOST - 1>(number, f);
+}
+
 // e^x with a relative error of 1e-7, in code that compilers vectorise. Below -87 it is 1e-38 instead of smaller values.
 // Above 88.4 it is infinite, slightly too early.
 inline float exp(float x) {

@@ -38,6 +38,22 @@ inline PartFloats load_part(const bfloat16* from) {
     return bits_of<PartFloats>(__builtin_convertvector(narrow, PartWords) << 16);
 }
 
+// Loads a register in one piece. If several are copied together and there is no AVX-512, GCC moves pieces of 16 bytes
+// through the stack. The processor then waits whenever it loads a register from two of them.
+inline PartWords load_words(const void* from) {
+    PartWords words;
+    std::memcpy(&words, from, sizeof words);
+    return words;
+}
+
+inline Floats joined(const PartFloats (&parts)[PARTS]) {
+#ifdef __AVX512F__
+    return parts[0];
+#else
+    return __builtin_shufflevector(parts[0], parts[1], 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#endif
+}
+
 inline Floats load(const float* from) {
     Floats wide;
     std::memcpy(&wide, from, sizeof wide);

@@ -9,29 +9,29 @@ constexpr int64_t BLOCK = 32;  // rows of the weight that one thread multiplies 
 constexpr int64_t PREFETCH_DISTANCE = 64;   // elements of a row that are prefetched before they are needed
 constexpr int64_t CHAIN = 256;  // products in one sequential sum, because rounding errors grow with its length
 
-// Computes y[token][row] for ROWS rows of the weight and GROUPS * LANES tokens. x is [in, GROUPS * LANES].
-template <int ROWS, int GROUPS>
+// Computes y[token][row] for ROWS rows of the weight and VECTORS * PART tokens. x is [in, VECTORS * PART].
+template <int ROWS, int VECTORS>
 inline void multiply(const float* x, const float* weight, const float* bias, float* y, int64_t tokens, int64_t in,
                      int64_t y_token) {
-    Floats totals[ROWS][GROUPS];
+    PartFloats totals[ROWS][VECTORS];
     for (int row = 0; row < ROWS; row++)
-        for (int group = 0; group < GROUPS; group++) totals[row][group] = Floats{} + (bias ? bias[row] : 0.0f);
+        for (int at = 0; at < VECTORS; at++) totals[row][at] = PartFloats{} + (bias ? bias[row] : 0.0f);
     for (int64_t first = 0; first < in; first += CHAIN) {
-        Floats sums[ROWS][GROUPS] = {};
+        PartFloats sums[ROWS][VECTORS] = {};
         for (int64_t i = first; i < std::min(first + CHAIN, in); i++) {
             if (i % LANES == 0)
                 for (int row = 0; row < ROWS; row++) prefetch(weight + row * in + i + PREFETCH_DISTANCE);
-            for (int group = 0; group < GROUPS; group++) {
-                const Floats inputs = load(x + (i * GROUPS + group) * LANES);
+            for (int at = 0; at < VECTORS; at++) {
+                const PartFloats inputs = load_part(x + (i * VECTORS + at) * PART);
 #pragma GCC unroll 16
-                for (int row = 0; row < ROWS; row++) sums[row][group] += weight[row * in + i] * inputs;
+                for (int row = 0; row < ROWS; row++) sums[row][at] += weight[row * in + i] * inputs;
             }
         }
         for (int row = 0; row < ROWS; row++)
-            for (int group = 0; group < GROUPS; group++) totals[row][group] += sums[row][group];
+            for (int at = 0; at < VECTORS; at++) totals[row][at] += sums[row][at];
     }
     for (int64_t token = 0; token < tokens; token++)
-        for (int row = 0; row < ROWS; row++) y[token * y_token + row] = totals[row][token / LANES][token % LANES];
+        for (int row = 0; row < ROWS; row++) y[token * y_token + row] = totals[row][token / PART][token % PART];
 }
 
 // The rows of a weight for one thread, which asks for at most `number` at a time.
@@ -51,20 +51,20 @@ struct Quantised {
     }
 };
 
-template <int GROUPS, class W>
+template <int VECTORS, class W>
 void multiply_all(const float* x, const W& weight, const float* bias, float* y, int64_t tokens, int64_t in,
                   int64_t out, int64_t x_token) {
-    constexpr int64_t ROWS = 12 / GROUPS;  // this many sums fit the registers and hide their latency
-    std::vector<float> side_by_side(in * GROUPS * LANES);
+    constexpr int64_t ROWS = 12 / VECTORS;  // twelve sums fit the registers and hide their latency
+    std::vector<float> side_by_side(in * VECTORS * PART);
     for (int64_t token = 0; token < tokens; token++)
-        for (int64_t i = 0; i < in; i++) side_by_side[i * GROUPS * LANES + token] = x[token * x_token + i];
+        for (int64_t i = 0; i < in; i++) side_by_side[i * VECTORS * PART + token] = x[token * x_token + i];
     parallel_for(out, ROWS, out * in > WORTH_THREADS, [&](int64_t begin, int64_t end) {
         std::vector<float> buffer;
         const auto rows = weight.rows(ROWS, buffer);
         const auto part = [&](auto number, int64_t row) {
             constexpr int NUMBER = decltype(number)::value;
-            multiply<NUMBER, GROUPS>(side_by_side.data(), rows(row, NUMBER), bias ? bias + row : nullptr, y + row,
-                                     tokens, in, out);
+            multiply<NUMBER, VECTORS>(side_by_side.data(), rows(row, NUMBER), bias ? bias + row : nullptr, y + row,
+                                      tokens, in, out);
         };
         for (int64_t first = begin; first < end; first += ROWS) {
             if (first + ROWS <= end) part(std::integral_constant<int, ROWS>(), first);
@@ -93,8 +93,10 @@ template <class W>
 void multiply_any(const float* x, const W& weight, const float* bias, float* y, int64_t tokens, int64_t in,
                   int64_t out, int64_t x_token) {
     if (tokens <= LANES / 2) multiply_along_rows(x, weight, bias, y, tokens, in, out, x_token);
-    else if (tokens <= LANES) multiply_all<1>(x, weight, bias, y, tokens, in, out, x_token);
-    else multiply_all<2>(x, weight, bias, y, tokens, in, out, x_token);
+    else
+        with_constant<2 * PARTS>((tokens + PART - 1) / PART, [&](auto vectors) {
+            multiply_all<decltype(vectors)::value>(x, weight, bias, y, tokens, in, out, x_token);
+        });
 }
 
 }  // namespace

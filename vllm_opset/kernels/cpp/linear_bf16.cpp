@@ -18,12 +18,12 @@ using Sums = PartFloats;
 using Pairs = PartWords;  // two columns of a row each, the first in the low half
 
 // Adds the products of both columns to the sums of the rows.
-inline void add(Sums& sums, Pairs weight, uint32_t x) {
+inline void add(Sums& sums, Pairs weight, Pairs x) {
 #ifdef __AVX512BF16__
-    sums = Sums(_mm512_dpbf16_ps(__m512(sums), bits_of<__m512bh>(weight), bits_of<__m512bh>(Pairs{} + x)));
+    sums = Sums(_mm512_dpbf16_ps(__m512(sums), bits_of<__m512bh>(weight), bits_of<__m512bh>(x)));
 #else
-    sums += bits_of<Sums>(weight << 16) * bits_of<float>(x << 16);
-    sums += bits_of<Sums>(weight & 0xffff0000u) * bits_of<float>(x & 0xffff0000u);
+    sums += bits_of<Sums>(weight << 16) * bits_of<Sums>(x << 16);
+    sums += bits_of<Sums>(weight & 0xffff0000u) * bits_of<Sums>(x & 0xffff0000u);
 #endif
 }
 
@@ -40,7 +40,8 @@ struct PlainPanels {
 
     template <int STEP>
     void pairs(int64_t panel, int64_t column, const Group&, Pairs (&to)[PARTS]) const {
-        std::memcpy(to, weight + (panel * columns + column) * LANES, sizeof to);
+        const bfloat16* from = weight + (panel * columns + column) * LANES;
+        for (int part = 0; part < PARTS; part++) to[part] = load_words(from + 2 * PART * part);
     }
 };
 
@@ -75,26 +76,19 @@ void multiply(const bfloat16* x, const W& weight, const bfloat16* bias, bfloat16
     Sums sums[T][P][PARTS] = {};
     each_pair<P>(weight, in, [&](int64_t column, const Pairs (&pairs)[P][PARTS]) {
         for (int token = 0; token < T; token++) {
-            uint32_t inputs;
-            std::memcpy(&inputs, x + token * x_token + column, sizeof inputs);
+            uint32_t pair;
+            std::memcpy(&pair, x + token * x_token + column, sizeof pair);
+            const Pairs inputs = Pairs{} + pair;
             for (int panel = 0; panel < P; panel++)
                 for (int part = 0; part < PARTS; part++) add(sums[token][panel][part], pairs[panel][part], inputs);
         }
     });
     for (int token = 0; token < T; token++)
         for (int panel = 0; panel < P; panel++) {
-            Floats sum;
-            std::memcpy(&sum, sums[token][panel], sizeof sum);
+            Floats sum = joined(sums[token][panel]);
             if (bias) sum += load(bias + panel * LANES);
             store(y + token * out + panel * LANES, sum);
         }
-}
-
-// Calls f with `number` as a constant, which is at most MOST.
-template <int MOST, class F>
-void with_constant(int64_t number, F f) {
-    if (number == MOST) f(std::integral_constant<int, MOST>());
-    else if constexpr (MOST > 1) with_constant<MOST - 1>(number, f);
 }
 
 // panels_at(row): the panels from this row on. dequantise(row, panels): the same in bf16, for more tokens than are
