@@ -15,9 +15,12 @@ from vllm_opset.targets import Target
         ("ring", 8, 256, 1, {}),
         ("packed_sm90", 9, 256, 1, {}),
         ("packed_sm90", 256, 256, 2, {}),
+        ("packed_sm90", 1, 256, 8, {}),  # groups of 32, which `ring` does not take
+        ("packed_sm90", 256, 256, 4, {}),  # groups of 64
+        ("dequantised", 257, 256, 8, {}),
         ("dequantised", 257, 256, 2, {}),
         ("ring", 128, 256, 1, {"target": Target("nvidia", "sm80")}),
-        ("packed", 1, 256, 4, {}),  # two scales in a tile
+        ("packed", 1, 256, 4, {"target": Target("nvidia", "sm80")}),  # two scales in a tile
         ("packed", 1, 160, 1, {}),  # no whole tiles
         ("packed", 1, 256, 2, {"dtype": torch.float32}),
         ("packed", 2, 256, 2, {"stride": 264}),  # rows that are not aligned
@@ -41,7 +44,10 @@ def test_the_variant_of_int4(variant, num_tokens, columns, groups, how, monkeypa
     [
         (True, 256, 2, {}),
         (True, 160, 1, {}),  # the last stage ends beyond the columns
-        (False, 256, 4, {}),  # two scales in a stage
+        (True, 256, 8, {}),  # groups of 32
+        (True, 256, 4, {}),
+        (False, 160, 5, {}),  # the last stage's groups end beyond the columns
+        (False, 96, 1, {}),  # less than a stage
         (False, 256, 2, {"dtype": torch.float32}),
         (False, 256, 2, {"stride": 260}),  # rows that the copy engine does not take
         (False, 256, 2, {"target": Target("nvidia", "sm80")}),

@@ -154,9 +154,13 @@ def test_few_choices_by_packed_weights(scheme, outputs, inputs, tokens, tile):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("zero_points", [False, True])
 def test_int4_by_every_tile(zero_points, dtype, tile):
-    """Rows, outputs and columns end within tiles, and programs begin and end within tiles too."""
+    """Rows, outputs and columns end within tiles, and programs begin and end within tiles too.
+
+    Groups have 32 columns or more.
+    """
     rng = torch.Generator("cuda").manual_seed(3)
-    for tokens, outputs, columns, groups in ((1, 40, 160, 1), (70, 328, 512, 4), (150, 4096, 4096, 32)):
+    shapes = (1, 40, 160, 1), (70, 328, 512, 4), (33, 328, 640, 10), (70, 200, 768, 24), (150, 4096, 4096, 32)
+    for tokens, outputs, columns, groups in shapes:
         x = torch.randn(tokens, columns, generator=rng, device="cuda").to(dtype)
         weight = torch.randint(256, (outputs, columns // 2), generator=rng, device="cuda", dtype=torch.uint8)
         scale = (torch.randn(outputs, groups, generator=rng, device="cuda") * columns**-0.5 / 4).to(dtype)

@@ -20,6 +20,14 @@ BYTES = gl.constexpr(
     )
 )  # fmt: skip
 
+# The same by groups of 32 columns, of which a CHUNK has two: [ROWS, groups, pairs of bytes of one].
+HALVES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[8, 0, 0], [0, 0, 4], [0, 1, 0]], [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]], [], [ROWS.value, 2, CHUNK.value // 8],
+    )
+)  # fmt: skip
+
 # Makes two bytes a pair of low values and one of high ones, less their zero points and times their scales. It is as
 # `PAIRS` of `_packed_linear`, and its product is rounded once.
 SCALED = """{{
@@ -71,14 +79,54 @@ def _addend(zero, dtype: gl.constexpr):
     return (-MAGIC - zero).to(dtype)
 
 
+@gluon.constexpr_function
+def groups_of_chunk(scaled_columns):
+    """How many groups a CHUNK has, of so many columns that share a scale: one or two."""
+    return 2 if scaled_columns == CHUNK.value // 2 else 1
+
+
+@gluon.jit
+def group_offsets(row, row_stride, column_stride, GROUPS: gl.constexpr):
+    """Where the scales of a CHUNK are: [ROWS, GROUPS], from the scale of row 0 and the first group.
+
+    row: [ROWS], as `rows_of_chunk` lays it out.
+    """
+    if GROUPS == 1:
+        return (row * row_stride)[:, None]
+    else:
+        group = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
+        return (row * row_stride)[:, None] + (group * column_stride)[None, :]
+
+
+@gluon.jit
+def rows_of_chunk(GROUPS: gl.constexpr):
+    """The numbers of rows in the threads that have their scales."""
+    BY_GROUP: gl.constexpr = BYTES if GROUPS == 1 else gl.SliceLayout(2, HALVES)
+    return gl.arange(0, ROWS, gl.SliceLayout(1, BY_GROUP))
+
+
+@gluon.jit
+def _for_bytes(by_group):
+    """What broadcasts over pairs of bytes [ROWS, CHUNK / 4], of what rows and groups have."""
+    if by_group.shape[1] == 1:
+        return by_group
+    else:
+        each, _ = gl.broadcast(by_group[:, :, None], gl.zeros([ROWS, 2, CHUNK // 8], by_group.dtype, HALVES))
+        return gl.convert_layout(each.reshape([ROWS, CHUNK // 4]), BYTES, True)
+
+
 @gluon.jit
 def dequantised(w, zero, scale, FACTOR: gl.constexpr):
-    """The values of pairs of bytes [ROWS, CHUNK / 4], less their zero points and times their scales, rounded once."""
+    """The values of pairs of bytes [ROWS, CHUNK / 4], less their zero points and times their scales, rounded once.
+
+    zero, scale: [ROWS, groups], of each row's groups.
+    """
     dtype: gl.constexpr = scale.dtype
     SCALED: gl.constexpr = SCALED_BF16 if dtype == gl.bfloat16 else SCALED_FP16
     w = w.to(gl.uint16, bitcast=True).to(gl.uint32)
+    zeros, scales = _for_bytes(_both_halves(_addend(zero, dtype))), _for_bytes(_both_halves(scale))
     low, low_next, high, high_next = gl.inline_asm_elementwise(
-        SCALED, REGISTERS, [w, _both_halves(_addend(zero, dtype)), _both_halves(scale)], (scale.dtype,) * 4, True, 1
+        SCALED, REGISTERS, [w, zeros, scales], (scale.dtype,) * 4, True, 1
     )
     both = gl.join(gl.join(low, low_next), gl.join(high, high_next))
     both = both.reshape([ROWS, CHUNK // (2 * HALF), HALF // 2, 2, 2]).permute([0, 1, 4, 2, 3])

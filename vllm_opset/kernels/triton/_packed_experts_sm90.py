@@ -28,7 +28,14 @@ from vllm_opset.kernels.triton._load_sm90 import (
     load_tiles,
     rows_of,
 )
-from vllm_opset.kernels.triton._nibbles_sm90 import BYTES, CHUNK, dequantised
+from vllm_opset.kernels.triton._nibbles_sm90 import (
+    BYTES,
+    CHUNK,
+    dequantised,
+    group_offsets,
+    groups_of_chunk,
+    rows_of_chunk,
+)
 from vllm_opset.kernels.triton._nibbles_sm90 import ROWS as PART
 from vllm_opset.kernels.triton._packed_linear import NO_ZERO_POINT, scale_columns
 from vllm_opset.kernels.triton._tiles import Order, tile_of
@@ -148,7 +155,7 @@ def _tile(
     sums = gl.zeros([PART, FILLED], gl.float32, SUMS)
     if expert >= 0:
         last_step = _steps(COLUMNS) - 1
-        pointers = _scale_pointers(scales, expert, first_output, OUTPUTS)
+        pointers = _scale_pointers(scales, expert, first_output, OUTPUTS, SCALED_COLUMNS)
         of_step = _scales_at(pointers, scales, 0, COLUMNS, SCALED_COLUMNS)
         following = _scales_at(pointers, scales, 1, COLUMNS, SCALED_COLUMNS)
         mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
@@ -185,7 +192,7 @@ def _tile(
 
 
 @gluon.jit
-def _scale_pointers(scales, expert, first_output, OUTPUTS: gl.constexpr):
+def _scale_pointers(scales, expert, first_output, OUTPUTS: gl.constexpr, SCALED_COLUMNS: gl.constexpr):
     """Pointers to the scales of a warpgroup's outputs, and to the zero points if there are any.
 
     Rows beyond the last output are zero, as the copy engine brings them, or not stored, whatever their scale is.
@@ -197,8 +204,9 @@ def _scale_pointers(scales, expert, first_output, OUTPUTS: gl.constexpr):
         offset = expert.to(gl.int64) * ws_expert + gl.minimum(first_output + row, OUTPUTS - 1)[:, None] * ws_row
         return (weight_scale + offset + (of_group * ws_column)[None, :],)
     else:
-        row = gl.arange(0, PART, gl.SliceLayout(1, BYTES))
-        offset = expert.to(gl.int64) * ws_expert + gl.minimum(first_output + row, OUTPUTS - 1) * ws_row
+        GROUPS_OF_STAGE: gl.constexpr = groups_of_chunk(SCALED_COLUMNS)
+        row = gl.minimum(first_output + rows_of_chunk(GROUPS_OF_STAGE), OUTPUTS - 1)
+        offset = expert.to(gl.int64) * ws_expert + group_offsets(row, ws_row, ws_column, GROUPS_OF_STAGE)
         pointers = (weight_scale + offset,)
         if zero_point is not None:
             pointers += (zero_point + offset,)
@@ -214,7 +222,7 @@ def _scales_at(pointers, scales, step, COLUMNS: gl.constexpr, SCALED_COLUMNS: gl
         inside = (first + gl.arange(0, WIDTH // SCALED, gl.SliceLayout(0, GROUPS)) < COLUMNS // SCALED)[None, :]
         return (gl.load(pointers[0] + first * ws_column, inside, 0),)
     else:
-        column = gl.minimum(step * WIDTH, COLUMNS - 1)
+        column = gl.minimum(step * WIDTH, gl.cdiv(COLUMNS, WIDTH) * WIDTH - WIDTH)
         found = ()
         for number in gl.static_range(len(pointers)):
             found += (gl.load(pointers[number] + column // SCALED_COLUMNS * ws_column),)
@@ -232,11 +240,12 @@ def _factor(INDEX: gl.constexpr, w, of_step, dtype: gl.constexpr, FACTOR: gl.con
         widened = widened.reshape([PART, WIDTH // SCALED, SCALED]) * scale[:, :, None]
         return gl.convert_layout(widened.reshape([PART, WIDTH]), FACTOR)
     else:
+        scale = of_step[0].to(dtype)
         if len(of_step) == 1:
-            zero = gl.full([PART], NO_ZERO_POINT, gl.float32, gl.SliceLayout(1, BYTES))
+            zero = gl.full(scale.shape, NO_ZERO_POINT, gl.float32, scale.type.layout)
         else:
             zero = of_step[1].to(gl.float32)
-        return dequantised(w.load(BYTES), zero[:, None], of_step[0].to(dtype)[:, None], FACTOR)
+        return dequantised(w.load(BYTES), zero, scale, FACTOR)
 
 
 @gluon.jit
@@ -263,13 +272,16 @@ class Packed(NamedTuple):
 
 
 def can(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
-    """Whether a Hopper GPU multiplies x by these weights by its own kernel: in stages of one scale, or by MXFP4's."""
+    """Whether a Hopper GPU multiplies x by these weights by its own kernel: in stages of one scale or of two whole
+    groups, or by MXFP4's.
+    """
     if not available(x.device) or not is_aligned(x) or not is_aligned(weight) or x.element_size() != 2:
         return False
     if is_mxfp4(weight, weight_scale):
         return True
-    group = scale_columns(weight[0], weight_scale[0])
-    return group % WIDTH.value == 0 or group == x.shape[-1]
+    columns, group = x.shape[-1], scale_columns(weight[0], weight_scale[0])
+    two_groups = groups_of_chunk(group) == 2 and columns % WIDTH.value == 0
+    return two_groups or group % WIDTH.value == 0 or group == columns > WIDTH.value
 
 
 def packed_grouped_gemm(

@@ -21,13 +21,27 @@ from vllm_opset.kernels.triton._counters import zeros
 from vllm_opset.kernels.triton._gluon import barrier, tma_load
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import LOADING_REGISTERS, available, barriers, is_aligned
-from vllm_opset.kernels.triton._nibbles_sm90 import BYTES, CHUNK, ROWS, dequantised
+from vllm_opset.kernels.triton._nibbles_sm90 import (
+    BYTES,
+    CHUNK,
+    ROWS,
+    dequantised,
+    group_offsets,
+    groups_of_chunk,
+    rows_of_chunk,
+)
 from vllm_opset.kernels.triton._packed_linear import NO_ZERO_POINT, scale_columns
 from vllm_opset.kernels.triton._rows import num_rows
 from vllm_opset.ops.schemes import values_shape
 
-WIDTH = gl.constexpr(128)  # A stage has so many columns, of one scale.
+WIDTH = gl.constexpr(128)  # A stage has so many columns.
 FEWEST_TOKENS = 16
+
+
+@gluon.constexpr_function
+def _loads_of_stage(group):
+    """How many loads bring the scales of a row's stage: one if it has one scale, else one for each CHUNK."""
+    return 1 if group >= WIDTH.value else WIDTH.value // CHUNK.value
 
 
 @gluon.jit
@@ -67,32 +81,36 @@ def _load(x, weight, ring, tiles):
 
 
 @gluon.jit
-def _of_stage(pointers, zero_pointers, step, GROUP: gl.constexpr, column_stride, PARTS: gl.constexpr):
-    """The scales of a stage's weights for the outputs of each part, then their zero points if there are any."""
+def _of_stage(pointers, step, GROUP: gl.constexpr, column_stride):
+    """What pointers find for a stage, for each of them in one load or in several."""
     found = ()
-    for part in gl.static_range(PARTS):
-        found += (gl.load(pointers[part] + step * WIDTH // GROUP * column_stride),)
-    for part in gl.static_range(len(zero_pointers)):
-        found += (gl.load(zero_pointers[part] + step * WIDTH // GROUP * column_stride),)
+    for number in gl.static_range(len(pointers)):
+        for load in gl.static_range(_loads_of_stage(GROUP)):
+            found += (gl.load(pointers[number] + (step * WIDTH + load * CHUNK) // GROUP * column_stride),)
     return found
 
 
 @gluon.jit
 def _factor(
     NUMBER: gl.constexpr, stage, w_ring, of_stage, INDEX: gl.constexpr, PARTS: gl.constexpr, FACTOR: gl.constexpr,
-    dtype: gl.constexpr,
+    GROUP: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     """The dequantised weights for product NUMBER of a stage. It has the parts' products by its first CHUNK columns,
     then those by the next ones.
+
+    of_stage: the scales of each part, then its zero points if there are any.
     """
     PART: gl.constexpr = NUMBER % PARTS
+    LOADS: gl.constexpr = _loads_of_stage(GROUP)
+    LOAD: gl.constexpr = PART * LOADS + NUMBER // PARTS % LOADS
     w = w_ring.index(stage).slice((INDEX * PARTS + PART) * ROWS, ROWS)
     w = w.slice(NUMBER // PARTS * (CHUNK // 4), CHUNK // 4, 1).load(BYTES)
-    if len(of_stage) == PARTS:
-        zero = gl.full([ROWS], NO_ZERO_POINT, gl.float32, gl.SliceLayout(1, BYTES))
+    scale = of_stage[LOAD].to(dtype)
+    if len(of_stage) == PARTS * LOADS:
+        zero = gl.full(scale.shape, NO_ZERO_POINT, gl.float32, scale.type.layout)
     else:
-        zero = of_stage[PARTS + PART].to(gl.float32)
-    return dequantised(w, zero[:, None], of_stage[PART].to(dtype)[:, None], FACTOR)
+        zero = of_stage[PARTS * LOADS + LOAD].to(gl.float32)
+    return dequantised(w, zero, scale, FACTOR)
 
 
 @gluon.jit
@@ -109,7 +127,9 @@ def _multiply(INDEX: gl.constexpr, ring, staging, tiles, scales, results, GROUP:
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     FACTOR: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     NUMBERS: gl.constexpr = PARTS * (WIDTH // CHUNK)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, BYTES))
+    dtype: gl.constexpr = x_ring.dtype
+    GROUPS: gl.constexpr = groups_of_chunk(GROUP)
+    row = rows_of_chunk(GROUPS)
     begin, end = _part_of(num_tiles * tile_stages)
     for tile in range(begin // tile_stages, (end - 1) // tile_stages + 1):
         first_step = gl.maximum(begin - tile * tile_stages, 0)
@@ -119,18 +139,18 @@ def _multiply(INDEX: gl.constexpr, ring, staging, tiles, scales, results, GROUP:
         pointers, zero_pointers, sums = (), (), ()
         for part in gl.static_range(PARTS):
             # Rows beyond the last output are zero, as the copy engine brings them, whatever their scale is.
-            offset = gl.minimum(first_output + part * ROWS + row, num_outputs - 1).to(gl.int64) * scale_stride
-            pointers += (scale + offset,)
+            output = gl.minimum(first_output + part * ROWS + row, num_outputs - 1).to(gl.int64)
+            offsets = group_offsets(output, scale_stride, column_stride, GROUPS)
+            pointers += (scale + offsets,)
             sums += (gl.zeros([ROWS, TOKENS], gl.float32, SUMS),)
             if zero_point is not None:
-                zero_pointers += (zero_point + offset,)
-        of_stage = _of_stage(pointers, zero_pointers, first_step, GROUP, column_stride, PARTS)
-        following = _of_stage(
-            pointers, zero_pointers, gl.minimum(first_step + 1, last_step), GROUP, column_stride, PARTS
-        )
+                zero_pointers += (zero_point + offsets,)
+        pointers += zero_pointers
+        of_stage = _of_stage(pointers, first_step, GROUP, column_stride)
+        following = _of_stage(pointers, gl.minimum(first_step + 1, last_step), GROUP, column_stride)
         done = first_done + first_step
         mbarrier.wait(full.index(done % STAGES), done // STAGES & 1)
-        factor = _factor(0, done % STAGES, w_ring, of_stage, INDEX, PARTS, FACTOR, x_ring.dtype)
+        factor = _factor(0, done % STAGES, w_ring, of_stage, INDEX, PARTS, FACTOR, GROUP, dtype)
         for step in range(first_step, last_step + 1):
             done = first_done + step
             stage = done % STAGES
@@ -141,15 +161,15 @@ def _multiply(INDEX: gl.constexpr, ring, staging, tiles, scales, results, GROUP:
                 if number > 0:  # Two products are in flight, and the weights of the first one are replaced.
                     sums = _waited(sums)
                 if number < NUMBERS - 1:
-                    next_factor = _factor(number + 1, stage, w_ring, of_stage, INDEX, PARTS, FACTOR, x_ring.dtype)
+                    next_factor = _factor(number + 1, stage, w_ring, of_stage, INDEX, PARTS, FACTOR, GROUP, dtype)
                 else:
                     # The last stage's first weights are dequantised once more, and not used.
                     next_done = first_done + gl.minimum(step + 1, last_step)
                     of_stage = following
                     after = gl.minimum(step + 2, last_step)
-                    following = _of_stage(pointers, zero_pointers, after, GROUP, column_stride, PARTS)
+                    following = _of_stage(pointers, after, GROUP, column_stride)
                     mbarrier.wait(full.index(next_done % STAGES), next_done // STAGES & 1)
-                    next_factor = _factor(0, next_done % STAGES, w_ring, of_stage, INDEX, PARTS, FACTOR, x_ring.dtype)
+                    next_factor = _factor(0, next_done % STAGES, w_ring, of_stage, INDEX, PARTS, FACTOR, GROUP, dtype)
                 if number < NUMBERS - 1:
                     factor = next_factor
                 else:
@@ -302,16 +322,23 @@ def packed_gemm_sm90(
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
-    """Whether the variant `packed_sm90` can multiply: stages of one scale, in 16 bits, at aligned addresses."""
-    rows, group = x.reshape(-1, x.shape[-1]), scale_columns(weight, weight_scale)
+    """Whether the variant `packed_sm90` can multiply: stages of whole groups or of one scale, in 16 bits, at aligned
+    addresses.
+    """
+    rows, columns, group = x.reshape(-1, x.shape[-1]), x.shape[-1], scale_columns(weight, weight_scale)
     aligned = is_aligned(rows) and is_aligned(weight) and x.element_size() == 2 and len(rows)
-    return bool(available(x.device) and aligned) and (group % WIDTH.value == 0 or group == x.shape[-1])
+    of_groups = WIDTH.value % group == 0 and columns % WIDTH.value == 0
+    of_one_scale = group % WIDTH.value == 0 or group == columns >= WIDTH.value
+    return bool(available(x.device) and aligned) and (of_groups or of_one_scale)
 
 
-def suits(x: torch.Tensor) -> bool:
-    """Whether this is the fastest variant for what it can multiply."""
+def suits(x: torch.Tensor, ring: bool) -> bool:
+    """Whether this is the fastest variant for what it can multiply.
+
+    ring: whether the variant `ring` can multiply too. It is faster for few tokens.
+    """
     bounds = _launch.parameters("tokens_linear_packed_sm90", x.device, 0)
-    return bounds["least_tokens"] <= num_rows(x) <= bounds["most_tokens"]
+    return (bounds["least_tokens"] if ring else 0) <= num_rows(x) <= bounds["most_tokens"]
 
 
 def packed_gemm(

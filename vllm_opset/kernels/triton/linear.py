@@ -1,8 +1,9 @@
 """linear for one row and a few, as in decode steps, and for quantised weights. PyTorch does the rest.
 
-int4 weights have four variants. `ring` multiplies by few tokens on NVIDIA GPUs (`_packed_linear_sm80`), and
-`packed_sm90` by some more on Hopper GPUs (`_packed_gemm_sm90`). `packed` multiplies by few tokens on every GPU and for
-all groups, and `dequantised` by many (`_packed_linear`).
+int4 weights have four variants. `ring` multiplies by few tokens on NVIDIA GPUs, in groups of 128 and more
+(`_packed_linear_sm80`). `packed_sm90` multiplies by some more on Hopper GPUs, and by few in smaller groups
+(`_packed_gemm_sm90`). `packed` multiplies by few tokens on every GPU and for all groups, and `dequantised` by many
+(`_packed_linear`).
 
 fp8 weights have three variants. On Hopper GPUs, `decode_sm90` multiplies by few tokens (`_decode_sm90`), and
 `scaled_sm90` by more (`_scaled_gemm_sm90`). `scaled` does all else, and serves int8 weights as well (`_scaled_linear`).
@@ -69,7 +70,7 @@ def describe(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=No
     ring = packed and _packed_linear_sm80.fits(x, weight, weight_scale)
     decode_suits = decode and _decode_sm90.suits(operands)
     packed_hopper = packed and _packed_gemm_sm90.fits(x, weight, weight_scale)
-    packed_suits = packed_hopper and _packed_gemm_sm90.suits(x)
+    packed_suits = packed_hopper and _packed_gemm_sm90.suits(x, ring)
     one_row = rows == 1 and weight.stride(1) == 1
     return Call(scaled, packed, hopper, decode, decode_suits, few, ring, packed_hopper, packed_suits, one_row)
 
