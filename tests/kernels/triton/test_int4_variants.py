@@ -21,9 +21,11 @@ from vllm_opset.targets import Target
         ("dequantised", 257, 256, 2, {}),
         ("ring", 128, 256, 1, {"target": Target("nvidia", "sm80")}),
         ("packed", 1, 256, 4, {"target": Target("nvidia", "sm80")}),  # two scales in a tile
-        ("packed", 1, 160, 1, {}),  # no whole tiles
+        ("packed_sm90", 1, 160, 1, {}),  # no whole tiles
+        ("packed", 1, 160, 5, {}),
         ("packed", 1, 256, 2, {"dtype": torch.float32}),
-        ("packed", 2, 256, 2, {"stride": 264}),  # rows that are not aligned
+        ("packed_sm90", 2, 256, 2, {"stride": 264}),  # rows that are aligned for the copy engine alone
+        ("packed", 2, 256, 2, {"stride": 260}),  # rows that are not aligned
         ("packed", 2, 256, 2, {"first": 1}),  # nor is the first one
         ("packed", 1, 256, 2, {"target": Target("amd", "gfx942")}),
     ],
