@@ -28,7 +28,7 @@ inline Bytes load_bytes(const uint8_t* from) {
 
 inline PartFloats numbers(PartIntegers values) { return __builtin_convertvector(values, PartFloats); }
 
-inline void store_weights(float* to, PartFloats values) { std::memcpy(to, &values, sizeof values); }
+inline void store_weights(float* to, PartFloats values) { store_part(to, values); }
 
 // Rounds as `narrow` does.
 inline void store_weights(bfloat16* to, PartFloats values) {

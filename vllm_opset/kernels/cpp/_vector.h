@@ -54,6 +54,8 @@ inline Floats joined(const PartFloats (&parts)[PARTS]) {
 #endif
 }
 
+inline void store_part(float* to, PartFloats value) { std::memcpy(to, &value, sizeof value); }
+
 inline Floats load(const float* from) {
     Floats wide;
     std::memcpy(&wide, from, sizeof wide);

@@ -60,6 +60,18 @@ inline void rows_of(const bfloat16* key, int64_t number, int64_t stride, int64_t
     rows_of(tile, number, size, size, tile, rows);
 }
 
+// Products of a query with PART rows from the `first` on, whose lanes are to be added. Their sums fit the registers.
+inline void multiply_some(const float* query, const float* const (&rows)[LANES], int first, int64_t size,
+                          Floats (&products)[LANES]) {
+    PartFloats partial[PART][PARTS] = {};
+    for (int64_t element = 0; element < size; element += PART) {
+        const PartFloats inputs = load_part(query + element);
+#pragma GCC unroll 16
+        for (int row = 0; row < PART; row++) partial[row][0] += inputs * load_part(rows[first + row] + element);
+    }
+    for (int row = 0; row < PART; row++) products[first + row] = joined(partial[row]);
+}
+
 // scores[head][i] = queries[head] . key i, for all query heads of a KV head. The queries are rows of size floats.
 template <class E>
 void multiply_keys(const float* queries, const Keys<E>& keys, int64_t group, int64_t size, float* tile, float* scores) {
@@ -69,12 +81,9 @@ void multiply_keys(const float* queries, const Keys<E>& keys, int64_t group, int
         const float* rows[LANES];
         rows_of(key, number, keys.cache_slot, size, tile, rows);
         for (int64_t head = 0; head < group; head++) {
-            Floats products[LANES] = {};
-            for (int64_t element = 0; element < size; element += LANES) {
-                const Floats query = load(queries + head * size + element);
-#pragma GCC unroll 16
-                for (int lane = 0; lane < LANES; lane++) products[lane] += query * load(rows[lane] + element);
-            }
+            Floats products[LANES];
+            for (int first = 0; first < LANES; first += PART)
+                multiply_some(queries + head * size, rows, first, size, products);
             const Floats run = sums(products);
             std::memcpy(scores + head * stride, &run, number * sizeof(float));
         }
@@ -82,20 +91,20 @@ void multiply_keys(const float* queries, const Keys<E>& keys, int64_t group, int
     });
 }
 
-// out[head] = weights[head] . values, in VECTORS * LANES columns of HEADS query heads. Each value is read once for all
+// out[head] = weights[head] . values, in VECTORS * PART columns of HEADS query heads. Each value is read once for all
 // heads. Each sum is sequential, but there are enough sums to keep the multipliers busy.
 template <int HEADS, int VECTORS, class E>
 void multiply_columns(const float* weights, int64_t stride, const Keys<E>& values, int64_t size, float* out) {
-    Floats sum[HEADS][VECTORS] = {};
+    PartFloats sum[HEADS][VECTORS] = {};
     values.each_run([&](const E* value, int64_t number, const E*) {
         for (int64_t i = 0; i < number; i++, weights++)
             for (int part = 0; part < VECTORS; part++) {
-                const Floats v = load(value + i * values.cache_slot + part * LANES);
+                const PartFloats v = load_part(value + i * values.cache_slot + part * PART);
                 for (int head = 0; head < HEADS; head++) sum[head][part] += weights[head * stride] * v;
             }
     });
     for (int head = 0; head < HEADS; head++)
-        for (int part = 0; part < VECTORS; part++) store(out + head * size + part * LANES, sum[head][part]);
+        for (int part = 0; part < VECTORS; part++) store_part(out + head * size + part * PART, sum[head][part]);
 }
 
 template <int HEADS, class E>
@@ -103,9 +112,9 @@ void multiply_values(const float* weights, Keys<E> values, int64_t size, float* 
     constexpr int VECTORS = HEADS > 2 ? 2 : 4;
     const int64_t stride = values.last + 1 - values.first;
     int64_t element = 0;
-    for (; element + VECTORS * LANES <= size; element += VECTORS * LANES, values.cache += VECTORS * LANES)
+    for (; element + VECTORS * PART <= size; element += VECTORS * PART, values.cache += VECTORS * PART)
         multiply_columns<HEADS, VECTORS>(weights, stride, values, size, out + element);
-    for (; element < size; element += LANES, values.cache += LANES)
+    for (; element < size; element += PART, values.cache += PART)
         multiply_columns<HEADS, 1>(weights, stride, values, size, out + element);
 }
 
