@@ -1,6 +1,6 @@
 """fused_experts as the composition of other ops: permute, grouped_gemm, an activation, and combine.
 
-If the scheme quantises activations, quantise comes before each product. SiLU quantises its own result.
+If the scheme quantises activations, quantise comes before each product.
 
 - `decode`: few choices for each expert, in blocks of the fewest rows that tensor cores take.
 - `prefill`: more choices, in larger blocks.
@@ -31,7 +31,6 @@ from vllm_opset.kernels.triton.quantise import quantise
 from vllm_opset.kernels.triton.quantise import supports as can_quantise
 from vllm_opset.kernels.triton.relu2 import relu2
 from vllm_opset.kernels.triton.silu_and_mul import silu_and_mul
-from vllm_opset.kernels.triton.silu_and_mul_quant import silu_and_mul_quant
 from vllm_opset.kernels.triton.silu_and_mul_with_clamp import silu_and_mul_with_clamp
 from vllm_opset.kernels.triton.swigluoai_and_mul import swigluoai_and_mul
 from vllm_opset.kernels.triton.swiglustep_and_mul import swiglustep_and_mul
@@ -170,9 +169,6 @@ def fused_experts(
 
     x, x_scale = factor(x, a1_scale)
     middle = grouped_gemm(x, w1, *order, topk_ids.shape[1], w1_bias, w1_scale, x_scale, dtype, w1_zero_point)
-    if act.name == "silu_and_mul" and quant_dtype is not None:
-        middle, middle_scale = silu_and_mul_quant(middle, quant_dtype, group_shape, a2_scale)
-    else:
-        middle, middle_scale = factor(ACTIVATIONS[act.name](middle, **parameters), a2_scale)
+    middle, middle_scale = factor(ACTIVATIONS[act.name](middle, **parameters), a2_scale)
     results = grouped_gemm(middle, w2, *order, 1, w2_bias, w2_scale, middle_scale, dtype, w2_zero_point)
     return combine(results.view(*topk_ids.shape, hidden_states.shape[1]), weights, shared_output)
