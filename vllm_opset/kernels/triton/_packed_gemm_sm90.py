@@ -58,24 +58,14 @@ def _program_of(stage, num_stages):
 
 
 @gluon.jit
-def _fetch(pointers):
-    """Brings what pointers point to into the second-level cache. Nothing waits for it."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(gl.int64)], gl.int32, False, 1
-    )
-
-
-@gluon.jit
-def _load(x, weight, ring, tiles, scales, num_outputs, GROUP: gl.constexpr):
-    """The loading warp. It also fetches scales and zero points: those who use them load them only one stage ahead."""
+def _load(x, weight, ring, tiles):
+    """The loading warp."""
     x_ring, w_ring, full, empty = ring
     STAGES: gl.constexpr = w_ring.shape[0]
     OUTPUTS: gl.constexpr = w_ring.shape[1]
     TOKENS: gl.constexpr = x_ring.shape[1]
     BYTES: gl.constexpr = OUTPUTS * WIDTH // 2 + TOKENS * WIDTH * 2
     num_tiles, token_tiles, tile_stages = tiles
-    scale, zero_point, scale_stride, column_stride = scales
-    row = gl.arange(0, OUTPUTS, gl.BlockedLayout([1], [32], [1], [0]))
     begin, end = _part_of(num_tiles * tile_stages)
     for unit in range(begin, end):
         tile, step, done = unit // tile_stages, unit % tile_stages, unit - begin
@@ -84,11 +74,6 @@ def _load(x, weight, ring, tiles, scales, num_outputs, GROUP: gl.constexpr):
         mbarrier.expect(full.index(stage), BYTES)
         corner = [tile // token_tiles * OUTPUTS, step * (WIDTH // 4)]
         tma_load(weight, corner, full.index(stage), w_ring.index(stage))
-        output = gl.minimum(corner[0] + row, num_outputs - 1).to(gl.int64)
-        group = output * scale_stride + step * WIDTH // GROUP * column_stride
-        _fetch(scale + group)
-        if zero_point is not None:
-            _fetch(zero_point + group)
         for line in gl.static_range(WIDTH // CHUNK):
             corner = [tile % token_tiles * TOKENS, step * WIDTH + line * CHUNK]
             place = x_ring.index(stage * (WIDTH // CHUNK) + line)
@@ -317,7 +302,7 @@ def packed_gemm_sm90(
             [
                 (_multiply, (0, ring, staging, tiles, scales, results, GROUP)),
                 (_multiply, (1, ring, staging, tiles, scales, results, GROUP)),
-                (_load, (x, weight, ring, tiles, scales, num_outputs, GROUP)),
+                (_load, (x, weight, ring, tiles)),
             ],
             [4, 1],
             [REGISTERS, LOADING_REGISTERS],
@@ -329,7 +314,7 @@ def packed_gemm_sm90(
                 (_multiply, (1, ring, staging, tiles, scales, results, GROUP)),
                 (_multiply, (2, ring, staging, tiles, scales, results, GROUP)),
                 (_multiply, (3, ring, staging, tiles, scales, results, GROUP)),
-                (_load, (x, weight, ring, tiles, scales, num_outputs, GROUP)),
+                (_load, (x, weight, ring, tiles)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, LOADING_REGISTERS],
