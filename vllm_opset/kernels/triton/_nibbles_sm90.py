@@ -81,15 +81,15 @@ def _addend(zero, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def groups_of_chunk(scaled_columns):
-    """How many groups a CHUNK has, of so many columns that share a scale: one or two."""
+    """The number of groups in a CHUNK, one or two, if so many columns share a scale."""
     return 2 if scaled_columns == CHUNK.value // 2 else 1
 
 
 @gluon.jit
 def group_offsets(row, row_stride, column_stride, GROUPS: gl.constexpr):
-    """Where the scales of a CHUNK are: [ROWS, GROUPS], from the scale of row 0 and the first group.
+    """The offsets of the scales of a CHUNK [ROWS, GROUPS] from the scale of row 0 and the CHUNK's first group.
 
-    row: [ROWS], as `rows_of_chunk` lays it out.
+    row: the numbers of its rows, in the layout of `rows_of_chunk`.
     """
     if GROUPS == 1:
         return (row * row_stride)[:, None]
@@ -107,7 +107,7 @@ def rows_of_chunk(GROUPS: gl.constexpr):
 
 @gluon.jit
 def _for_bytes(by_group):
-    """What broadcasts over pairs of bytes [ROWS, CHUNK / 4], of what rows and groups have."""
+    """Values by rows and groups in a shape that broadcasts over pairs of bytes [ROWS, CHUNK / 4]."""
     if by_group.shape[1] == 1:
         return by_group
     else:

@@ -40,7 +40,7 @@ FEWEST_TOKENS = 16
 
 @gluon.constexpr_function
 def _loads_of_stage(group):
-    """How many loads bring the scales of a row's stage: one if it has one scale, else one for each CHUNK."""
+    """The number of loads for the scales of a row in a stage: one if there is one scale, else one for each CHUNK."""
     return 1 if group >= WIDTH.value else WIDTH.value // CHUNK.value
 
 
@@ -82,7 +82,7 @@ def _load(x, weight, ring, tiles):
 
 @gluon.jit
 def _of_stage(pointers, step, GROUP: gl.constexpr, column_stride):
-    """What pointers find for a stage, for each of them in one load or in several."""
+    """The scales of a stage, or the zero points, at each of the pointers. Small groups take several loads."""
     found = ()
     for number in gl.static_range(len(pointers)):
         for load in gl.static_range(_loads_of_stage(GROUP)):
