@@ -5,7 +5,14 @@ It multiplies the bit patterns of bfloat16 matrices as integers, and has no dot_
 multiply-add. It calls the function of a reduction once for each element. Triton 3.9 has the same faults. It also makes
 integers of a comparison of scalars, which it refuses as a mask. Each patch states a test for a Triton that no longer
 needs it.
+
+Two more save most of the interpreter's time: it patches the language once a launch, and does not compute sums of
+integers again in 64 bits to find overflows. Samples are too small for one.
 """
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -33,7 +40,24 @@ def patch() -> None:
     interpreter.InterpreterBuilder.create_fma = _create_fma
     interpreter.InterpreterBuilder.create_splat = _create_splat
     interpreter.ReduceOps.generic_reduce = _generic_reduce
+    interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _samples.DRAWS = 16  # a launch takes as long as ten thousand on a GPU
+
+
+def _once_a_launch(patch_lang: Callable) -> Callable:
+    """Patches the language's modules that a function sees, unless the launch or a function before it has.
+
+    Not needed once a function that a kernel calls takes no more milliseconds than its operations.
+    """
+
+    def patch_rest(fn: Callable):
+        seen = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        is_patched = not any(tl.core.is_builtin(module.load) for module in seen)
+        return SimpleNamespace(restore=lambda: None) if is_patched else patch_lang(fn)
+
+    return patch_rest
 
 
 def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode) -> np.ndarray:
