@@ -26,8 +26,8 @@ from vllm_opset.targets import Target, instead
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper generation: runs on one")
 TILES = [
-    {"rows": rows, "outputs": outputs, "group": 8, "stages": 3, "ordered": ordered}
-    for (rows, outputs), ordered in itertools.product(((64, 256), (128, 128), (128, 256)), (0, 1))
+    {"rows": rows, "outputs": outputs, "box": box, "group": 8, "stages": 3, "ordered": ordered}
+    for (rows, outputs, box), ordered in itertools.product(((64, 256, 16), (128, 128, 128), (128, 256, 16)), (0, 1))
 ]
 PACKED_TILES = [{"rows": rows, "group": 8, "stages": 4} for rows in (64, 128, 256)]
 DECODE_TILES = [
@@ -35,10 +35,10 @@ DECODE_TILES = [
     {"rows": 64, "warps": 4, "stages": 2, "programs": 4},
 ]
 INT4_TILES = [
-    {"tokens": 16, "warpgroups": 4, "parts": 1, "stages": 8, "programs": 132, "registers": 104},
-    {"tokens": 64, "warpgroups": 4, "parts": 1, "stages": 6, "programs": 132, "registers": 104},
-    {"tokens": 64, "warpgroups": 2, "parts": 1, "stages": 6, "programs": 100, "registers": 232},
-    {"tokens": 128, "warpgroups": 2, "parts": 2, "stages": 4, "programs": 132, "registers": 232},
+    {"tokens": 16, "box": 128, "warpgroups": 4, "parts": 1, "stages": 8, "programs": 132, "registers": 104},
+    {"tokens": 64, "box": 16, "warpgroups": 4, "parts": 1, "stages": 6, "programs": 132, "registers": 104},
+    {"tokens": 64, "box": 128, "warpgroups": 2, "parts": 1, "stages": 6, "programs": 100, "registers": 232},
+    {"tokens": 128, "box": 16, "warpgroups": 2, "parts": 2, "stages": 4, "programs": 132, "registers": 232},
 ]
 # Tensor cores keep 14 bits of the sums of fp8. By blocks, they do so for 128 columns.
 NEAR = {"rtol": 2**-6, "atol": 2**-5}

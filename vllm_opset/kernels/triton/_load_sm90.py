@@ -86,20 +86,43 @@ def rows_of(tile, row, tiles, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr, ROW
     block of BLOCK_SIZE. Without expert_ids, rows are dense, and TILES is 1.
     """
     sorted_token_ids, expert_ids, num_rows, _, _ = tiles
-    row += (tile % TILES if expert_ids is not None else tile) * ROWS
     if expert_ids is None:
-        return row
+        return row + first_row_of(tile, num_rows, ROWS)
     else:
+        row += tile % TILES * ROWS
         return gl.load(sorted_token_ids + tile // TILES * BLOCK_SIZE + row, row < BLOCK_SIZE, num_rows).to(gl.int32)
 
 
 @gluon.jit
 def expert_of(tile, tiles, TILES: gl.constexpr):
-    """The expert of a tile, below 0 for absent ones. A dense product is that of expert 0."""
+    """The expert of a tile, below 0 for an empty block. A dense product is that of expert 0."""
     if tiles[1] is None:
         return 0
     else:
         return gl.load(tiles[1] + tile // TILES).to(gl.int32)
+
+
+@gluon.jit
+def first_row_of(tile, num_rows, ROWS: gl.constexpr):
+    """The first row of a dense tile. The last of several ends with the last row, and repeats some of the one before.
+
+    So it has no row that does not exist: `load_rows` says why.
+    """
+    return gl.minimum(tile * ROWS, gl.maximum(num_rows - ROWS, 0))
+
+
+@gluon.jit
+def load_rows(x, first_row, column, num_rows, barrier, place):
+    """Fills `place` with rows of x from first_row on. x is a TMA descriptor, whose boxes may have fewer rows.
+
+    The copy engine takes several times as long for a row that does not exist, some 4 ns on an H200. So a box without
+    any that exists is a copy of the first box.
+    """
+    BOX: gl.constexpr = x.block_type.shape[0]
+    for number in gl.static_range(place.shape[0] // BOX):
+        row = first_row + number * BOX
+        corner = [gl.where(row < num_rows, row, first_row), column]
+        tma_load(x, corner, barrier, place.slice(number * BOX, BOX))
 
 
 @gluon.jit
@@ -111,7 +134,7 @@ def load_tiles(
 ):  # fmt: skip
     """The loading warps: bring all tiles of a program. BOXES: of the weight in a tile.
 
-    x is a TMA descriptor with boxes like a stage of its ring. Experts have a pointer instead. weight is a descriptor.
+    x is a TMA descriptor with boxes of some rows of a stage. Experts have a pointer instead. weight is a descriptor.
     scale_ring receives the scales by blocks of x and of the weight. It is empty if there are none.
     UNROLLED: a tile has a multiple of so many stages.
     """
@@ -146,8 +169,8 @@ def load_tiles(
                 corner = [first_output + box * OUTPUTS_OF_BOX, step * W_WIDTH]
                 tma_load(weight, corner, full.index(stage), w_ring.index(stage * BOXES + box))
             if expert_ids is None:
-                corner = [tile * ROWS, step * WIDTH]
-                tma_load(x, corner, full.index(stage), x_ring.index(stage))
+                first_row = first_row_of(tile, num_rows, ROWS)
+                load_rows(x, first_row, step * WIDTH, num_rows, full.index(stage), x_ring.index(stage))
             else:
                 inside = is_choice & (step * WIDTH + place < COLUMNS)[None, :]
                 cp_async(x_ring.index(stage), pointers + step * WIDTH, inside)

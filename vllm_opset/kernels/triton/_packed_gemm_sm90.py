@@ -20,7 +20,14 @@ from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._counters import zeros
 from vllm_opset.kernels.triton._gluon import barrier, tma_load
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import LOADING_REGISTERS, available, barriers, is_aligned
+from vllm_opset.kernels.triton._load_sm90 import (
+    LOADING_REGISTERS,
+    available,
+    barriers,
+    first_row_of,
+    is_aligned,
+    load_rows,
+)
 from vllm_opset.kernels.triton._nibbles_sm90 import (
     BYTES,
     CHUNK,
@@ -58,7 +65,7 @@ def _program_of(stage, num_stages):
 
 
 @gluon.jit
-def _load(x, weight, ring, tiles):
+def _load(x, weight, ring, tiles, num_tokens):
     """The loading warp."""
     x_ring, w_ring, full, empty = ring
     STAGES: gl.constexpr = w_ring.shape[0]
@@ -74,10 +81,10 @@ def _load(x, weight, ring, tiles):
         mbarrier.expect(full.index(stage), BYTES)
         corner = [tile // token_tiles * OUTPUTS, step * (WIDTH // 4)]
         tma_load(weight, corner, full.index(stage), w_ring.index(stage))
+        first_token = first_row_of(tile % token_tiles, num_tokens, TOKENS)
         for line in gl.static_range(WIDTH // CHUNK):
-            corner = [tile % token_tiles * TOKENS, step * WIDTH + line * CHUNK]
             place = x_ring.index(stage * (WIDTH // CHUNK) + line)
-            tma_load(x, corner, full.index(stage), place)
+            load_rows(x, first_token, step * WIDTH + line * CHUNK, num_tokens, full.index(stage), place)
 
 
 @gluon.jit
@@ -253,19 +260,22 @@ def _finish(INDEX: gl.constexpr, sums, staging, tile, tiles, results, PARTS: gl.
                 output = gl.minimum(first_output + part * ROWS + row, num_outputs - 1)
                 total += gl.load(bias + output).to(gl.float32)[:, None]
             _store(
-                total.to(dtype), staging.index(INDEX), out, first_output + part * ROWS, tile % token_tiles * TOKENS,
+                total.to(dtype), staging.index(INDEX), out, first_output + part * ROWS, tile % token_tiles,
                 num_tokens, num_outputs,
             )  # fmt: skip
 
 
 @gluon.jit
-def _store(y, staging, out, first_output, first_token, num_tokens, num_outputs):
-    """Writes results in whole lines, by way of shared memory."""
+def _store(y, staging, out, first_output, token_tile, num_tokens, num_outputs):
+    """Writes results in whole lines, by way of shared memory. Each token belongs to one tile alone, since tiles add
+    their sums in different orders.
+    """
+    TOKENS: gl.constexpr = staging.shape[1]
     LINES: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     staging.store(y)
     output = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
-    token = first_token + gl.arange(0, staging.shape[1], gl.SliceLayout(0, LINES))
-    inside = (output < num_outputs)[:, None] & (token < num_tokens)[None, :]
+    token = first_row_of(token_tile, num_tokens, TOKENS) + gl.arange(0, TOKENS, gl.SliceLayout(0, LINES))
+    inside = (output < num_outputs)[:, None] & ((token >= token_tile * TOKENS) & (token < num_tokens))[None, :]
     gl.store(out + token.to(gl.int64)[None, :] * num_outputs + output[:, None], staging.load(LINES), inside)
 
 
@@ -276,7 +286,7 @@ def packed_gemm_sm90(
     TOKENS: gl.constexpr, WARPGROUPS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """x, weight: TMA descriptors of boxes [TOKENS, CHUNK] and [WARPGROUPS * PARTS * ROWS, WIDTH / 4] of
+    """x, weight: TMA descriptors of boxes [TOKENS or fewer, CHUNK] and [WARPGROUPS * PARTS * ROWS, WIDTH / 4] of
     pairs of bytes.
 
     REGISTERS: of the threads that multiply, except for the first warpgroup's, which get the rest.
@@ -302,7 +312,7 @@ def packed_gemm_sm90(
             [
                 (_multiply, (0, ring, staging, tiles, scales, results, GROUP)),
                 (_multiply, (1, ring, staging, tiles, scales, results, GROUP)),
-                (_load, (x, weight, ring, tiles)),
+                (_load, (x, weight, ring, tiles, num_tokens)),
             ],
             [4, 1],
             [REGISTERS, LOADING_REGISTERS],
@@ -314,7 +324,7 @@ def packed_gemm_sm90(
                 (_multiply, (1, ring, staging, tiles, scales, results, GROUP)),
                 (_multiply, (2, ring, staging, tiles, scales, results, GROUP)),
                 (_multiply, (3, ring, staging, tiles, scales, results, GROUP)),
-                (_load, (x, weight, ring, tiles)),
+                (_load, (x, weight, ring, tiles, num_tokens)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, LOADING_REGISTERS],
@@ -358,7 +368,7 @@ def packed_gemm(
     num_programs = min(values["programs"], num_tiles * tile_stages)
     out = x.new_empty((*x.shape[:-1], outputs))
     partials = x.new_empty((num_programs, 2, tile_outputs, tokens), dtype=torch.float32)
-    boxes = [tokens, CHUNK.value], [tile_outputs, WIDTH.value // 4]
+    boxes = [min(values["box"], tokens), CHUNK.value], [tile_outputs, WIDTH.value // 4]
     descriptors = (
         TensorDescriptor.from_tensor(rows, boxes[0], NVMMASharedLayout(128, 16, rank=2)),
         TensorDescriptor.from_tensor(weight.view(torch.int16), boxes[1], NVMMASharedLayout(64, 16, rank=2)),

@@ -27,6 +27,7 @@ from vllm_opset.kernels.triton._load_sm90 import (
     await_turn,
     barriers,
     expert_of,
+    first_row_of,
     is_aligned,
     load_tiles,
     pass_turn,
@@ -53,8 +54,9 @@ def scaled_gemm_sm90(
 ):  # fmt: skip
     """Programs take tiles by turns. At most as many are launched as run at a time.
 
-    x is a TMA descriptor of boxes [ROWS, WIDTH], and for experts a pointer. weight is one of boxes [WIDTH, WIDTH].
-    out is a descriptor of boxes [HALF, WIDTH] with COPIED_RESULTS, and a pointer without. num_rows is that of out.
+    x is a TMA descriptor of boxes [ROWS or fewer, WIDTH], and for experts a pointer. weight is one of boxes
+    [WIDTH, WIDTH]. out is a descriptor of boxes [HALF, WIDTH] with COPIED_RESULTS, and a pointer without. num_rows is
+    that of out.
     ROWS is that of a tile: one or two HALFs. PARTS is the number of a warpgroup's products, of WIDTH outputs each.
     For experts, there are TILES tiles in a block of BLOCK_SIZE.
     """
@@ -136,26 +138,27 @@ def _multiply(
                 sums = _add(INDEX, sums, x, w_ring, first, in_turn, done, PARTS, ORDERED)
                 mbarrier.arrive(empty.index(stage))
             done += 1
-        for part in gl.static_range(PARTS):
-            output = first_output + part * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
-            y, is_output = sums[part], (output < OUTPUTS) & (expert >= 0)
-            if not BY_BLOCKS:
-                y *= gl.load(weight_scale + expert * ws_expert + output * ws_row, is_output, 0.0)[None, :]
-                # An absent expert's results are zero, whatever the scales of x are.
-                y *= gl.load(x_scale + of_rows, (choice < num_rows) & (expert >= 0), 0.0)[:, None]
-            if bias is not None:
-                y += gl.load(bias + expert * OUTPUTS + output, is_output, 0.0).to(gl.float32)[None, :]
-            if COPIED_RESULTS:
-                tma.store_wait(0)  # of the part before
-                staging.index(INDEX).store(y.to(out.dtype))
-                hopper.fence_async_shared()
-                corner = [tile * ROWS + FIRST_ROW, first_output + part * WIDTH]
-                tma_store(out, corner, staging.index(INDEX))
-            else:
-                _store(
-                    y, staging.index(INDEX), out, tile, FIRST_ROW, first_output + part * WIDTH, tiles,
-                    OUTPUTS, BLOCK_SIZE, TILES, ROWS,
-                )  # fmt: skip
+        if expert >= 0:  # an empty block has no results
+            for part in gl.static_range(PARTS):
+                output = first_output + part * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
+                y, is_output = sums[part], output < OUTPUTS
+                if not BY_BLOCKS:
+                    y *= gl.load(weight_scale + expert * ws_expert + output * ws_row, is_output, 0.0)[None, :]
+                    y *= gl.load(x_scale + of_rows, choice < num_rows, 0.0)[:, None]
+                if bias is not None:
+                    y += gl.load(bias + expert * OUTPUTS + output, is_output, 0.0).to(gl.float32)[None, :]
+                if COPIED_RESULTS:
+                    tma.store_wait(0)  # of the part before
+                    staging.index(INDEX).store(y.to(out.dtype))
+                    hopper.fence_async_shared()
+                    first_row = first_row_of(tile, num_rows, ROWS) + FIRST_ROW
+                    corner = [first_row, first_output + part * WIDTH]
+                    tma_store(out, corner, staging.index(INDEX))
+                else:
+                    _store(
+                        y, staging.index(INDEX), out, tile, FIRST_ROW, first_output + part * WIDTH, tiles,
+                        OUTPUTS, BLOCK_SIZE, TILES, ROWS,
+                    )  # fmt: skip
     if COPIED_RESULTS:
         tma.store_wait(0)
 
@@ -268,7 +271,7 @@ def scaled_grouped_gemm(call: Operands, bias: torch.Tensor | None, out: torch.Te
 def _multiply_scaled(
     call: Operands, bias: torch.Tensor | None, out: torch.Tensor, values: _launch.Parameters, order: Order | None = None
 ) -> None:
-    """values: the rows and outputs of a tile, and group, stages and ordered of the kernel."""
+    """values: the rows and outputs of a tile, and group, stages and ordered of the kernel. Without order, box too."""
     (outputs, columns), device = call.weight.shape[-2:], call.x.device
     rows = values["rows"]
     warpgroups_of_outputs = 2 * HALF.value // rows
@@ -276,7 +279,8 @@ def _multiply_scaled(
     x, w_strides, tiles, num_tiles = call.x, strides(call.weight_scale), 1, _launch.cdiv(len(out), rows)
     box = NVMMASharedLayout(128, 8, rank=2)
     if order is None:
-        x, w_strides = TensorDescriptor.from_tensor(call.x, [rows, WIDTH.value], box), (0, *w_strides)
+        of_x = [min(values["box"], rows), WIDTH.value]
+        x, w_strides = TensorDescriptor.from_tensor(call.x, of_x, box), (0, *w_strides)
     else:
         tiles = _launch.cdiv(order.block_size, rows)
         num_tiles = len(order.expert_ids) * tiles
