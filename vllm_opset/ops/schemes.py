@@ -198,7 +198,9 @@ def scales_of(values: torch.Tensor, dtype: torch.dtype, group: GroupShape) -> to
     missing = [number * size - all_ for number, size, all_ in zip(numbers, sizes, values.shape, strict=True)]
     blocks = F.pad(values.abs().to(wide), (0, missing[1], 0, missing[0]))
     blocks = blocks.view(numbers[0], sizes[0], numbers[1], sizes[1])
-    return (blocks.amax((1, 3)) / limits(dtype).max).clamp(min=SMALLEST_SCALES[dtype])
+    # PyTorch on a GPU would multiply by the reciprocal of a number, and not divide.
+    largest = blocks.new_tensor(limits(dtype).max)
+    return (blocks.amax((1, 3)) / largest).clamp(min=SMALLEST_SCALES[dtype])
 
 
 def stored_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,11 +59,12 @@ KERNELS = {
     "_packed_experts_sm90": ("packed_experts_sm90",),
     "quantise": ("_quantise",),
     "combine": ("_combine",),
+    "silu_and_mul_quant": ("_silu_and_mul_quant",),
     "_activation": ("_gated",),
 }
 # The kernels of each dtype of the weights on a Hopper GPU; the others multiply by weights as they are.
 OF_WEIGHTS = {
-    FP8: {"_scaled_grouped_gemm", "scaled_gemm_sm90", "_quantise"},
+    FP8: {"_scaled_grouped_gemm", "scaled_gemm_sm90", "_quantise", "_silu_and_mul_quant"},
     torch.uint8: {"experts_decode_sm90", "mxfp4_gemm_sm90", "packed_experts_sm90"},
     UINT4: {"_int4_grouped_gemm", "packed_experts_sm90"},
 }
@@ -136,8 +137,8 @@ def test_all_that_serving_launches_was_launched_before(model, launched):
     layer = experts_layer(num_experts, top_k, stored)
     multiply(torch.nn.ModuleList([layer]), most_tokens)
     warm = set(launched)
-    own = OF_WEIGHTS.get(stored, {"_grouped_gemm"})
-    others = {"_grouped_gemm", *KERNELS["_mxfp4_grouped_gemm"]}.union(*OF_WEIGHTS.values()) - own
+    own = OF_WEIGHTS.get(stored, {"_grouped_gemm"}) | (set() if stored is FP8 else {"_gated"})
+    others = {"_grouped_gemm", "_gated", *KERNELS["_mxfp4_grouped_gemm"]}.union(*OF_WEIGHTS.values()) - own
     assert {name for name, *_ in warm} >= {name for names in KERNELS.values() for name in names} - {"_count"} - others
     draw = random.Random(0)
     for _ in range(NUM_STEPS):

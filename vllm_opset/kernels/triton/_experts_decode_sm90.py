@@ -69,10 +69,6 @@ def experts_decode_sm90(
     end = gl.minimum(begin + run, num_units)
     for stage in range(STAGES):
         _load(weight, ring, stage, begin + stage, end, expert_ids, OUTPUTS, TILES, UNITS)
-    # Blocks of absent experts follow, then those without choices.
-    for block in range(filled + gl.program_id(0), num_blocks, gl.num_programs(0)):
-        if gl.load(sorted_token_ids + block * BLOCK_SIZE) < num_choices:
-            _store_zeros(out, block, order, ROWS, OUTPUTS, BLOCK_SIZE)
     done = 0
     for tile in range(begin // UNITS, gl.cdiv(end, UNITS)):
         block, first_output = tile // TILES, tile % TILES * ROWS
@@ -258,15 +254,6 @@ def _results(out, block, first_output, order, ROWS: gl.constexpr, OUTPUTS: gl.co
     output = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE))
     pointers = out + choice.to(gl.int64)[None, :] * OUTPUTS + output[:, None]
     return pointers, (choice < num_choices)[None, :] & (output < OUTPUTS)[:, None]
-
-
-@gluon.jit
-def _store_zeros(out, block, order, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Absent experts have no weights, and the results of their choices are zero."""
-    nothing = gl.zeros([ROWS, TOKENS], out.dtype.element_ty, _whole(ROWS, gl.num_warps()))
-    for first_output in range(0, OUTPUTS, ROWS):
-        pointers, inside = _results(out, block, first_output, order, ROWS, OUTPUTS, BLOCK_SIZE)
-        gl.store(pointers, nothing, inside)
 
 
 def can(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None, block_size: int) -> bool:

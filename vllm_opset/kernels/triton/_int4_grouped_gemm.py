@@ -56,7 +56,6 @@ def _int4_grouped_gemm(
     weight += (expert * OUTPUTS + output)[:, None] * (COLUMNS // 2) + place[None, :]
     scales = expert * ws_expert + output * ws_row
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # Absent experts have no weights, and their choices keep a sum of zero.
     for first in tl.range(0, tl.where(expert < 0, 0, COLUMNS), 2 * BYTES):
         inside = first + column < COLUMNS
         x_mask = inside[:, None] & is_choice[None, :]

@@ -64,7 +64,6 @@ def _mxfp4_grouped_gemm(
     weight += (expert * OUTPUTS + output)[None, :] * (COLUMNS // 2) + byte[:, None]
     weight_scale += expert * ws_expert + output[None, :] * ws_row + group[:, None] * ws_column
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    # Absent experts have no weights, and their choices keep a sum of zero.
     for first in tl.range(0, tl.where(expert < 0, 0, COLUMNS), BLOCK_K):
         if COLUMNS % BLOCK_K == 0:
             x_mask, byte_mask, group_mask = is_choice[:, None], is_output[None, :], is_output[None, :]

@@ -80,13 +80,13 @@ def store_rows(
         found = tl.load(scale)
         if tl.program_id(0) == 0:
             tl.store(scales, found)
-        quotient = rounded_quotient(value, found, LEAST, LARGEST, values.dtype.element_ty)
+        quotient = rounded(divided(value, found), LEAST, LARGEST, values.dtype.element_ty)
     else:
         groups = tl.reshape(value, [ROWS, HELD, WIDTH])
         found = scale_of(tl.max(tl.abs(groups), 2), LARGEST, SMALLEST_SCALE)
         group = first // WIDTH + tl.arange(0, HELD)[None, :]
         tl.store(scales + row.to(tl.int64) * GROUPS + group, found, (row < total) & (group < GROUPS))
-        groups = rounded_quotient(groups, found[:, :, None], LEAST, LARGEST, values.dtype.element_ty)
+        groups = rounded(divided_by_own(groups, found[:, :, None]), LEAST, LARGEST, values.dtype.element_ty)
         quotient = tl.reshape(groups, [ROWS, HELD * WIDTH])
     tl.store(values + row.to(tl.int64) * COLUMNS + column, quotient, mask)
 
@@ -98,17 +98,36 @@ def scale_of(largest, LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr):
 
 
 @triton.jit
-def rounded_quotient(value, scale, LEAST: tl.constexpr, LARGEST: tl.constexpr, dtype: tl.constexpr):
-    """value / scale, limited to the range of dtype and rounded to it."""
-    # Rounded to nearest, as PyTorch divides. An approximate quotient could fall on the other side of a tie.
-    quotient = tl.div_rn(value, tl.broadcast_to(scale, value.shape))
+def divided(value, scale):
+    """value / scale, rounded to nearest as PyTorch divides. An approximation could fall on the other side of a tie."""
+    return tl.div_rn(value, tl.broadcast_to(scale, value.shape))
+
+
+@triton.jit
+def divided_by_own(value, scale):
+    """As `divided`, for scales from `scale_of` these groups: three instructions for a value in place of a division.
+
+    The first quotient is a unit in the last place off, or two. What is left of the value then says by how much. Scales
+    are normal numbers, and so are their reciprocals. The infinite scale of a group with an infinite value is an
+    exception: without it, what is left is the value itself, and finite ones become 0.
+    """
+    reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    finite = tl.where(scale < float("inf"), scale, 0.0)
+    reciprocal, finite = tl.broadcast_to(reciprocal, value.shape), tl.broadcast_to(finite, value.shape)
+    quotient = value * reciprocal
+    return tl.fma(tl.fma(-quotient, finite, value), reciprocal, quotient)
+
+
+@triton.jit
+def rounded(quotient, LEAST: tl.constexpr, LARGEST: tl.constexpr, dtype: tl.constexpr):
+    """Limited to the range of dtype and rounded to it."""
     quotient = tl.clamp(quotient, LEAST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if dtype == tl.int8:
-        quotient = _rounded(quotient)
+        quotient = _to_integer(quotient)
     return quotient.to(dtype)
 
 
 @triton.jit
-def _rounded(value):
+def _to_integer(value):
     """To the nearest integer, ties to even, for magnitudes below 2**22: fp32 has no fractions from 2**23 on."""
     return (value + 1.5 * 2**23) - 1.5 * 2**23

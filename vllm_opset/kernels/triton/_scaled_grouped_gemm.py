@@ -69,7 +69,6 @@ def _scaled_grouped_gemm(
     if x_scale is not None:
         x_scale += source * xs_row
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    # Absent experts have no weights, and their choices keep a sum of zero.
     for first in tl.range(0, tl.where(expert < 0, 0, COLUMNS), BLOCK_K):
         inside = first + place < COLUMNS
         if COLUMNS % BLOCK_K == 0:

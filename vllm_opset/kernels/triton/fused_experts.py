@@ -21,16 +21,18 @@ from vllm_opset.kernels.triton import (
     _scaled_grouped_gemm,
     _supports,
 )
+from vllm_opset.kernels.triton._tiles import Order
 from vllm_opset.kernels.triton.combine import combine
 from vllm_opset.kernels.triton.gelu import gelu
 from vllm_opset.kernels.triton.gelu_and_mul import gelu_and_mul
 from vllm_opset.kernels.triton.gelu_tanh import gelu_tanh
-from vllm_opset.kernels.triton.grouped_gemm import grouped_gemm, is_packed, packed_supports
+from vllm_opset.kernels.triton.grouped_gemm import is_packed, packed_supports, write_products
 from vllm_opset.kernels.triton.permute import permute
 from vllm_opset.kernels.triton.quantise import quantise
 from vllm_opset.kernels.triton.quantise import supports as can_quantise
 from vllm_opset.kernels.triton.relu2 import relu2
 from vllm_opset.kernels.triton.silu_and_mul import silu_and_mul
+from vllm_opset.kernels.triton.silu_and_mul_quant import silu_and_mul_quant
 from vllm_opset.kernels.triton.silu_and_mul_with_clamp import silu_and_mul_with_clamp
 from vllm_opset.kernels.triton.swigluoai_and_mul import swigluoai_and_mul
 from vllm_opset.kernels.triton.swiglustep_and_mul import swiglustep_and_mul
@@ -164,11 +166,16 @@ def fused_experts(
         x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
     dtype = hidden_states.dtype
 
-    def factor(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return (x, None) if quant_dtype is None else quantise(x, quant_dtype, group_shape, scale)
-
-    x, x_scale = factor(x, a1_scale)
-    middle = grouped_gemm(x, w1, *order, topk_ids.shape[1], w1_bias, w1_scale, x_scale, dtype, w1_zero_point)
-    middle, middle_scale = factor(ACTIVATIONS[act.name](middle, **parameters), a2_scale)
-    results = grouped_gemm(middle, w2, *order, 1, w2_bias, w2_scale, middle_scale, dtype, w2_zero_point)
-    return combine(results.view(*topk_ids.shape, hidden_states.shape[1]), weights, shared_output)
+    x, x_scale = (x, None) if quant_dtype is None else quantise(x, quant_dtype, group_shape, a1_scale)
+    # Rows of choices whose experts are not here hold anything, from the first product to the last.
+    middle, results = (x.new_empty((topk_ids.numel(), w.shape[1]), dtype=dtype) for w in (w1, w2))
+    write_products(middle, x, w1, Order(*order, topk_ids.shape[1]), w1_bias, w1_scale, x_scale, w1_zero_point)
+    if quant_dtype is not None and act is ops.silu_and_mul:
+        middle, middle_scale = silu_and_mul_quant(middle, quant_dtype, group_shape, a2_scale)
+    else:
+        middle, middle_scale = ACTIVATIONS[act.name](middle, **parameters), None
+        if quant_dtype is not None:
+            middle, middle_scale = quantise(middle, quant_dtype, group_shape, a2_scale)
+    write_products(results, middle, w2, Order(*order, 1), w2_bias, w2_scale, middle_scale, w2_zero_point)
+    results = results.view(*topk_ids.shape, hidden_states.shape[1])
+    return combine(results, weights, shared_output, topk_ids, expert_map)

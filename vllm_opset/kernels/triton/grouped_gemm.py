@@ -1,7 +1,7 @@
 """grouped_gemm: each program multiplies a tile of one block's rows by a tile of the weight of the block's expert.
 
-Rows are gathered by the sorted choices, so none is copied before. The grid covers as many blocks as the shapes allow;
-programs of empty blocks multiply and write nothing.
+Rows are gathered by the sorted choices, so none is copied before. The grid covers as many blocks as the shapes allow.
+Programs of empty blocks, which have the expert −1, multiply and write nothing.
 
 - `decode`: blocks of up to 16 choices. Reading the weights takes the time, and each weight is read once.
 - `prefill`: larger blocks, whose programs are ordered so that those of one expert run at the same time.
@@ -122,27 +122,47 @@ def grouped_gemm(
     weight_zero_point: torch.Tensor | None = None,
     variant: str | None = None,
 ) -> torch.Tensor:
-    block_size = check_arguments(
+    check_arguments(
         x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype, weight_zero_point
     )
-    out = x.new_empty((len(x) * top_k, weight.shape[1]), dtype=out_dtype or x.dtype)
-    if not len(expert_ids):
-        return out
-    mxfp4, order = is_mxfp4(weight, weight_scale), Order(sorted_token_ids, expert_ids, top_k)
-    picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out_dtype)
+    out = x.new_zeros((len(x) * top_k, weight.shape[1]), dtype=out_dtype or x.dtype)
+    order = Order(sorted_token_ids, expert_ids, top_k)
+    write_products(out, x, weight, order, bias, weight_scale, x_scale, weight_zero_point, variant)
+    return out
+
+
+def write_products(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    order: Order,
+    bias: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    weight_zero_point: torch.Tensor | None,
+    variant: str | None = None,
+) -> None:
+    """Writes the results of `grouped_gemm` to out, for arguments that were checked.
+
+    The rows of choices that have no place stay as they are.
+    """
+    if not len(order.expert_ids):
+        return
+    mxfp4 = is_mxfp4(weight, weight_scale)
+    picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out.dtype)
     if picked == "decode_sm90":
-        values = _launch.parameters(f"{_launch_of(weight, weight_scale)}_decode_sm90", x.device, len(expert_ids))
+        values = _launch.parameters(f"{_launch_of(weight, weight_scale)}_decode_sm90", x.device, len(order.expert_ids))
         operands = Packed(x, weight, weight_scale, weight_zero_point)
         _experts_decode_sm90.decode_experts(operands, bias, out, order, values)
-        return out
+        return
     if picked == "prefill_sm90" and weight.dtype is PACKED:
         _multiply_packed_sm90(Packed(x, weight, weight_scale, weight_zero_point), bias, out, order)
-        return out
+        return
     if picked == "prefill_sm90":
-        operands = Operands(x, weight, weight_scale, x_scale, out_dtype)
+        operands = Operands(x, weight, weight_scale, x_scale, out.dtype)
         _scaled_gemm_sm90.scaled_grouped_gemm(operands, bias, out, order)
-        return out
-    tile = _tile(picked, block_size, len(expert_ids), weight, weight_scale)
+        return
+    tile = _tile(picked, order.block_size, len(order.expert_ids), weight, weight_scale)
     product = Product(x, weight, bias, order, out, read_once=picked == "decode")
     if mxfp4:
         _mxfp4_grouped_gemm.launch(product, weight_scale, tile)
@@ -152,7 +172,6 @@ def grouped_gemm(
         _scaled_grouped_gemm.launch(product, weight_scale, x_scale, tile)
     else:
         product.launch(_grouped_gemm, tile)
-    return out
 
 
 def _multiply_packed_sm90(call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
@@ -210,7 +229,6 @@ def _grouped_gemm(
     x += (choice // top_k).to(tl.int64)[:, None] * x_stride + place[None, :]
     weight += (expert * OUTPUTS + output)[None, :] * COLUMNS + place[:, None]
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    # Absent experts have no weights, and their choices keep a sum of zero.
     for first in tl.range(0, tl.where(expert < 0, 0, COLUMNS), BLOCK_K):
         if COLUMNS % BLOCK_K == 0:
             a = tl.load(x + first, is_choice[:, None], 0.0)

@@ -37,14 +37,14 @@ def permute(
     chunk = min(values["chunk"], max(LEAST_CHUNK, _launch.next_power_of_2(num_choices)))
     num_chunks = _launch.cdiv(num_choices, chunk)
     launch = {
-        "BINS": max(LEAST_BINS, _launch.next_power_of_2(num_experts + 2)), "CHUNK": chunk,
+        "BINS": max(LEAST_BINS, _launch.next_power_of_2(num_experts + 1)), "CHUNK": chunk,
         "num_warps": values["warps"], **_launch.launch_options(topk_ids.device),
     }  # fmt: skip
     counts = None
     if num_chunks > 1:
         counts = topk_ids.new_empty((num_chunks, launch["BINS"]))
         _count[(num_chunks,)](topk_ids, expert_map, counts, num_choices, num_experts, **launch)
-    _place[(num_experts + 1,)](
+    _place[(num_experts + 1,)](  # the last program fills the empty blocks
         topk_ids, expert_map, counts, sorted_token_ids, expert_ids, num_choices, num_chunks, num_blocks, num_experts,
         block_size, PLACES=PLACES, **launch,
     )  # fmt: skip
@@ -52,13 +52,19 @@ def permute(
 
 
 @triton.jit
-def _experts(topk_ids, expert_map, choice, num_choices, num_experts):
-    """The experts of choices: num_experts for those that are not here, num_experts + 1 beyond the last choice."""
-    expert = tl.load(topk_ids + choice, choice < num_choices, -1)
+def place_of(topk_ids, expert_map, choice, is_choice):
+    """The places of the choices' experts among those that are here; below 0 for others, and without is_choice."""
+    place = tl.load(topk_ids + choice, is_choice, -1)
     if expert_map is not None:
-        expert = tl.where(expert < 0, -1, tl.load(expert_map + expert, expert >= 0, -1).to(tl.int32))
-    expert = tl.where(expert < 0, num_experts, expert)
-    return tl.where(choice < num_choices, expert, num_experts + 1)
+        place = tl.where(place < 0, -1, tl.load(expert_map + place, place >= 0, -1).to(tl.int32))
+    return place
+
+
+@triton.jit
+def _experts(topk_ids, expert_map, choice, num_choices, num_experts):
+    """The experts of choices: num_experts for those that are not here, and beyond the last choice."""
+    expert = place_of(topk_ids, expert_map, choice, choice < num_choices)
+    return tl.where(expert < 0, num_experts, expert)
 
 
 @triton.jit(do_not_specialize=["num_choices", "num_experts"])
@@ -89,9 +95,9 @@ def _place(
     first_block = tl.sum(tl.where(bin < own, blocks, 0))
     last_block = first_block + tl.sum(tl.where(bin == own, blocks, 0))
     if own == num_experts:
-        last_block = num_blocks  # the empty blocks come after those of absent experts
+        last_block = num_blocks
     place = first_block * block_size
-    for first in tl.range(0, num_choices, CHUNK):
+    for first in tl.range(0, tl.where(own < num_experts, num_choices, 0), CHUNK):
         choice = first + lane
         is_own = (_experts(topk_ids, expert_map, choice, num_choices, num_experts) == own).to(tl.int32)
         rank = tl.cumsum(is_own, 0) - is_own

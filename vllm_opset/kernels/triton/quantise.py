@@ -11,7 +11,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _quantised
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._quantised import range_of, rounded_quotient, scale_of
+from vllm_opset.kernels.triton._quantised import divided, divided_by_own, range_of, rounded, scale_of
 from vllm_opset.kernels.triton._rows import EVICT_LAST, MAX_COLUMNS, row_offset, rows, whole_rows
 from vllm_opset.ops.quantisation.quantise import QuantiseProblem, check_arguments
 from vllm_opset.ops.schemes import PER_TENSOR, WHOLE, GroupShape, scales_of
@@ -62,12 +62,13 @@ def _quantise(
     x += row_offset(row, x_rows) + column * x_rows.column_stride
     value = tl.load(x, mask, 0.0, eviction_policy=EVICT_LAST).to(tl.float32)
     if ONE_SCALE:
-        scale = tl.load(scales)
+        quotient = divided(value, tl.load(scales))
     elif STATIC:
-        scale = tl.load(scales + group, group < total, 1.0)
+        quotient = divided(value, tl.load(scales + group, group < total, 1.0))
     else:
         largest = tl.max(tl.abs(value), 1, keep_dims=True)
         scale = scale_of(largest, LARGEST, SMALLEST_SCALE)
         tl.store(scales + group, scale, group < total)
-    quotient = rounded_quotient(value, scale, LEAST, LARGEST, out.dtype.element_ty)
+        quotient = divided_by_own(value, scale)
+    quotient = rounded(quotient, LEAST, LARGEST, out.dtype.element_ty)
     tl.store(out + row.to(tl.int64) * COLUMNS + column, quotient, mask)

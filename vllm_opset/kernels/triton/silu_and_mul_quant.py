@@ -17,6 +17,8 @@ from vllm_opset.kernels.triton._rows import MAX_COLUMNS, enough_warps, row_offse
 from vllm_opset.ops.activation.silu_and_mul_quant import check_arguments
 from vllm_opset.ops.quantisation.quantise import QuantiseProblem
 
+LEAST_COLUMNS = 128  # of a row that a program holds, if its groups do not say how many
+
 
 def supports(problem: QuantiseProblem) -> str | None:
     """As `quantise`, with groups of up to 32,768 elements, since registers hold gate and up."""
@@ -36,15 +38,21 @@ def silu_and_mul_quant(
     to = Destination(x, columns, to_dtype, group_shape, scale, out)
     of_groups = to.width < columns or scale is not None
     values = _launch.parameters("silu_and_mul_quant_groups" if of_groups else "silu_and_mul_quant", x.device, total)
-    least = 1 if scale is not None else _launch.next_power_of_2(to.width)
-    block = max(least, min(values["tile"], _launch.next_power_of_2(columns)))
-    held = max(1, values["tile"] // block)
+    least = LEAST_COLUMNS if scale is not None else _launch.next_power_of_2(to.width)
+    block = _part(columns, least, max(least, values["tile"]))
+    held, warps = max(1, values["tile"] // block), values["warps"] * max(1, block // values["tile"])
     _silu_and_mul_quant[(max(1, _launch.cdiv(total, held)) * _launch.cdiv(columns, block),)](
         x, rows(x), total, *to.arguments, **to.constants, **to.group_width(block),
-        ROWS=held, BLOCK=block, num_warps=enough_warps(values["warps"], 2 * held * block),
+        ROWS=held, BLOCK=block, num_warps=enough_warps(warps, 2 * held * block),
         **_launch.early_launch_options(x.device, total, "quantised_early_launch"),
     )  # fmt: skip
     return to.results
+
+
+def _part(columns: int, least: int, most: int) -> int:
+    """The columns of a row that a program holds: the largest power of two that leaves the fewest of all lanes idle."""
+    sizes = (1 << bits for bits in range(least.bit_length() - 1, most.bit_length()))
+    return min(sizes, key=lambda size: (_launch.cdiv(columns, size) * size, -size))
 
 
 @triton.jit(do_not_specialize=["total"])

@@ -9,6 +9,7 @@ import torch
 
 from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
+from vllm_opset.ops.moe.permute import ABSENT, choices, map_of_half, places
 
 # As ROUND_ONCE, but terms of both signs may cancel: what is left has the errors of the terms, which are of order 1.
 CANCELLED = "a sum of weighted terms in fp32, rounded once; terms may cancel"
@@ -22,28 +23,42 @@ TOLERANCES = {
 
 @op(tolerances=TOLERANCES)
 def combine(
-    expert_output: torch.Tensor, topk_weights: torch.Tensor, shared_output: torch.Tensor | None = None
+    expert_output: torch.Tensor,
+    topk_weights: torch.Tensor,
+    shared_output: torch.Tensor | None = None,
+    topk_ids: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = Σ_k topk_weights[:, k] · expert_output[:, k] + shared_output, in fp32 and rounded once.
 
     expert_output: [num_tokens, top_k, hidden_size], contiguous. topk_weights: fp32 [num_tokens, top_k], contiguous.
     shared_output: [num_tokens, hidden_size] of expert_output's dtype, contiguous, or None: the shared experts' result.
+    topk_ids, expert_map: as `permute` takes them. With topk_ids, the choices of experts that are not here add nothing,
+    whatever expert_output holds for them.
+
     Returns a new contiguous tensor [num_tokens, hidden_size] of that dtype. Zero rows are allowed. Raises ValueError
-    if the shapes differ, and for no experts at all.
+    if the shapes differ, for no experts at all, and for a map without ids.
     """
-    check_arguments(expert_output, topk_weights, shared_output)
+    check_arguments(expert_output, topk_weights, shared_output, topk_ids, expert_map)
     wide = accumulator(expert_output)
-    total = (expert_output.to(wide) * topk_weights.to(wide).unsqueeze(-1)).sum(dim=1)
+    weighted = expert_output.to(wide) * topk_weights.to(wide).unsqueeze(-1)
+    if topk_ids is not None:
+        weighted = torch.where((places(topk_ids, expert_map) == ABSENT).unsqueeze(-1), 0, weighted)
+    total = weighted.sum(dim=1)
     if shared_output is not None:
         total = total + shared_output.to(wide)
     return total.to(expert_output.dtype)
 
 
-def check_arguments(expert_output, topk_weights, shared_output) -> None:
+def check_arguments(expert_output, topk_weights, shared_output, topk_ids=None, expert_map=None) -> None:
     if expert_output.ndim != 3 or not expert_output.shape[1] or topk_weights.shape != expert_output.shape[:2]:
         raise ValueError(f"no weights of {list(topk_weights.shape)} for outputs of {list(expert_output.shape)}")
     if shared_output is not None and shared_output.shape != (expert_output.shape[0], expert_output.shape[2]):
         raise ValueError(f"shared_output {list(shared_output.shape)} is no sum of {list(expert_output.shape)}")
+    if topk_ids is None and expert_map is not None:
+        raise ValueError("an expert_map needs the topk_ids that it maps")
+    if topk_ids is not None and topk_ids.shape != topk_weights.shape:
+        raise ValueError(f"topk_ids {list(topk_ids.shape)} must be as many as topk_weights {list(topk_weights.shape)}")
 
 
 @combine.problem_of
@@ -52,11 +67,14 @@ def _(expert_output, *_, **__) -> Problem:
 
 
 @combine.cost
-def _(expert_output, topk_weights, shared_output=None) -> Cost:
+def _(expert_output, topk_weights, shared_output=None, topk_ids=None, expert_map=None) -> Cost:
     num_tokens, top_k, hidden_size = expert_output.shape
     written = num_tokens * hidden_size * expert_output.element_size()
-    read = expert_output.nbytes + topk_weights.nbytes + (0 if shared_output is None else shared_output.nbytes)
-    return Cost(bytes=read + written, flops=2 * num_tokens * top_k * hidden_size)
+    given = (expert_output, topk_weights, shared_output, topk_ids, expert_map)
+    return Cost(
+        bytes=written + sum(tensor.nbytes for tensor in given if tensor is not None),
+        flops=2 * num_tokens * top_k * hidden_size,
+    )
 
 
 def _sample(name: str, device, dtype, num_tokens: int, top_k: int, hidden_size: int, shared=False, on="cpu") -> Sample:
@@ -84,6 +102,23 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("one column", 3, 2, 1)
     yield sample("wide", 3, 8, 2880)
 
+    def absent(name: str, num_tokens: int, top_k: int, hidden_size: int, mapped: bool) -> Sample:
+        """A token without choices, or half of the experts, with NaN for those that are not here."""
+
+        def make():
+            (outputs, weights, added), _ = sample(name, num_tokens, top_k, hidden_size, shared=True).make()
+            ids = choices(name, num_tokens, 8, top_k, device)
+            ids[1:2] = ABSENT
+            expert_map = map_of_half(8, device) if mapped else None
+            outputs[places(ids, expert_map) == ABSENT] = torch.nan
+            return (outputs, weights, added, ids, expert_map), {}
+
+        return Sample(name, make)
+
+    yield absent("padded rows", 4, 2, 64, mapped=False)
+    yield absent("half of the experts are here", 9, 4, 96, mapped=True)
+    yield absent("half of the experts are here, zero tokens", 0, 4, 96, mapped=True)
+
 
 @combine.illegal_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
@@ -94,6 +129,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("weights of fewer tokens", (4, 2, 64), (1, 2))
     yield sample("no experts", (4, 0, 64), (4, 0))
     yield sample("a shared result of one row", (4, 2, 64), (4, 2), (1, 64))
+    yield sample("experts of one token", (4, 2, 64), (4, 2), (4, 64), (1, 2))
+    tensors = (torch.ones(shape, dtype=dtype, device=device) for shape in ((4, 2, 64), (4, 2)))
+    yield Sample("a map of no ids", lambda: (tuple(tensors), {"expert_map": map_of_half(8, device)}))
 
 
 @combine.bench_inputs

@@ -70,10 +70,10 @@ def grouped_gemm(
     Then out_dtype is the dtype of the bias and the result, and x is of that dtype. Or, by weights that are not packed,
     x is quantised too, with its x_scale as for `linear`, and stands for x * x_scale.
 
-    Returns a new contiguous tensor [rows * top_k, out_features] of the result's dtype. The rows of choices whose block
-    has the expert −1 are zero, whatever x holds there. Zero rows are allowed. Raises ValueError if widths or dtypes
-    differ, if bias would broadcast, if sorted_token_ids are no whole blocks, for a scale of no granularity, or for zero
-    points that are not the weights'.
+    Returns a new contiguous tensor [rows * top_k, out_features] of the result's dtype. The rows of choices that have no
+    place are zero, whatever x holds there. Zero rows are allowed. Raises ValueError if widths or dtypes differ, if bias
+    would broadcast, if sorted_token_ids are no whole blocks, for a scale of no granularity, or for zero points that are
+    not the weights'.
     """
     block_size = check_arguments(
         x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype, weight_zero_point

@@ -1,7 +1,7 @@
 """permute: the order of tokens by expert, in blocks of one expert each.
 
-Semantics: vLLM's `moe_align_block_size` with `pad_sorted_ids`. This op also fixes the order within an expert, and
-where the choices of absent experts go.
+Semantics: vLLM's `moe_align_block_size` with `pad_sorted_ids` and `ignore_invalid_experts`. This op also fixes the
+order within an expert.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def permute(
     """Sorts the choices of all tokens by expert, and pads the choices of each expert to whole blocks.
 
     Choice c stands for topk_ids.flatten()[c], so it belongs to token c // top_k. The choices of an expert keep their
-    order. Experts come in their order, and after them the choices of experts that are not here.
+    order. Experts come in their order. The choices of experts that are not here have no place.
 
     topk_ids: int32 [num_tokens, top_k], contiguous, with −1 for a choice to leave out, such as those of padded rows.
 
@@ -30,24 +30,26 @@ def permute(
 
     Returns (sorted_token_ids, expert_ids). sorted_token_ids: int32 [num_blocks * block_size], choices, with
     topk_ids.numel() in places that are empty. expert_ids: int32 [num_blocks], the place of each block's expert; −1 for
-    blocks of absent experts and for empty blocks. num_blocks depends on the shapes alone, so nobody waits for the
-    device. An id outside −1 … num_experts − 1, or outside the map, is an error of the caller that is not noticed.
+    empty blocks, which come last. num_blocks depends on the shapes alone, so nobody waits for the device. An id outside
+    −1 … num_experts − 1, or outside the map, is an error of the caller that is not noticed.
     Raises ValueError if num_experts or block_size is below 1, or topk_ids is not two-dimensional and int32.
     """
     check_arguments(topk_ids, num_experts, block_size)
     num_choices = topk_ids.numel()
     experts = places(topk_ids, expert_map).flatten()
-    experts = torch.where(experts == ABSENT, num_experts, experts)  # sorted last
+    experts = torch.where(experts == ABSENT, num_experts, experts)  # sorted last, and without blocks
     order = experts.argsort(stable=True)
-    counts = (experts.unsqueeze(1) == torch.arange(num_experts + 1, device=experts.device)).sum(dim=0)
+    counts = (experts.unsqueeze(1) == torch.arange(num_experts, device=experts.device)).sum(dim=0)
     blocks = (counts + block_size - 1) // block_size
     ends, num_blocks = blocks.cumsum(0), blocks_for(num_choices, num_experts, block_size)
-    ranked = experts[order]
-    rank = torch.arange(num_choices, device=order.device) - (counts.cumsum(0) - counts)[ranked]
-    sorted_token_ids = topk_ids.new_full((num_blocks * block_size,), num_choices)
-    sorted_token_ids[(ends - blocks)[ranked] * block_size + rank] = order.int()
+    first_rank, first_place = counts.cumsum(0) - counts, (ends - blocks) * block_size
+    ranked = experts[order].clamp(max=num_experts - 1)
+    place = first_place[ranked] + torch.arange(num_choices, device=order.device) - first_rank[ranked]
+    nowhere = num_blocks * block_size  # a last place, for the choices of absent experts
+    sorted_token_ids = topk_ids.new_full((nowhere + 1,), num_choices)
+    sorted_token_ids[torch.where(experts[order] < num_experts, place, nowhere)] = order.int()
     expert_ids = torch.searchsorted(ends, torch.arange(num_blocks, device=ends.device), right=True)
-    return sorted_token_ids, torch.where(expert_ids < num_experts, expert_ids, ABSENT).int()
+    return sorted_token_ids[:nowhere].contiguous(), torch.where(expert_ids < num_experts, expert_ids, ABSENT).int()
 
 
 def places(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
@@ -59,8 +61,8 @@ def places(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Ten
 
 
 def blocks_for(num_choices: int, num_experts: int, block_size: int) -> int:
-    """The number of blocks that suffices for any choices: each expert, and the absent ones together, may waste one."""
-    return min(num_choices, num_choices // block_size + num_experts + 1)
+    """The number of blocks that suffices for any choices: each expert may fill its last one in part."""
+    return min(num_choices, num_choices // block_size + num_experts)
 
 
 def check_arguments(topk_ids: torch.Tensor, num_experts: int, block_size: int) -> None:
