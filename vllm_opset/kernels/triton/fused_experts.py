@@ -1,6 +1,6 @@
 """fused_experts as the composition of other ops: permute, grouped_gemm, an activation, and combine.
 
-If the scheme quantises activations, quantise comes before each product.
+If the scheme quantises activations, quantise comes before each product. After SiLU, silu_and_mul_quant does both.
 
 - `decode`: few choices for each expert, in blocks of the fewest rows that tensor cores take.
 - `prefill`: more choices, in larger blocks.
@@ -164,11 +164,13 @@ def fused_experts(
     x, weights = hidden_states, topk_weights
     if apply_router_weight_on_input:
         x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
-    dtype = hidden_states.dtype
+
+    def fresh(weight: torch.Tensor) -> torch.Tensor:
+        """Memory for a product. The rows of choices whose experts are not here hold anything, to the last product."""
+        return hidden_states.new_empty((topk_ids.numel(), weight.shape[1]))
 
     x, x_scale = (x, None) if quant_dtype is None else quantise(x, quant_dtype, group_shape, a1_scale)
-    # Rows of choices whose experts are not here hold anything, from the first product to the last.
-    middle, results = (x.new_empty((topk_ids.numel(), w.shape[1]), dtype=dtype) for w in (w1, w2))
+    middle = fresh(w1)
     write_products(middle, x, w1, Order(*order, topk_ids.shape[1]), w1_bias, w1_scale, x_scale, w1_zero_point)
     if quant_dtype is not None and act is ops.silu_and_mul:
         middle, middle_scale = silu_and_mul_quant(middle, quant_dtype, group_shape, a2_scale)
@@ -176,6 +178,7 @@ def fused_experts(
         middle, middle_scale = ACTIVATIONS[act.name](middle, **parameters), None
         if quant_dtype is not None:
             middle, middle_scale = quantise(middle, quant_dtype, group_shape, a2_scale)
+    results = fresh(w2)
     write_products(results, middle, w2, Order(*order, 1), w2_bias, w2_scale, middle_scale, w2_zero_point)
     results = results.view(*topk_ids.shape, hidden_states.shape[1])
     return combine(results, weights, shared_output, topk_ids, expert_map)
