@@ -6,11 +6,12 @@ multiply-add. It calls the function of a reduction once for each element. Triton
 integers of a comparison of scalars, which it refuses as a mask. Each patch states a test for a Triton that no longer
 needs it.
 
-Two more save most of the interpreter's time: it patches the language once a launch, and does not compute sums of
-integers again in 64 bits to find overflows. Samples are too small for one.
+Three more save most of the interpreter's time: it patches the language once a launch, knows NumPy's dtypes, and does
+not compute sums of integers again in 64 bits to find overflows. Samples are too small for one.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -41,6 +42,7 @@ def patch() -> None:
     interpreter.InterpreterBuilder.create_splat = _create_splat
     interpreter.ReduceOps.generic_reduce = _generic_reduce
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
+    interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     _samples.DRAWS = 16  # a launch takes as long as ten thousand on a GPU
@@ -58,6 +60,16 @@ def _once_a_launch(patch_lang: Callable) -> Callable:
         return SimpleNamespace(restore=lambda: None) if is_patched else patch_lang(fn)
 
     return patch_rest
+
+
+def _remembered(np_dtype_of: Callable) -> Callable:
+    """NumPy's dtype for one of Triton. Not needed once the original does not make a dict of all of them."""
+    of_scalar = functools.cache(np_dtype_of)
+
+    def of(dtype: tl.dtype) -> np.dtype:
+        return np_dtype_of(dtype) if isinstance(dtype.scalar, tl.pointer_type) else of_scalar(dtype.scalar)
+
+    return of
 
 
 def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding_mode) -> np.ndarray:
