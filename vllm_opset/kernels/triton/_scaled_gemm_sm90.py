@@ -54,9 +54,9 @@ def scaled_gemm_sm90(
 ):  # fmt: skip
     """Programs take tiles by turns. At most as many are launched as run at a time.
 
-    x is a TMA descriptor of boxes [ROWS or fewer, WIDTH], and for experts a pointer. weight is one of boxes
-    [WIDTH, WIDTH]. out is a descriptor of boxes [HALF, WIDTH] with COPIED_RESULTS, and a pointer without. num_rows is
-    that of out.
+    x: a TMA descriptor of boxes [ROWS or fewer, WIDTH], or for experts a pointer. weight: a descriptor of boxes
+    [WIDTH, WIDTH]. out: a descriptor of boxes [HALF, WIDTH] with COPIED_RESULTS, and a pointer without. num_rows: of
+    out.
     ROWS is that of a tile: one or two HALFs. PARTS is the number of a warpgroup's products, of WIDTH outputs each.
     For experts, there are TILES tiles in a block of BLOCK_SIZE.
     """
