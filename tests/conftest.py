@@ -9,7 +9,9 @@ from vllm_opset.platform.cpu import machine
 LONG = ("long", "serve", "engine")
 # Tests that share a server or an engine stay in one process if there are several. Keys are the starts of their names.
 TOGETHER = {f"tests/serve/test_{name}.py": "server" for name in ("accuracy", "api", "bad_input", "load")}
-TOGETHER |= {"tests/examples/": "server", "tests/engine/test_features.py": "engine of test_features.py"}
+TOGETHER |= {"tests/examples/": "server"}
+ENGINES = ("engine/test_features", "engine/test_logits_graphs_on_gpu", "platform/cuda/test_native_on_gpu")
+TOGETHER |= {f"tests/{name}.py": f"engines of {name}" for name in ENGINES}
 # The largest memory of a test process: it holds one engine, and may start another one.
 MEMORY_OF_A_PROCESS = 4 << 30
 
