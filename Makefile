@@ -17,7 +17,8 @@ TRITONS := 3.6.0 3.8.0
 # The newest release of Triton. No vLLM of the window comes with it. Its compiler spills in places where those above do
 # not. That is left until it can be timed, so spills are printed, and not red.
 NEXT_TRITON := 3.9.0
-# The ops with kernels in Gluon, Triton's lower-level language, whose functions differ from release to release.
+# The ops with kernels in Gluon, Triton's lower-level language, whose functions differ from release to release. All of
+# their variants are compiled with each release.
 GLUON := paged_attention linear grouped_gemm
 # Folders of tests with some that need a GPU.
 GPU_TESTS := kernels/triton engine platform/cuda
@@ -95,13 +96,13 @@ compile-all: $(TARGETS:%=compile-%) ## compile every Triton kernel for every kin
 $(TARGETS:%=compile-%): compile-%: env
 	@.venv/bin/python tests/kernels/triton/compile_only.py --table --target $* $(ARGS)
 
-compile-tritons: $(TRITONS:%=compile-triton-%) compile-triton-$(NEXT_TRITON) ## compile the kernels in Gluon with the oldest and the newest Triton that is served, red if one spills, and with the next one
+compile-tritons: $(TRITONS:%=compile-triton-%) compile-triton-$(NEXT_TRITON) ## compile the kernels with the oldest and the newest Triton that is served, red if one spills, and with the next one
 
 compile-triton-$(NEXT_TRITON): MAY_SPILL := --may-spill
 
 $(TRITONS:%=compile-triton-%) compile-triton-$(NEXT_TRITON): compile-triton-%: env
 	@tools/venv.sh .venv-triton-$* triton-$*
-	@PYTHONPATH=.venv-triton-$* .venv/bin/python tests/kernels/triton/compile_only.py --table $(MAY_SPILL) $(GLUON)
+	@PYTHONPATH=.venv-triton-$* .venv/bin/python tests/kernels/triton/compile_only.py --table $(MAY_SPILL) --at-most 3 $(GLUON:%=--all-of %)
 
 parity: env ## every kernel against its op's reference
 	@.venv/bin/vllm-opset parity $(ARGS)

@@ -31,10 +31,9 @@ def guarded(script: str) -> str:
     return f'if __name__ == "__main__":\n{textwrap.indent(script, "    ")}'
 
 
-# spawn imports the script again, so Python needs the guard there, and only there.
+# vLLM forks by default. spawn imports the script again, so Python needs the guard there, and only there.
 CASES = {
     "default": (SCRIPT, {}),
-    "fork": (SCRIPT, {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}),
     "spawn": (guarded(SCRIPT), {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}),
     "in process": (SCRIPT, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
 }

@@ -1,13 +1,15 @@
-"""changes.py PLATFORM: prints as JSON the attributes of vLLM, PyTorch and Triton that the plugin changes there.
+"""changes.py PLATFORM ...: prints as JSON the attributes of vLLM, PyTorch and Triton that the plugin changes there.
 
-`loading`: those that loading the plugin changes. `worker`: those that its worker changes afterwards. Run in a process
-of its own. On a machine without a GPU, the platforms for GPUs are told that one is there.
+`loading`: those that loading the plugin changes. `worker`: those that its worker changes afterwards. Each platform has
+a process of its own, forked when vLLM is imported, which takes most of the time. On a machine without a GPU, the
+platforms for GPUs are told that one is there.
 """
 
 import contextlib
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -48,16 +50,20 @@ KERNELS = "triton.runtime.jit._triton_jit_function_registry"
 LAUNCHED = re.compile(r"vllm\.v1\.worker\.gpu\..*_kernel")
 
 
-def found(platform: str, **variables: str) -> dict[str, set[str]]:
-    """What this script prints for a platform. variables: of its environment."""
-    command, environment = [sys.executable, __file__, platform], os.environ | variables
+Changes = dict[str, set[str]]
+
+
+def found(*platforms: str, **variables: str) -> dict[str, Changes]:
+    """What this script prints. variables: of its environment."""
+    command, environment = [sys.executable, __file__, *platforms], os.environ | variables
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert process.returncode == 0, process.stderr[-4000:]
-    return {when: set(names) for when, names in json.loads(process.stdout.splitlines()[-1]).items()}
+    printed = json.loads(process.stdout.splitlines()[-1])
+    return {one: {when: set(names) for when, names in changed.items()} for one, changed in printed.items()}
 
 
-def declared(platform: str) -> dict[str, set[str]]:
-    """The same by the bridges that the installed vLLM needs."""
+def declared(platform: str) -> Changes:
+    """The same for a platform by the bridges that the installed vLLM needs."""
     from vllm_opset.platform.differences import BRIDGES
 
     needed = [bridge for bridge in BRIDGES if bridge.needed()]
@@ -206,11 +212,8 @@ def pretend_a_gpu() -> None:
     sys.modules |= {name: types.ModuleType(name) for name in ("vllm._C", "vllm._C_stable_libtorch")}
 
 
-def main(platform: str) -> None:
-    os.environ["OPSET_PLATFORM"] = "off"
-    for module in MODULES:
-        if importlib.util.find_spec(".".join(module.split(".")[:3])) is not None:
-            importlib.import_module(module)
+def changes(platform: str) -> dict[str, list[str]]:
+    """Loads the plugin in this process."""
     from vllm.model_executor.layers import rotary_embedding
 
     if platform in ("cuda", "native") and not torch.cuda.is_available():
@@ -234,8 +237,17 @@ def main(platform: str) -> None:
     another_model = snapshot()
     with in_a_worker(platform):
         worker = snapshot()
-    print(json.dumps({"loading": differ(before, loaded), "worker": differ(another_model, worker)}))
+    return {"loading": differ(before, loaded), "worker": differ(another_model, worker)}
+
+
+def main(*platforms: str) -> None:
+    os.environ["OPSET_PLATFORM"] = "off"
+    for module in MODULES:
+        if importlib.util.find_spec(".".join(module.split(".")[:3])) is not None:
+            importlib.import_module(module)
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        print(json.dumps(dict(zip(platforms, pool.map(changes, platforms, chunksize=1), strict=True))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """The accuracy gate: the model knows its held-out questions, and must answer them through the engine."""
 
 import json
+import signal
 
 import pytest
 from processes import Server
@@ -44,8 +45,11 @@ def test_held_out_questions_are_answered_exactly(server):
     assert share >= REQUIRED, f"{share:.2%} right\n" + "\n".join(wrong)
 
 
-def test_the_gate_closes_on_a_wrong_kernel(tmp_path):
-    """This shows that the served tokens come from the selected kernels."""
+def test_the_gate_closes_on_a_wrong_kernel_and_ctrl_c_ends_the_server(tmp_path):
+    """The first shows that the served tokens come from the selected kernels.
+
+    The terminal interrupts every process of the group. Both are one test, because a server takes half a minute.
+    """
     (tmp_path / "wrong_kernel.py").write_text(WRONG)
     override = {"opset": {"kernels": {"silu_and_mul": "wrong"}}}
     server = Server(
@@ -60,5 +64,6 @@ def test_the_gate_closes_on_a_wrong_kernel(tmp_path):
         share, _ = share_of_right_answers(server, HELD_OUT[:40])
         assert share < REQUIRED
         assert "asked for by --additional-config" in server.text()
+        server.assert_ended_well(server.stop(signal.SIGINT, everyone=True))
     finally:
         server.kill()

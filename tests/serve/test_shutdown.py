@@ -1,10 +1,9 @@
-"""How a busy server ends. The fixture `server` tests the end of an idle one."""
+"""How a busy server ends. The fixture `server` tests the end of an idle one, and test_accuracy.py Ctrl-C."""
 
 import asyncio
-import signal
 
 import pytest
-from processes import OUR_FRAME, Server, group_is_alive, wait_until
+from processes import Server, wait_until
 from questions import long_ones
 from streams import Stream, client
 
@@ -25,13 +24,6 @@ def own(request, tmp_path):
         server.kill()
 
 
-def assert_ended_well(server: Server, code: int) -> None:
-    """vLLM logs its own EngineDeadError in most shutdowns; the plugin need not fix that."""
-    assert code == 0, server.text()
-    assert OUR_FRAME not in server.text(), server.text()
-    wait_until(lambda: not group_is_alive(server.process), "no process is left behind")
-
-
 def test_a_sigterm_during_load(own):
     """vLLM drops open streams, some without a message: their clients hang up when the engine is gone."""
 
@@ -48,7 +40,7 @@ def test_a_sigterm_during_load(own):
             await asyncio.gather(*readers, return_exceptions=True)
 
     asyncio.run(load())
-    assert_ended_well(own, own.wait())
+    own.assert_ended_well(own.wait())
 
 
 @pytest.mark.parametrize("own", [("--shutdown-timeout", "120")], indirect=True, ids=["120 seconds"])
@@ -71,10 +63,4 @@ def test_a_sigterm_with_time_to_finish(own):
     for task, stream in zip(tasks, asyncio.run(load()), strict=True):
         assert stream.done
         assert stream.text.startswith(f" {task['answer']}")
-    assert_ended_well(own, own.wait())
-
-
-def test_ctrl_c(own):
-    """The terminal interrupts every process of the group."""
-    assert own.complete("reverse: plugin =", max_tokens=64)["choices"][0]["text"] == " nigulp"
-    assert_ended_well(own, own.stop(signal.SIGINT, everyone=True))
+    own.assert_ended_well(own.wait())

@@ -5,4 +5,4 @@ from changes import declared, found
 
 
 def test_the_declared_changes_are_all():
-    assert found("npu", **emulated_npu.variables()) == declared("npu")
+    assert found("npu", **emulated_npu.variables()) == {"npu": declared("npu")}

@@ -1,12 +1,13 @@
 """Compiles Triton kernels for a GPU that is not there: every sample of their contracts runs with no-op launches.
 
-    python tests/kernels/triton/compile_only.py [--target nvidia/sm90] [--table] [--may-spill] [--at-most N] [OP ...]
+    python tests/kernels/triton/compile_only.py [--target nvidia/sm90] [--table] [--may-spill] [--at-most N]
+        [--all-of OP] [OP ...]
 
 Prints JSON: for each op the compiled variants, with their registers, their shared memory, the number of uses of
 spilled registers, and whether products and sums are fused. For NVIDIA GPUs it adds local memory, and the global loads
 and stores in the PTX. With --table, it prints the largest values of each kernel, and exits with 1 if one for Hopper
-spills, unless it --may-spill. With --at-most, it compiles only the first N variants of each kernel of an op. It needs
-only the stock Triton wheel.
+spills, unless it --may-spill. With --at-most, it compiles only the first N variants of each kernel of an op, but all
+variants of an op that --all-of names. It needs only the stock Triton wheel.
 """
 
 import collections
@@ -34,6 +35,9 @@ from vllm_opset.kernel import kernels_of
 from vllm_opset.targets import Target
 
 HOPPER = Target("nvidia", "sm90")
+# Kernels that are faster with fewer registers, of which they spill some, and the uses of spilled registers that were
+# timed: see "Registers of `read`" in docs/log/kernels.md.
+FASTER_SPILLING = {("top_k_top_p_sample", "read"): 17}
 # The limit of a thread block.
 SHARED_BYTES = {
     "nvidia/sm80": 166912,
@@ -76,6 +80,7 @@ def main(
     table: bool = False,
     may_spill: bool = False,
     at_most: int | None = None,
+    all_of: Annotated[list[str] | None, typer.Option(metavar="OP")] = None,
 ) -> None:
     wanted = Target(*target.split("/"))
     triton.runtime.driver.set_active(CompileOnly(wanted))
@@ -86,7 +91,8 @@ def main(
             for kernel in kernels_of(name).values():
                 if kernel.provider == "triton":
                     compiled.clear()
-                    triton.knobs.runtime.jit_cache_hook = _refuses_after(at_most) if at_most else None
+                    limited = at_most is not None and name not in (all_of or ())
+                    triton.knobs.runtime.jit_cache_hook = _refuses_after(at_most) if limited else None
                     _launch_samples(ops.BY_NAME[name], kernel)
                     resources = _amd_resources if wanted.vendor == "amd" else _resources
                     report[kernel.op] = report.get(kernel.op, []) + [resources(variant) for variant in compiled]
@@ -100,7 +106,7 @@ def main(
 
 
 def spilling(report: dict, target: str) -> list[str]:
-    """A line for each kernel of the report that spills."""
+    """A line for each kernel of the report that spills, unless it is faster so."""
     most = collections.Counter()
     for op, variants in report.items():
         for variant in variants:
@@ -109,7 +115,7 @@ def spilling(report: dict, target: str) -> list[str]:
     return [
         f"{op}: {kernel} uses spilled registers {uses} times on {target}, compiled with Triton {triton.__version__}\n"
         for (op, kernel), uses in most.items()
-        if uses
+        if uses > FASTER_SPILLING.get((op, kernel), 0)
     ]
 
 
