@@ -20,7 +20,7 @@ OPS = [module.name for module in pkgutil.iter_modules(triton.__path__) if not mo
 # start.
 ALONE = ("paged_attention", "top_k_top_p_sample", "qk_norm_rope_cache", "rope_cache", "fused_experts")
 INTERPRET = str(Path(__file__).with_name("interpret.py"))
-# Of the samples of such an op, the interpreter runs one of this number in bf16, and all in fp32.
+# The interpreter runs every fourth sample of such an op in bf16. In fp32, it runs all of them.
 EVERY = 4
 ON_AMPERE = """
 import json, torch
