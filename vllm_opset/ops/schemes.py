@@ -102,7 +102,7 @@ def quantised(
     if scale is None:
         return None
     if tensor.dtype is not PACKED:
-        return Quantised(tensor.dtype, group_of(tensor.shape, scale))
+        return Quantised(tensor.dtype, group_of(tensor.shape, scale.shape))
     shape = values_shape(tensor)
     if is_mxfp4(tensor, scale):
         if shape[-1] % MXFP4.group.columns or tuple(scale.shape) != MXFP4.group.scale_shape(shape):
@@ -110,7 +110,7 @@ def quantised(
         if zero_point is not None:
             raise ValueError("MXFP4 has no zero points")
         return MXFP4
-    group = group_of(shape, scale)
+    group = group_of(shape, scale.shape)
     if len(scale) != len(tensor):
         raise ValueError(f"int4 {list(shape)} has scales for each of its rows, not {list(scale.shape)}")
     if zero_point is not None and (zero_point.shape != scale.shape or zero_point.dtype is not PACKED):
@@ -147,11 +147,11 @@ def unpacked(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
 
 
-def group_of(shape: tuple[int, ...], scale: torch.Tensor) -> GroupShape:
-    """The values of a matrix that share a scale. Raises ValueError for a scale of no such granularity."""
-    if scale.ndim != len(shape):
-        raise ValueError(f"the scale of {list(shape)} must be a matrix, not {list(scale.shape)}")
-    return GroupShape(*(_group_size(size, scales) for size, scales in zip(shape, scale.shape, strict=True)))
+def group_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> GroupShape:
+    """The values of a matrix that share a scale, by the shapes of both. Raises ValueError for no such granularity."""
+    if len(scales) != len(shape):
+        raise ValueError(f"the scale of {list(shape)} must be a matrix, not {list(scales)}")
+    return GroupShape(*(_group_size(size, number) for size, number in zip(shape, scales, strict=True)))
 
 
 def _group_size(size: int, scales: int) -> int:
@@ -240,7 +240,7 @@ def stored(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tor
 
 def expanded(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Scales that broadcast to a matrix of this shape."""
-    for dimension, (size, rows) in enumerate(zip(group_of(shape, scale), shape, strict=True)):
+    for dimension, (size, rows) in enumerate(zip(group_of(shape, scale.shape), shape, strict=True)):
         if size not in (WHOLE, 1):
             scale = scale.repeat_interleave(size, dimension).narrow(dimension, 0, rows)
     return scale

@@ -17,7 +17,6 @@ import math
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -26,7 +25,7 @@ from vllm_opset.kernels.triton._counters import zeros
 from vllm_opset.kernels.triton._decode_tiles_sm90 import SUM_BYTES, add, add_scaled, finish, load_weight, load_x
 from vllm_opset.kernels.triton._gluon import barrier
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import LINE, WARP, available, is_aligned
+from vllm_opset.kernels.triton._load_sm90 import LINE, WARP, available, box_layout, is_aligned
 from vllm_opset.kernels.triton._rows import num_rows
 from vllm_opset.kernels.triton._scaled_gemm_sm90 import WIDTH as BLOCK
 from vllm_opset.kernels.triton._scaled_gemm_sm90 import Operands, by_blocks, strides
@@ -149,7 +148,7 @@ def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
         kernel, warps = wide_decode_sm90, WARPS
     else:
         limit = {"maxnreg": most_registers(warps, values["programs"])}
-    box = _box(x.element_size())
+    box = box_layout(128, 8 * x.element_size())
     of_weight, of_x = ((0, 0) if scale is None else strides(scale) for scale in (weight_scale, x_scale))
     kernel[(num_programs,)](
         TensorDescriptor.from_tensor(rows, [tokens, width], box),
@@ -160,12 +159,6 @@ def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
         num_warps=warps, **limit, **_launch.launch_options(x.device),
     )  # fmt: skip
     return out
-
-
-@functools.cache
-def _box(element_size: int) -> NVMMASharedLayout:
-    """The layout of a descriptor's boxes in shared memory. Triton checks it whenever one is made."""
-    return NVMMASharedLayout(128, 8 * element_size, rank=2)
 
 
 def most_registers(warps: int, programs: int) -> int:

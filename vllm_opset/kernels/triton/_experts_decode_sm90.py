@@ -11,7 +11,6 @@ a tile. The last one of them then adds their sums, always in the same order.
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -23,7 +22,7 @@ from vllm_opset.kernels.triton._decode_tiles_sm90 import partial_of, place_of
 from vllm_opset.kernels.triton._fp4_sm90 import SUMS_FACTOR, widened
 from vllm_opset.kernels.triton._gluon import barrier, tma_load
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import available, is_aligned
+from vllm_opset.kernels.triton._load_sm90 import available, box_layout, is_aligned
 from vllm_opset.kernels.triton._nibbles_sm90 import dequantised_words
 from vllm_opset.kernels.triton._packed_experts_sm90 import Packed
 from vllm_opset.kernels.triton._packed_linear import NO_ZERO_POINT, scale_columns
@@ -277,7 +276,7 @@ def decode_experts(
     num_programs = min(values["programs"] * _launch.multiprocessors(device), num_tiles * tile_units)
     words, mxfp4 = weight.view(-1, half).view(torch.int32), is_mxfp4(weight, weight_scale)
     experts_decode_sm90[(num_programs,)](
-        x, x.stride(0), TensorDescriptor.from_tensor(words, [rows, WORDS.value], NVMMASharedLayout(64, 32, rank=2)),
+        x, x.stride(0), TensorDescriptor.from_tensor(words, [rows, WORDS.value], box_layout(64, 32)),
         bias, out, weight_scale, zero_point, *weight_scale.stride(), order.sorted_token_ids, order.expert_ids,
         x.new_empty((2 * num_programs, rows, TOKENS.value), dtype=torch.float32), zeros(device, num_tiles), len(out),
         num_blocks, order.top_k, OUTPUTS=outputs, COLUMNS=2 * half,

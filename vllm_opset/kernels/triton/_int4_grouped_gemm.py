@@ -26,7 +26,7 @@ def supports(problem: Problem, scheme: Scheme) -> str | None:
 def launch(product: Product, weight_scale: torch.Tensor, zero_point: torch.Tensor | None, tile: dict[str, int]) -> None:
     """Writes the product of the contract."""
     num_outputs, columns = product.weight.shape[1], product.x.shape[1]
-    group = group_of((num_outputs, columns), weight_scale[0]).columns
+    group = group_of((num_outputs, columns), weight_scale.shape[1:]).columns
     group = columns if group == WHOLE else group
     width = min(tile.pop("BLOCK_K"), group if group < columns else columns & -columns)
     product.launch(

@@ -9,7 +9,6 @@ tiles are those of `_packed_experts_sm90`.
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -22,6 +21,7 @@ from vllm_opset.kernels.triton._load_sm90 import (
     MULTIPLYING_REGISTERS,
     OUTPUTS_OF_BOX,
     barriers,
+    box_layout,
     expert_of,
     load_tiles,
     rows_of,
@@ -154,7 +154,7 @@ def mxfp4_grouped_gemm(
     tiles = _launch.cdiv(order.block_size, rows)
     num_tiles = len(order.expert_ids) * tiles
     box = [OUTPUTS_OF_BOX.value, WIDTH.value // 2]
-    descriptor = TensorDescriptor.from_tensor(weight.view(-1, columns // 2), box, NVMMASharedLayout(32, 8, rank=2))
+    descriptor = TensorDescriptor.from_tensor(weight.view(-1, columns // 2), box, box_layout(32, 8))
     num_programs = min(num_tiles * _launch.cdiv(outputs, 2 * OUTPUTS_OF_BOX.value), _launch.multiprocessors(device))
     mxfp4_gemm_sm90[(num_programs,)](
         x, x.stride(0), descriptor, bias, out, weight_scale, *weight_scale.stride(), order.sorted_token_ids,

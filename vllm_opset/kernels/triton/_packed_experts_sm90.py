@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -23,6 +22,7 @@ from vllm_opset.kernels.triton._load_sm90 import (
     OUTPUTS_OF_BOX,
     available,
     barriers,
+    box_layout,
     expert_of,
     is_aligned,
     load_tiles,
@@ -299,7 +299,7 @@ def packed_grouped_gemm(
     box = [OUTPUTS_OF_BOX.value, WIDTH.value * 4 // bits]
     num_programs = min(num_tiles * _launch.cdiv(outputs, OUTPUTS_OF_BOX.value), _launch.multiprocessors(device))
     packed_experts_sm90[(num_programs,)](
-        x, x.stride(0), TensorDescriptor.from_tensor(stored, box, NVMMASharedLayout(32, bits, rank=2)), bias, out,
+        x, x.stride(0), TensorDescriptor.from_tensor(stored, box, box_layout(32, bits)), bias, out,
         weight_scale, zero_point, *weight_scale.stride(), order.sorted_token_ids, order.expert_ids, len(out), num_tiles,
         order.top_k, OUTPUTS=outputs, COLUMNS=columns,
         SCALED_COLUMNS=SCALED.value if mxfp4 else scale_columns(weight[0], weight_scale[0]),

@@ -11,7 +11,6 @@ Those that share a tile store their sums, and the last one adds them, always in 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -24,6 +23,7 @@ from vllm_opset.kernels.triton._load_sm90 import (
     LOADING_REGISTERS,
     available,
     barriers,
+    box_layout,
     first_row_of,
     is_aligned,
     load_rows,
@@ -370,8 +370,8 @@ def packed_gemm(
     partials = x.new_empty((num_programs, 2, tile_outputs, tokens), dtype=torch.float32)
     boxes = [min(values["box"], tokens), CHUNK.value], [tile_outputs, WIDTH.value // 4]
     descriptors = (
-        TensorDescriptor.from_tensor(rows, boxes[0], NVMMASharedLayout(128, 16, rank=2)),
-        TensorDescriptor.from_tensor(weight.view(torch.int16), boxes[1], NVMMASharedLayout(64, 16, rank=2)),
+        TensorDescriptor.from_tensor(rows, boxes[0], box_layout(128, 16)),
+        TensorDescriptor.from_tensor(weight.view(torch.int16), boxes[1], box_layout(64, 16)),
     )
     packed_gemm_sm90[(num_programs,)](
         *descriptors, weight_scale, weight_zero_point, bias, out, partials,

@@ -104,7 +104,7 @@ def paired(x: torch.Tensor) -> bool:
 def scale_columns(weight: torch.Tensor, scale: torch.Tensor) -> int:
     """The columns that share a scale."""
     columns = values_shape(weight)[1]
-    group = group_of((len(weight), columns), scale).columns
+    group = group_of((len(weight), columns), scale.shape).columns
     return columns if group == WHOLE else group
 
 

@@ -6,12 +6,12 @@ and added in fp32 while the other warpgroup's products run. By rows, tensor core
 bits of a sum, as in `_scaled_grouped_gemm`.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -26,6 +26,7 @@ from vllm_opset.kernels.triton._load_sm90 import (
     available,
     await_turn,
     barriers,
+    box_layout,
     expert_of,
     first_row_of,
     is_aligned,
@@ -277,7 +278,7 @@ def _multiply_scaled(
     warpgroups_of_outputs = 2 * HALF.value // rows
     parts = max(1, values["outputs"] // (warpgroups_of_outputs * WIDTH.value))
     x, w_strides, tiles, num_tiles = call.x, strides(call.weight_scale), 1, _launch.cdiv(len(out), rows)
-    box = NVMMASharedLayout(128, 8, rank=2)
+    box = box_layout(128, 8)
     if order is None:
         of_x = [min(values["box"], rows), WIDTH.value]
         x, w_strides = TensorDescriptor.from_tensor(call.x, of_x, box), (0, *w_strides)
@@ -287,7 +288,7 @@ def _multiply_scaled(
     weight = TensorDescriptor.from_tensor(call.weight.view(-1, columns), [WIDTH.value, WIDTH.value], box)
     results, copied_results = out, order is None and is_aligned(out)  # Those of experts are scattered.
     if copied_results:
-        results = TensorDescriptor.from_tensor(out, [HALF.value, WIDTH.value], NVMMASharedLayout(128, 16, rank=2))
+        results = TensorDescriptor.from_tensor(out, [HALF.value, WIDTH.value], box_layout(128, 16))
     tile_outputs = warpgroups_of_outputs * parts * WIDTH.value
     all_tiles = num_tiles * _launch.cdiv(outputs, tile_outputs)
     num_programs = min(all_tiles, _launch.multiprocessors(device))
@@ -311,11 +312,14 @@ def strides(scale: torch.Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(scale.shape, scale.stride(), strict=True))
 
 
+# The granularity of scales by shapes. Steps have few numbers of tokens at a time.
+_group_of = functools.lru_cache(1024)(group_of)
+
+
 def _groups(call: Operands) -> tuple[GroupShape, GroupShape]:
     """Those of the scales of x, and of the weight or of one of its experts."""
-    experts = call.weight.ndim == 3
-    weight, scale = (call.weight[0], call.weight_scale[0]) if experts else (call.weight, call.weight_scale)
-    return group_of(call.x.shape, call.x_scale), group_of(weight.shape, scale)
+    shapes = call.weight.shape[-2:], call.weight_scale.shape[-2:]
+    return _group_of(call.x.shape, call.x_scale.shape), _group_of(*shapes)
 
 
 def by_blocks(call: Operands) -> bool:

@@ -72,7 +72,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def scale_group(tensor: torch.Tensor, scale: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The rows and columns that share a scale, and the strides from scale to scale: 0 where there is one scale."""
-    group = group_of(tensor.shape, scale)
+    group = group_of(tensor.shape, scale.shape)
     extents = (max(size, 1) if of == WHOLE else of for of, size in zip(group, tensor.shape, strict=True))
     strides = (0 if size == 1 else stride for size, stride in zip(scale.shape, scale.stride(), strict=True))
     return tuple(extents), tuple(strides)

@@ -105,7 +105,7 @@ def _check_quantised(x, weight, weight_scale, x_scale, out_dtype) -> None:
     if x_scale is not None:
         if weight.dtype is PACKED:
             raise ValueError("a packed weight multiplies activations as they are, without an x_scale")
-        group_of(x.shape, x_scale)
+        group_of(x.shape, x_scale.shape)
 
 
 @linear.problem_of

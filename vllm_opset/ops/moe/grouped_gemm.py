@@ -103,7 +103,7 @@ def check_arguments(
     if weight_scale is not None and out_dtype is None:
         raise ValueError("quantised weights need out_dtype")
     if x_scale is not None:
-        group_of(x.shape, x_scale)
+        group_of(x.shape, x_scale.shape)
     _quantised.check_weight("weight", weight, weight_scale, (*weight.shape[:2], x.shape[1]), dtype, weight_zero_point)
     if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != dtype):
         raise ValueError(f"bias must be {dtype} {list(weight.shape[:2])}, not {bias.dtype} {list(bias.shape)}")
