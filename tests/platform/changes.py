@@ -1,8 +1,8 @@
 """changes.py PLATFORM ...: prints as JSON the attributes of vLLM, PyTorch and Triton that the plugin changes there.
 
 `loading`: those that loading the plugin changes. `worker`: those that its worker changes afterwards. Each platform has
-a process of its own, forked when vLLM is imported, which takes most of the time. On a machine without a GPU, the
-platforms for GPUs are told that one is there.
+a process of its own. It is forked after vLLM was imported, because the import takes most of the time. On a machine
+without a GPU, the platforms for GPUs are told that one is there.
 """
 
 import contextlib

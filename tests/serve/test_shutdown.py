@@ -1,4 +1,4 @@
-"""How a busy server ends. The fixture `server` tests the end of an idle one, and test_accuracy.py Ctrl-C."""
+"""How a busy server ends. The fixture `server` tests the end of an idle one. test_accuracy.py tests Ctrl-C."""
 
 import asyncio
 
