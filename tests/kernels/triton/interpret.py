@@ -3,7 +3,8 @@
     TRITON_INTERPRET=1 python tests/kernels/triton/interpret.py [--every N] OP ...
 
 All that `parity` checks is checked in the first dtype of an op, which is fp32 where it has that. In bf16, every Nth
-sample is. fp16 takes no other path through a kernel than bf16, and a GPU checks it. Prints JSON: the checks.
+sample is, and each that the kernel did not support in fp32. fp16 takes no other path through a kernel than bf16, and a
+GPU checks it. Prints JSON: the checks.
 """
 
 import json
@@ -28,10 +29,13 @@ def main(names: Annotated[list[str], typer.Argument(metavar="OP")], every: int =
 
 def _checks(op, every: int) -> Iterator[Check]:
     kernel, first = kernels_of(op.name)["triton"], op.dtypes[0]
-    yield from check_kernel(op, kernel, "cpu", [first])
+    checks = list(check_kernel(op, kernel, "cpu", [first]))
+    yield from checks
     if torch.bfloat16 in op.dtypes[1:]:
-        for sample in list(op.samples("cpu", torch.bfloat16))[::every]:
-            yield check_sample(op, kernel, sample, torch.bfloat16)
+        ran = {check.case for check in checks if check.skipped is None}
+        for index, sample in enumerate(op.samples("cpu", torch.bfloat16)):
+            if index % every == 0 or sample.name not in ran:
+                yield check_sample(op, kernel, sample, torch.bfloat16)
 
 
 if __name__ == "__main__":
