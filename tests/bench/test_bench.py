@@ -13,7 +13,7 @@ from readme import ROOT
 from typer.testing import CliRunner
 
 from vllm_opset import ops
-from vllm_opset.bench import ceilings, peers
+from vllm_opset.bench import peers
 from vllm_opset.bench.ceilings import Ceilings
 from vllm_opset.bench.measure import Candidate, Result, candidates, cases, measure
 from vllm_opset.bench.report import Report
@@ -58,7 +58,7 @@ def test_command_writes_table_json_page_and_picture(run, tmp_path):
     assert files[2].read_bytes().startswith(b"\x89PNG")
 
 
-def test_after_sigterm_it_reports_what_it_has_measured(run, monkeypatch, tmp_path):
+def test_after_sigterm_it_reports_what_it_has_measured(run, given_ceilings, monkeypatch, tmp_path):
     calls = []
 
     def ended(*arguments):
@@ -68,8 +68,6 @@ def test_after_sigterm_it_reports_what_it_has_measured(run, monkeypatch, tmp_pat
         return measure(*arguments)
 
     monkeypatch.setattr(f"{bench.__module__}.measure", ended)
-    # Each call would measure them, for ten seconds where the processor has no instructions for bf16.
-    monkeypatch.setattr(ceilings, "measure", lambda *_: CEILINGS)
     arguments = ("rms_norm", "--case", "T1 *", "--device", "cpu", "--kernel", "cpu", "--against", "torch_eager")
     result = run(*arguments, "--json", str(file := tmp_path / "results.json"), "--conditions", "A test.")
     assert result.exit_code == 1, result.output

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from vllm_opset import ops
-from vllm_opset.bench import ceilings, tune
+from vllm_opset.bench import tune
 from vllm_opset.bench.ceilings import Ceilings
 from vllm_opset.bench.measure import Candidate, by_variant, cases, measure
 from vllm_opset.cli import app
@@ -66,9 +66,7 @@ def test_every_variant_that_can_is_timed_and_named():
     assert {name: result.variant for name, (_, result) in found.items()} == {"mine": "any"}
 
 
-def test_the_command_times_the_variants_of_a_kernel(tmp_path, monkeypatch):
-    # Each call would measure them, for ten seconds where the processor has no instructions for bf16.
-    monkeypatch.setattr(ceilings, "measure", lambda *_: CEILINGS)
+def test_the_command_times_the_variants_of_a_kernel(tmp_path, given_ceilings):
     file = tmp_path / "results.json"
     words = (
         "bench",

@@ -12,7 +12,6 @@ import typer
 from typer.testing import CliRunner
 
 from vllm_opset import ops
-from vllm_opset.bench.ceilings import Ceilings
 from vllm_opset.bench.measure import Candidate, Result
 from vllm_opset.bench.plan import Plan, _call
 from vllm_opset.bench.random_cases import comparisons, kind_of, random_cases, tables
@@ -218,8 +217,7 @@ def test_calls_ahead_are_made_in_other_processes():
     assert plan("rms_norm", drawn=None, pattern="T1 *").call_ahead(2) == []
 
 
-def test_the_command_compares_and_writes_what_it_found(tmp_path, monkeypatch):
-    monkeypatch.setattr("vllm_opset.bench.ceilings.measure", lambda *_: Ceilings(1e10, 1e12, torch.float32))
+def test_the_command_compares_and_writes_what_it_found(tmp_path, given_ceilings, monkeypatch):
     monkeypatch.setitem(_paged_draws.LOADS, "cpu", _paged_draws.Load(2, 64, 8, 2**18, 1))
     app = typer.Typer()
     app.command()(bench)

@@ -148,7 +148,10 @@ def unpacked(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def group_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> GroupShape:
-    """The values of a matrix that share a scale, by the shapes of both. Raises ValueError for no such granularity."""
+    """The values of a matrix of this shape that share a scale. scales: the shape of its scales.
+
+    Raises ValueError for scales of no such granularity.
+    """
     if len(scales) != len(shape):
         raise ValueError(f"the scale of {list(shape)} must be a matrix, not {list(scales)}")
     return GroupShape(*(_group_size(size, number) for size, number in zip(shape, scales, strict=True)))

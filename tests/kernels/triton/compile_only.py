@@ -35,8 +35,8 @@ from vllm_opset.kernel import kernels_of
 from vllm_opset.targets import Target
 
 HOPPER = Target("nvidia", "sm90")
-# These kernels spill some registers, and are slower with more registers. When this was timed, they had so many uses of
-# spilled registers. See "Registers of `read`" in docs/log/kernels.md.
+# Kernels that were slower with more registers, although they spill some, and the uses of spilled registers that this
+# script counts with Triton 3.8. See "Registers of `read`" in docs/log/kernels.md.
 FASTER_SPILLING = {("top_k_top_p_sample", "read"): 17}
 # The limit of a thread block.
 SHARED_BYTES = {

@@ -17,6 +17,7 @@ import typer
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
+from vllm_opset.ops.contract import Op
 from vllm_opset.parity import Check, check_kernel, check_sample
 
 
@@ -27,7 +28,7 @@ def main(names: Annotated[list[str], typer.Argument(metavar="OP")], every: int =
     json.dump({"checks": checks}, sys.stdout)
 
 
-def _checks(op, every: int) -> Iterator[Check]:
+def _checks(op: Op, every: int) -> Iterator[Check]:
     kernel, first = kernels_of(op.name)["triton"], op.dtypes[0]
     checks = list(check_kernel(op, kernel, "cpu", [first]))
     yield from checks

@@ -43,7 +43,10 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def box_layout(swizzle: int, bits: int) -> NVMMASharedLayout:
-    """The layout in shared memory of a TMA descriptor's boxes, of elements of so many bits. Making one takes 7 µs."""
+    """The layout in shared memory of a TMA descriptor's boxes, of elements of so many bits.
+
+    It is remembered, because Triton checks it whenever one is made.
+    """
     return NVMMASharedLayout(swizzle, bits, rank=2)
 
 

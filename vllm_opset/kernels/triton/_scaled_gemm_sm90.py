@@ -55,9 +55,9 @@ def scaled_gemm_sm90(
 ):  # fmt: skip
     """Programs take tiles by turns. At most as many are launched as run at a time.
 
-    x: a TMA descriptor of boxes [ROWS or fewer, WIDTH], or for experts a pointer. weight: a descriptor of boxes
-    [WIDTH, WIDTH]. out: a descriptor of boxes [HALF, WIDTH] with COPIED_RESULTS, and a pointer without. num_rows: of
-    out.
+    x is a TMA descriptor with boxes [ROWS or fewer, WIDTH]. Experts have a pointer instead. weight is a descriptor with
+    boxes [WIDTH, WIDTH]. out has num_rows rows. It is a pointer, or with COPIED_RESULTS a descriptor with boxes
+    [HALF, WIDTH].
     ROWS is that of a tile: one or two HALFs. PARTS is the number of a warpgroup's products, of WIDTH outputs each.
     For experts, there are TILES tiles in a block of BLOCK_SIZE.
     """
@@ -312,7 +312,7 @@ def strides(scale: torch.Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(scale.shape, scale.stride(), strict=True))
 
 
-# The granularity of scales by shapes. Steps have few numbers of tokens at a time.
+# The layers of a step ask for the same shapes, and each call asks twice.
 _group_of = functools.lru_cache(1024)(group_of)
 
 
