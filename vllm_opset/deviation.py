@@ -30,18 +30,16 @@ def worst(deviations: Iterable[Deviation]) -> Deviation:
 
 
 def deviation(
-    name: str, have: torch.Tensor, want: torch.Tensor, tolerances: Mapping[torch.dtype, Tolerance], scale: float
+    name: str, have: torch.Tensor, want: torch.Tensor, tolerances: Mapping[torch.dtype, Tolerance]
 ) -> Deviation:
     """The deviation of the kernel's tensor `have` from the reference's `want`. Both have the same shape and device.
 
-    tolerances: by the dtype of `have`. Integers without one must be equal.
-    scale: a factor for the absolute tolerance.
+    tolerances: by the dtype of `have`, with the scale of the sample. Integers without one must be equal.
     """
     if not have.is_floating_point() and have.dtype not in tolerances:
         return _of_integers(name, have, want)
     tolerance = tolerances[have.dtype]
-    atol = scale * tolerance.atol
-    allowed = atol + tolerance.rtol * want.abs()
+    allowed = tolerance.atol + tolerance.rtol * want.abs()
     difference = (want - have.to(want.dtype)).abs()
     share = torch.where(_same(have, want), 0.0, difference / allowed).nan_to_num(nan=float("inf"))
 
@@ -51,7 +49,7 @@ def deviation(
             f"{name} is off by {share[index].item():.2f} times the tolerance: {_count(share > 1)} mismatch; the worst, "
             f"at index {index}, is {have[index].item():g} where the reference gives {want[index].item():g}: "
             f"absolute difference {difference[index].item():.3g}, allowed {allowed[index].item():.3g} "
-            f"(atol {atol:.3g} + rtol {tolerance.rtol:.3g} * |reference|)"
+            f"(atol {tolerance.atol:.3g} + rtol {tolerance.rtol:.3g} * |reference|)"
         )
 
     return Deviation(share.max().item() if share.numel() else 0.0, describe)

@@ -14,7 +14,7 @@ import torch
 
 from vllm_opset.deviation import Deviation, deviation, worst
 from vllm_opset.kernel import REFERENCE, Kernel
-from vllm_opset.ops.contract import DTYPES, Op, Problem, Sample
+from vllm_opset.ops.contract import DTYPES, Op, Problem, Sample, Tolerance
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -62,14 +62,15 @@ def check_sample(op: Op, kernel: Kernel, sample: Sample, dtype: torch.dtype) -> 
     """Run kernel and reference on the sample's inputs, and compare the results and the arguments they have written."""
     args, kwargs = sample.make()
     error = failure = None
-    unsupported = kernel.supports(op.problem_for(*args, **kwargs))
+    problem = op.problem_for(*args, **kwargs)
+    unsupported = kernel.supports(problem)
     if unsupported is None:
         returned, failure = _attempt(kernel.call, args, kwargs)
         if failure is None:
             call = Call.of(op, args, kwargs, returned)
             failure = _malformed(call, Call.to_reference(op, sample)) or _trespassed(op, call, sample)
             if failure is None:
-                found = _deviation(op, call, Call.to_reference(op, sample, _wide), sample.scale)
+                found = _deviation(call, Call.to_reference(op, sample, _wide), op.allowed(problem, sample.scale))
                 error, failure = found.share, None if found.share <= 1 else found.describe()
     return Check(op.name, kernel.name, dtype, sample.name, error, failure, unsupported)
 
@@ -266,9 +267,8 @@ def _untouchable(op: Op, tensors: Tensors, name: str) -> torch.Tensor:
     return raw
 
 
-def _deviation(op: Op, got: Call, expected: Call, scale: float) -> Deviation:
+def _deviation(got: Call, expected: Call, tolerances: Mapping[torch.dtype, Tolerance]) -> Deviation:
     """The deviation of the worst result."""
     return worst(
-        deviation(name, _where_checked(got.outcome[name]), want, op.tolerances, scale)
-        for name, want in expected.outcome.items()
+        deviation(name, _where_checked(got.outcome[name]), want, tolerances) for name, want in expected.outcome.items()
     )

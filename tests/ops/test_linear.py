@@ -6,7 +6,12 @@ from vllm_opset import ops
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.kernels.cpu.linear import CACHED_BYTES
 from vllm_opset.ops import _samples
-from vllm_opset.ops.gemm.linear import LinearProblem
+from vllm_opset.ops.contract import Sample
+from vllm_opset.ops.gemm._quantised import BLOCK, ROUNDED_FACTORS, TOKEN_BLOCK, quantised_normal
+from vllm_opset.ops.gemm.linear import FP8_SUM_BITS, LinearProblem
+from vllm_opset.ops.schemes import FP8, INT8, PER_ROW, PER_TENSOR, Quantised, Scheme
+from vllm_opset.parity import check_sample
+from vllm_opset.targets import Target, instead
 
 RNG = _samples.generator("test_linear")
 
@@ -47,3 +52,74 @@ def test_a_weight_is_packed_where_onednn_multiplies(dtype):
     large, small = (torch.ones(rows, 1024, dtype=dtype) for rows in (1024, 8))
     assert kernel.prepared("weight", large).is_mkldnn
     assert kernel.prepared("weight", small).is_mkldnn is (dtype is not torch.float32)
+
+
+HOPPER, BY_ROWS = Target("nvidia", "sm90"), Quantised(FP8, PER_ROW)
+
+
+def on_hopper(columns=4096, dtype=torch.bfloat16, weight=BY_ROWS, activation=BY_ROWS, target=HOPPER) -> LinearProblem:
+    return LinearProblem("cuda", dtype, columns, 64, Scheme(weight, activation), target=target)
+
+
+def hopper_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x weightᵀ as Hopper's tensor cores add products of fp8, 32 columns at a time.
+
+    The products and the sum before them are cut to FP8_SUM_BITS bits of the largest of them. So is their sum.
+    """
+
+    def cut(values: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        unit = 2.0 ** (largest.frexp().exponent - FP8_SUM_BITS)
+        return (values / unit).trunc() * unit
+
+    total = torch.zeros(len(x), len(weight), 1)
+    for some, others in zip(x.float().split(32, 1), weight.float().split(32, 1), strict=True):
+        terms = torch.cat((total, some[:, None] * others), 2)
+        total = cut(terms, terms.abs().amax(2, keepdim=True)).sum(2, keepdim=True)
+        total = cut(total, total)
+    return total[..., 0]
+
+
+@pytest.mark.parametrize("columns", [1024, 16384])
+def test_sums_of_fp8_on_hopper_err_as_the_contract_says(columns):
+    x, weight = (quantised_normal((rows, columns), PER_ROW, "cpu", RNG)[0] for rows in (48, 64))
+    exact = x.double() @ weight.double().T
+    error = (hopper_sums(x, weight) - exact).std() / exact.std()
+    assert 0.2 < error / ops.linear.error_of(on_hopper(columns)) < 0.5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"weight": Quantised(FP8, BLOCK), "activation": Quantised(FP8, TOKEN_BLOCK)},
+        {"activation": None},
+        {"weight": Quantised(INT8, PER_ROW), "activation": Quantised(INT8, PER_ROW)},
+        {"weight": None, "activation": None},
+        {"dtype": torch.float32},
+        {"target": Target("nvidia", "sm80")},
+        {"target": Target("nvidia", "sm100")},
+        {"target": Target("cpu", "x86_64")},
+        {"target": Target("huawei", "A2")},
+    ],
+    ids=str,
+)
+def test_no_other_problem_has_a_wider_tolerance(other):
+    assert ops.linear.error_of(on_hopper()) == 2.0**-8
+    assert ops.linear.error_of(on_hopper(weight=Quantised(FP8, PER_TENSOR))) == 2.0**-8
+    assert ops.linear.error_of(on_hopper(**other)) == 0
+
+
+def test_a_check_allows_what_the_hardware_loses():
+    """The result is 0. What a sample's scale does not allow is allowed on Hopper, and no more than that."""
+
+    def make() -> tuple[tuple, dict]:
+        ones = torch.ones(1, 1)
+        return (torch.zeros(2, 4096).to(FP8), torch.zeros(8, 4096).to(FP8), None, ones, ones, torch.bfloat16), {}
+
+    def error(wrong: float, target: Target) -> float:
+        kernel = Kernel("linear", "off", "tests", (), lambda _: None, lambda *_: torch.full((2, 8), wrong).bfloat16())
+        with instead(target):
+            return check_sample(ops.linear, kernel, Sample("zeros", make, ROUNDED_FACTORS), torch.bfloat16).error
+
+    allowed, more = ROUNDED_FACTORS * 2.0**-8, 2.0**-8
+    assert error(allowed + more, HOPPER) == pytest.approx(1)
+    assert error(allowed + more, Target("nvidia", "sm80")) == pytest.approx(1 + more / allowed)

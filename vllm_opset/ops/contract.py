@@ -14,12 +14,13 @@ kernels with it. The op's own decorators add everything else:
     @my_op.bench_inputs        # inputs for benchmarks: the sizes that real models use
     @my_op.random_input        # draws one problem of the sizes that models have, for benchmarks of many
     @my_op.cost                # the bytes and the FLOP that no implementation can avoid
+    @my_op.hardware_error      # what the arithmetic of a problem's target adds to the tolerance, if it adds anything
 """
 
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -56,7 +57,7 @@ class Problem:
 class Tolerance:
     """|kernel - reference| <= scale * atol + rtol * |reference|, elementwise, with the `scale` of the sample.
 
-    `reason` says where the error comes from.
+    `reason` says where the error comes from. The `hardware_error` of an op may add to both.
     """
 
     rtol: float
@@ -125,6 +126,7 @@ class Op:
         self.tolerances = tolerances
         self.properties: dict[str, PropertyCheck] = {}
         self.illegal_samples: SampleMaker = lambda device, dtype: iter(())
+        self.error_of: Callable[[Problem], float] = lambda problem: 0.0
         unknown = {*mutates, *prepared} - set(self.signature.parameters)
         if unknown:
             raise ValueError(f"{self.name} declares {sorted(unknown)}, which it does not take")
@@ -167,6 +169,22 @@ class Op:
         """Registers the function that computes the `Cost` of one call from its arguments."""
         self.cost_of = estimate
         return estimate
+
+    def hardware_error(self, estimate: Callable[[Problem], float]) -> Callable[[Problem], float]:
+        """Registers the function that computes the error of the hardware's arithmetic from the problem. By default, 0.
+
+        It is that of results of order 1, and relative to larger ones. The `scale` of a sample does not multiply it.
+        """
+        self.error_of = estimate
+        return estimate
+
+    def allowed(self, problem: Problem, scale: float) -> dict[torch.dtype, Tolerance]:
+        """The tolerances of this problem's results, for a sample of this scale."""
+        error = self.error_of(problem)
+        return {
+            dtype: replace(tolerance, rtol=tolerance.rtol + error, atol=scale * tolerance.atol + error)
+            for dtype, tolerance in self.tolerances.items()
+        }
 
     def property_(self, check: PropertyCheck) -> PropertyCheck:
         """Registers `check(implementation, device, dtype)`, which raises AssertionError if a kernel lacks it."""
