@@ -105,6 +105,7 @@ def test_sums_of_fp8_on_hopper_err_as_the_contract_says(columns):
 def test_no_other_problem_has_a_wider_tolerance(other):
     assert ops.linear.error_of(on_hopper()) == 2.0**-8
     assert ops.linear.error_of(on_hopper(weight=Quantised(FP8, PER_TENSOR))) == 2.0**-8
+    assert ops.linear.error_of(on_hopper(dtype=torch.float16)) == 2.0**-7
     assert ops.linear.error_of(on_hopper(**other)) == 0
 
 
