@@ -45,6 +45,20 @@ class QuantisedWeights(Rule):
         return Refusal(f"vllm-opset {where} does not support quantised weights with {found}: {self.cure}.")
 
 
+def stored_weights(model: "ModelConfig") -> dict[str, Mapping]:
+    """How compressed-tensors stores a model's weights, by the names of its groups. Empty for other methods."""
+    checkpoint = getattr(model.hf_config, "quantization_config", None) or {}
+    return {name: group.get("weights") or {} for name, group in checkpoint.get("config_groups", {}).items()}
+
+
+def in_fp8(model: "ModelConfig") -> bool:
+    """Whether a model's quantised weights are all in fp8, by the method fp8 or by compressed-tensors."""
+    if model.quantization != "compressed-tensors":
+        return str(model.quantization).startswith("fp8")
+    kinds = {(weights.get("type"), weights.get("num_bits")) for weights in stored_weights(model).values()}
+    return kinds == {("float", 8)}
+
+
 def unserved(model: "ModelConfig") -> Iterator[str]:
     """Names each feature of a model's quantised weights that is not served. The weights need not be loaded."""
     if model.quantization is None:

@@ -9,6 +9,7 @@ import torch
 from vllm_opset.model.weights import offloads
 from vllm_opset.platform import settings
 from vllm_opset.platform.early_rules import CACHE_LAYOUT, FLASHINFER_SAMPLER, SIMULATED_ROUTING, TENSOR_DESCRIPTORS
+from vllm_opset.platform.quantised_weights import in_fp8
 from vllm_opset.platform.refusals import (
     EPLB,
     EXPERT_PARALLELISM,
@@ -106,12 +107,8 @@ def _caches_fp8(config: "VllmConfig") -> bool:
     return str(config.cache_config.cache_dtype).startswith("fp8")
 
 
-def _weights_in_fp8(model) -> bool:
-    return str(model.quantization).startswith("fp8")
-
-
 def _weights_otherwise_quantised(model) -> bool:
-    return model.quantization is not None and not _weights_in_fp8(model)
+    return model.quantization is not None and not in_fp8(model)
 
 
 def _drafts_by_n_grams(config: "VllmConfig") -> bool:
@@ -141,7 +138,7 @@ _ENCODER_DECODER = Rule("encoder-decoder models", _LEAVE_IT_OUT, _model("is_enco
 _FP32 = Rule("fp32", _LEAVE_IT_OUT, of_model(lambda model: model.dtype == torch.float32))
 _MULTIMODAL = Rule("multimodal models", _LEAVE_IT_OUT, _model("is_multimodal_model"))
 _QUANTISED = (
-    Rule("fp8 weights", _LEAVE_IT_OUT, of_model(_weights_in_fp8)),
+    Rule("fp8 weights", _LEAVE_IT_OUT, of_model(in_fp8)),
     Rule("quantised weights other than fp8", _LEAVE_IT_OUT, of_model(_weights_otherwise_quantised)),
 )
 _MOE = Rule("mixture-of-experts (MoE) models", _LEAVE_IT_OUT, _model("is_moe"))

@@ -7,7 +7,7 @@ from vllm_opset.kernels.ascend._constraints import ATTENTION_BLOCK_SIZES
 from vllm_opset.model.weights import offloads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, NVTX, PROFILERS, SIMULATED_ROUTING, WITHOUT_COMPILER
-from vllm_opset.platform.quantised_weights import rule, unserved
+from vllm_opset.platform.quantised_weights import rule, stored_weights, unserved
 from vllm_opset.platform.refusals import (
     EXPERT_PARALLELISM,
     Rule,
@@ -44,9 +44,7 @@ def _unserved_weights(model: "ModelConfig") -> Iterator[str]:
     yield from unserved(model)
     if model.quantization not in (None, METHOD):
         yield f"the method {model.quantization}"
-    groups = (getattr(model.hf_config, "quantization_config", None) or {}).get("config_groups", {})
-    for name, group in groups.items():
-        weights = group.get("weights") or {}
+    for name, weights in stored_weights(model).items():
         if (weights.get("type"), weights.get("num_bits")) != ("int", 8):
             yield f"{weights.get('num_bits')}-bit {weights.get('type')} weights ({name} of compressed-tensors)"
 
