@@ -19,6 +19,7 @@ Two values of 4 bits are packed in a byte. Each row [columns] of them has column
   points are bytes, a matrix of the scales' shape. Without them, all are 8, so values are integers from -8 to 7.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -55,7 +56,11 @@ class GroupShape(NamedTuple):
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """The shape of the scales of a matrix."""
-        return tuple(1 if group == WHOLE else -(-size // group) for size, group in zip(shape, self, strict=True))
+        rows, columns = shape
+        return (
+            1 if self.rows == WHOLE else -(-rows // self.rows),
+            1 if self.columns == WHOLE else -(-columns // self.columns),
+        )
 
 
 PER_TENSOR = GroupShape(WHOLE, WHOLE)
@@ -147,6 +152,8 @@ def unpacked(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
 
 
+# The layers of a step ask for the same shapes, several times each.
+@functools.lru_cache(1024)
 def group_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> GroupShape:
     """The values of a matrix of this shape that share a scale. scales: the shape of its scales.
 

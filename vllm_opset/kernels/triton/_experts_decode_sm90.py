@@ -257,7 +257,7 @@ def _results(out, block, first_output, order, ROWS: gl.constexpr, OUTPUTS: gl.co
 
 def can(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None, block_size: int) -> bool:
     """Whether a Hopper GPU multiplies blocks of so many choices by these weights by its own kernel for few choices."""
-    if not available(x.device) or weight.dtype is not PACKED or block_size > TOKENS.value or x.element_size() != 2:
+    if weight.dtype is not PACKED or block_size > TOKENS.value or x.element_size() != 2 or not available(x.device):
         return False
     # `fused_experts` leaves scales of MXFP4 by rows if one is too large. Whoever calls this kernel alone has not asked.
     if is_mxfp4(weight, weight_scale) and weight_scale.stride(1) != 1:

@@ -36,7 +36,10 @@ def parameters(launch: str, device: torch.device, size: int) -> Parameters:
         values, sizes = _trials[launch]
         sizes.append(size)
         return values
-    return next(values for up_to, values in entries(launch, device) if size <= up_to)
+    for up_to, values in entries(launch, device):
+        if size <= up_to:
+            return values
+    raise LookupError
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """Quantisation of values that a program holds in registers, for all kernels that store quantised values."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +27,7 @@ def supports(problem: QuantiseProblem, most_columns: int) -> str | None:
     return _supports.floats(problem)
 
 
+@functools.cache
 def range_of(to_dtype: torch.dtype) -> dict[str, float]:
     """The constants of a launch that quantises to this dtype."""
     range_ = limits(to_dtype)

@@ -37,6 +37,8 @@ def rows(x: torch.Tensor) -> Rows:
 
     Raises ValueError if its leading dimensions cannot be collapsed to two.
     """
+    if x.dim() == 2:
+        return Rows(1, x.stride(0), 0, x.stride(1))
     runs: list[tuple[int, int]] = []  # (number of rows, stride), outermost first
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if runs and runs[-1][1] == size * stride:

@@ -273,18 +273,18 @@ def _multiply_scaled(
     call: Operands, bias: torch.Tensor | None, out: torch.Tensor, values: _launch.Parameters, order: Order | None = None
 ) -> None:
     """values: the rows and outputs of a tile, and group, stages and ordered of the kernel. Without order, box too."""
-    (outputs, columns), device = call.weight.shape[-2:], call.x.device
+    (outputs, columns), num_rows, device = call.weight.shape[-2:], out.shape[0], call.x.device
     rows = values["rows"]
     warpgroups_of_outputs = 2 * HALF.value // rows
     parts = max(1, values["outputs"] // (warpgroups_of_outputs * WIDTH.value))
-    x, w_strides, tiles, num_tiles = call.x, strides(call.weight_scale), 1, _launch.cdiv(len(out), rows)
+    x, w_strides, tiles, num_tiles = call.x, strides(call.weight_scale), 1, _launch.cdiv(num_rows, rows)
     box = box_layout(128, 8)
     if order is None:
         of_x = [min(values["box"], rows), WIDTH.value]
         x, w_strides = TensorDescriptor.from_tensor(call.x, of_x, box), (0, *w_strides)
     else:
         tiles = _launch.cdiv(order.block_size, rows)
-        num_tiles = len(order.expert_ids) * tiles
+        num_tiles = order.num_blocks * tiles
     weight = TensorDescriptor.from_tensor(call.weight.view(-1, columns), [WIDTH.value, WIDTH.value], box)
     results, copied_results = out, order is None and is_aligned(out)  # Those of experts are scattered.
     if copied_results:
@@ -299,7 +299,7 @@ def _multiply_scaled(
     sorted_token_ids, expert_ids, top_k = order or (None, None, 1)
     scaled_gemm_sm90[(num_programs,)](
         x, call.x.stride(0), weight, bias, results, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
-        sorted_token_ids, expert_ids, len(out), num_tiles, top_k,
+        sorted_token_ids, expert_ids, num_rows, num_tiles, top_k,
         OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=by_blocks(call), BLOCK_SIZE=order.block_size if order else None,
         TILES=tiles, ROWS=rows, PARTS=parts, GROUP=values["group"], STAGES=values["stages"],
         ORDERED=bool(values["ordered"]), COPIED_RESULTS=copied_results,
@@ -309,17 +309,18 @@ def _multiply_scaled(
 
 def strides(scale: torch.Tensor) -> tuple[int, ...]:
     """From scale to scale: 0 where there is one scale."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(scale.shape, scale.stride(), strict=True))
+    return _strides(scale.shape, scale.stride())
 
 
-# The layers of a step ask for the same shapes, and each call asks twice.
-_group_of = functools.lru_cache(1024)(group_of)
+@functools.lru_cache(1024)
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _groups(call: Operands) -> tuple[GroupShape, GroupShape]:
     """Those of the scales of x, and of the weight or of one of its experts."""
     shapes = call.weight.shape[-2:], call.weight_scale.shape[-2:]
-    return _group_of(call.x.shape, call.x_scale.shape), _group_of(*shapes)
+    return group_of(call.x.shape, call.x_scale.shape), group_of(*shapes)
 
 
 def by_blocks(call: Operands) -> bool:

@@ -17,8 +17,12 @@ class Order(NamedTuple):
     top_k: int
 
     @property
+    def num_blocks(self) -> int:
+        return self.expert_ids.shape[0]  # len() of a tensor takes PyTorch twice as long
+
+    @property
     def block_size(self) -> int:
-        return len(self.sorted_token_ids) // len(self.expert_ids)
+        return self.sorted_token_ids.shape[0] // self.num_blocks
 
 
 class Product(NamedTuple):

@@ -3,6 +3,8 @@
 With scales of rows, it holds whole rows. Otherwise it holds a part of a row with whole groups.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -49,6 +51,7 @@ def silu_and_mul_quant(
     return to.results
 
 
+@functools.cache
 def _part(columns: int, least: int, most: int) -> int:
     """The columns of a row that a program holds: the largest power of two that leaves the fewest of all lanes idle."""
     sizes = (1 << bits for bits in range(least.bit_length() - 1, most.bit_length()))

@@ -1,5 +1,6 @@
 """The activations of experts, by the names of vLLM's `MoEActivation`."""
 
+import functools
 from collections.abc import Mapping
 
 from vllm_opset.ops.activation.gelu import gelu
@@ -17,6 +18,7 @@ GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "swigluoai_uninterleave", "sw
 NAMES = (*GATED, *WITHOUT_GATE)
 
 
+@functools.cache
 def find(
     activation: str, limit: float | None = None, alpha: float | None = None, beta: float | None = None
 ) -> tuple[Op, Mapping[str, float | str]]:

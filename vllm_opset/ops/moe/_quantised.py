@@ -10,11 +10,13 @@ from vllm_opset.ops.schemes import (
     FP8,
     INT8,
     NONE,
+    PACKED,
     PER_TENSOR,
     GroupShape,
     Quantised,
     Scheme,
     dequantise,
+    group_of,
     quantised,
     scales_of,
     stored,
@@ -78,7 +80,10 @@ def check_scale(name: str, weight: torch.Tensor, scale: torch.Tensor, zero_point
         raise ValueError(f"only packed weights have zero points, and those of {name} are in {weight.dtype}")
     if zero_point is not None and zero_point.shape != scale.shape:
         raise ValueError(f"the zero points of {name} must be {list(scale.shape)}, not {list(zero_point.shape)}")
-    stored_experts(weight, scale, zero_point)
+    if weight.dtype is PACKED:
+        stored_experts(weight, scale, zero_point)
+    else:
+        group_of(weight.shape[1:], scale.shape[1:])
 
 
 def weight_of(
