@@ -297,7 +297,8 @@ def _multiply_scaled(
         # their work, since some have no choices, so rounds do not tell how long those take.
         num_programs = _launch.cdiv(all_tiles, _launch.cdiv(all_tiles, num_programs))
     sorted_token_ids, expert_ids, top_k = order or (None, None, 1)
-    scaled_gemm_sm90[(num_programs,)](
+    _launch.launch(
+        scaled_gemm_sm90, (num_programs,),
         x, call.x.stride(0), weight, bias, results, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
         sorted_token_ids, expert_ids, num_rows, num_tiles, top_k,
         OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=by_blocks(call), BLOCK_SIZE=order.block_size if order else None,

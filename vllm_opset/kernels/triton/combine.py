@@ -32,7 +32,8 @@ def combine(
     block = min(values["tile"], _launch.next_power_of_2(columns))
     held = values["tile"] // block
     if num_tokens:
-        _combine[(_launch.cdiv(num_tokens, held), _launch.cdiv(columns, block))](
+        _launch.launch(
+            _combine, (_launch.cdiv(num_tokens, held), _launch.cdiv(columns, block)),
             expert_output, topk_weights, shared_output, topk_ids, expert_map, out, num_tokens,
             TOP_K=top_k, COLUMNS=columns, ROWS=held, BLOCK=block,
             num_warps=enough_warps(values["warps"], values["tile"]), **_launch.launch_options(out.device),

@@ -43,8 +43,9 @@ def permute(
     counts = None
     if num_chunks > 1:
         counts = topk_ids.new_empty((num_chunks, launch["BINS"]))
-        _count[(num_chunks,)](topk_ids, expert_map, counts, num_choices, num_experts, **launch)
-    _place[(num_experts + 1,)](  # the last program fills the empty blocks
+        _launch.launch(_count, (num_chunks,), topk_ids, expert_map, counts, num_choices, num_experts, **launch)
+    _launch.launch(
+        _place, (num_experts + 1,),  # the last program fills the empty blocks
         topk_ids, expert_map, counts, sorted_token_ids, expert_ids, num_choices, num_chunks, num_blocks, num_experts,
         block_size, PLACES=PLACES, **launch,
     )  # fmt: skip

@@ -39,8 +39,8 @@ def quantise(
     out = x.new_empty(x.shape, dtype=to_dtype)
     scales = x.new_empty(group.scale_shape(x.shape), dtype=torch.float32) if scale is None else scale.clone()
     launch = _launch.launch_options(x.device) | whole_rows(width, **_launch.parameters("quantise", x.device, total))
-    _quantise[(_launch.cdiv(total, launch["ROWS"]),)](
-        x, rows(x), out, scales, total, **range_of(to_dtype),
+    _launch.launch(
+        _quantise, (_launch.cdiv(total, launch["ROWS"]),), x, rows(x), out, scales, total, **range_of(to_dtype),
         STATIC=scale is not None, ONE_SCALE=one_scale,
         COLUMNS=columns, WIDTH=width, GROUPS=groups, **launch,
     )  # fmt: skip

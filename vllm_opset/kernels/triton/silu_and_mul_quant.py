@@ -43,7 +43,8 @@ def silu_and_mul_quant(
     least = LEAST_COLUMNS if scale is not None else _launch.next_power_of_2(to.width)
     block = _part(columns, least, max(least, values["tile"]))
     held, warps = max(1, values["tile"] // block), values["warps"] * max(1, block // values["tile"])
-    _silu_and_mul_quant[(max(1, _launch.cdiv(total, held)) * _launch.cdiv(columns, block),)](
+    _launch.launch(
+        _silu_and_mul_quant, (max(1, _launch.cdiv(total, held)) * _launch.cdiv(columns, block),),
         x, rows(x), total, *to.arguments, **to.constants, **to.group_width(block),
         ROWS=held, BLOCK=block, num_warps=enough_warps(warps, 2 * held * block),
         **_launch.early_launch_options(x.device, total, "quantised_early_launch"),
