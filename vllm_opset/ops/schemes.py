@@ -19,7 +19,6 @@ Two values of 4 bits are packed in a byte. Each row [columns] of them has column
   points are bytes, a matrix of the scales' shape. Without them, all are 8, so values are integers from -8 to 7.
 """
 
-import functools
 import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -152,8 +151,6 @@ def unpacked(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
 
 
-# The layers of a step ask for the same shapes, several times each.
-@functools.lru_cache(1024)
 def group_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> GroupShape:
     """The values of a matrix of this shape that share a scale. scales: the shape of its scales.
 

@@ -318,10 +318,14 @@ def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
     return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
 
 
+# The layers of a step ask for the same shapes, and each call asks twice.
+_group_of = functools.lru_cache(1024)(group_of)
+
+
 def _groups(call: Operands) -> tuple[GroupShape, GroupShape]:
     """Those of the scales of x, and of the weight or of one of its experts."""
     shapes = call.weight.shape[-2:], call.weight_scale.shape[-2:]
-    return group_of(call.x.shape, call.x_scale.shape), group_of(*shapes)
+    return _group_of(call.x.shape, call.x_scale.shape), _group_of(*shapes)
 
 
 def by_blocks(call: Operands) -> bool:

@@ -4,7 +4,6 @@ Semantics: vLLM's `QuantFP8.forward_native`, `scaled_fp8_quant` and symmetric `s
 always matrices. In some places vLLM multiplies by the reciprocal of a scale. This op divides.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -59,20 +58,13 @@ def check_arguments(
     shape: tuple[int, ...], to_dtype: torch.dtype, group_shape: list[int], scale: torch.Tensor | None
 ) -> None:
     """shape: of the values."""
-    _check(tuple(shape), to_dtype, tuple(group_shape), None if scale is None else tuple(scale.shape))
-
-
-@functools.lru_cache(1024)  # the layers of a step ask for the same shapes
-def _check(
-    shape: tuple[int, ...], to_dtype: torch.dtype, group_shape: tuple[int, ...], scales: tuple[int, ...] | None
-) -> None:
     if len(shape) != 2 or to_dtype not in STORED:
         raise ValueError(f"a matrix can be quantised to {FP8} or {INT8}, not {list(shape)} to {to_dtype}")
     if len(group_shape) != 2 or any(size != WHOLE and size.bit_count() != 1 for size in group_shape):
         raise ValueError(f"groups have powers of two for sizes, or -1 for all, not {list(group_shape)}")
     wanted = GroupShape(*group_shape).scale_shape(shape)
-    if scales is not None and scales != wanted:
-        raise ValueError(f"the scales of {list(shape)} must be {list(wanted)}, not {list(scales)}")
+    if scale is not None and tuple(scale.shape) != wanted:
+        raise ValueError(f"the scales of {list(shape)} must be {list(wanted)}, not {list(scale.shape)}")
 
 
 @quantise.problem_of
