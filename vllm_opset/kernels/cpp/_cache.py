@@ -1,7 +1,7 @@
 """The cache of built libraries: a folder, and files in it, that no other user can write to.
 
-The folder is ~/.cache/vllm-opset; OPSET_CACHE names another one. Loading a library runs its code. So a library is not
-loaded if another user could have created or changed it.
+The folder is $OPSET_CACHE, else $XDG_CACHE_HOME/vllm-opset, else ~/.cache/vllm-opset. Loading a library runs its code.
+So a library is not loaded if another user could have created or changed it.
 """
 
 import contextlib
