@@ -110,7 +110,7 @@ def test_no_other_problem_has_a_wider_tolerance(other):
 
 
 def test_a_check_allows_what_the_hardware_loses():
-    """The result is 0. What a sample's scale does not allow is allowed on Hopper, and no more than that."""
+    """The result is 0. On Hopper, the check allows the error of the hardware beside what the sample's scale allows."""
 
     def make() -> tuple[tuple, dict]:
         ones = torch.ones(1, 1)

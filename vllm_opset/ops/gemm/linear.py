@@ -122,14 +122,12 @@ def _(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, wei
 
 @linear.hardware_error
 def _(problem: LinearProblem) -> float:
-    """What Hopper's tensor cores lose of sums of fp8: on average, half of the last of FP8_SUM_BITS bits for a product.
+    """The error of sums of fp8 on Hopper: the square root of the columns, times 2 to the power of -FP8_SUM_BITS.
 
-    Products are cut toward zero and are of both signs. So these errors add up like the steps of a random walk, and grow
-    with the square root of the columns. Emulated sums of 1,024 to 57,344 columns that are of order 1 have a standard
-    deviation of 0.3 to 0.45 of what is returned here.
-
-    The largest error of a million sums is twice that and grows with the result, too. bfloat16's own tolerance covers
-    the difference. That of float16 does not.
+    Its tensor cores cut each product toward zero, on average by half of the last of these bits. Products are of both
+    signs. So the errors add up like the steps of a random walk. In emulated sums of 1,024 to 57,344 columns that are of
+    order 1, the standard deviation is 0.3 to 0.45 of this error, and the largest of a million is twice this error, and
+    more for larger results. bfloat16's own tolerance covers the second half of it. That of float16 does not.
 
     Scales by blocks end a sum after 128 columns. For results in fp32, kernels widen both factors.
     """
