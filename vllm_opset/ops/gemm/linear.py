@@ -125,9 +125,9 @@ def _(problem: LinearProblem) -> float:
     """The error of sums of fp8 on Hopper: the square root of the columns, times 2 to the power of -FP8_SUM_BITS.
 
     Its tensor cores cut each product toward zero, on average by half of the last of these bits. Products are of both
-    signs. So the errors add up like the steps of a random walk. In emulated sums of 1,024 to 57,344 columns that are of
-    order 1, the standard deviation is 0.3 to 0.45 of this error, and the largest of a million is twice this error, and
-    more for larger results. bfloat16's own tolerance covers the second half of it. That of float16 does not.
+    signs. So the errors add up like the steps of a random walk. Emulated sums of order 1 had 1,024 to 57,344 columns.
+    Their standard deviation is 0.3 to 0.45 of this error. The largest of a million is twice this error for results near
+    0, and more for larger ones. bfloat16's own tolerance covers the second half. That of float16 does not.
 
     Scales by blocks end a sum after 128 columns. For results in fp32, kernels widen both factors.
     """
