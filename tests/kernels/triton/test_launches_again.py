@@ -1,12 +1,7 @@
 """Launches like earlier ones run the kernels that Triton would find for them, with the same arguments."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from compiling import printed
 
-# Compiles for a Hopper GPU, without one. Triton decides at import whether it interprets.
 SCRIPT = """
 import json
 from collections import namedtuple
@@ -88,17 +83,7 @@ print(json.dumps([wrong, len(calls), searches, searched[-1]]))
 
 
 def test_a_launch_like_an_earlier_one_is_the_one_that_triton_would_make(tmp_path):
-    paths = [str(Path(__file__).parent), *sys.path]
-    (tmp_path / "script.py").write_text(SCRIPT)
-    process = subprocess.run(
-        [sys.executable, tmp_path / "script.py"],
-        env=os.environ
-        | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    wrong, num_calls, (first, second), last = json.loads(process.stdout)
+    wrong, num_calls, (first, second), last = printed(SCRIPT, tmp_path)
     assert not wrong
     assert first > num_calls / 2 and second == first, "Triton has to find the kernel of each call once"
     assert last == "replaced", "while Triton's function is replaced, all launches go there"

@@ -3,16 +3,11 @@
 Afterwards, launches can do without the comparison of their constants.
 """
 
-import json
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
+from compiling import printed
 
-# Compiles for a Hopper GPU, without one. Triton decides at import whether it interprets.
 SCRIPT = """
 import json, threading
 import compile_only, torch, triton
@@ -86,17 +81,7 @@ print(json.dumps([before, of_another, last, their_launches, errors, after]))
 
 
 def test_kernels_are_compiled_and_not_launched(tmp_path):
-    paths = [str(Path(__file__).parent), *sys.path]
-    (tmp_path / "script.py").write_text(SCRIPT)
-    process = subprocess.run(
-        [sys.executable, tmp_path / "script.py"],
-        env=os.environ
-        | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    before, of_another_thread, (launched_then, compiled_then), theirs, errors, after = json.loads(process.stdout)
+    before, of_another_thread, (launched_then, compiled_then), theirs, errors, after = printed(SCRIPT, tmp_path)
     launched, compiled, launchers, in_this_thread = before
     assert launched == 0 and compiled == launchers >= 2 and not in_this_thread
     assert theirs == 1, "a kernel that is not opset's has to run"
