@@ -1,1 +1,1 @@
-"""What serves vLLM's first model runner alone, and goes with it. It is imported where that runner is built."""
+"""Code that only vLLM's first model runner needs, to be deleted with it. It is imported where that runner is built."""

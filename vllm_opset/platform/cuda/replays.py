@@ -1,4 +1,4 @@
-"""If a whole CUDA graph replays a step, the host can leave out what only layers in the graph would read."""
+"""Leaves out attention metadata of a step that one CUDA graph replays, if only layers in the graph would read it."""
 
 from vllm.v1.worker.gpu_worker import Worker
 
