@@ -43,7 +43,7 @@ def parameters(launch: str, device: torch.device, size: int) -> Parameters:
     for up_to, values in entries(launch, device):
         if size <= up_to:
             return values
-    raise LookupError
+    raise LookupError(f"{launch} has no launch parameters for a size of {size}")
 
 
 @functools.cache
