@@ -37,8 +37,10 @@ def options(name: str, cases: Sequence[str] = ()) -> list[str]:
     found = ["--model", comparison["shape"], *comparison.get("how", table["how"])]
     for case in cases or comparison.get("cases", table["cases"]):
         found += ["--case", case]
-    for engine in comparison["engines"]:
-        settings = {**arguments, "env": table["engines"][engine] | environment}
+    engines = comparison["engines"]
+    for engine in engines:
+        form = engines[engine] if isinstance(engines, dict) else engine
+        settings = {**arguments, "env": table["engines"][form] | environment}
         found += ["--variant", f"{engine}={json.dumps(settings)}"]
     return found
 
