@@ -1,4 +1,8 @@
-"""How the benchmarks end before all is measured: they report what they have."""
+"""SIGTERM as an exception, for benchmarks.
+
+SIGTERM ends Python at once by default. As an exception, it lets a benchmark report what it has measured, as after
+Ctrl-C, and end the engines that it started.
+"""
 
 import signal
 import sys

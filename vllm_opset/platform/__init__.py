@@ -1,11 +1,16 @@
 """vLLM's two entry points: `activate` (vllm.platform_plugins) and `register` (vllm.general_plugins).
 
-The variable OPSET_PLATFORM chooses the platform. `auto`, the default, takes the NVIDIA GPUs or Ascend NPUs that PyTorch
-was built for. It takes the CPU if PyTorch was built for no accelerator. If PyTorch was built for an accelerator and
-cannot use it, `auto` raises an error. No server falls back to the CPU because a driver broke or another process hid the
-GPUs. On GPUs, `auto` means `native` if vLLM has its compiled kernels: vLLM's own platform with parts of opset.
-Otherwise it means `cuda`, which needs no compiled kernels. If vLLM was built for CPUs, `auto` steps aside. `cpu`,
-`cuda`, `native` and `npu` take that platform in any case. `off` steps aside and leaves stock vLLM.
+The variable OPSET_PLATFORM chooses the platform. `auto`, the default, has three outcomes:
+
+- It takes a platform: the NVIDIA GPUs or Ascend NPUs that PyTorch was built for, or the CPU if PyTorch was built for no
+  accelerator. On GPUs it takes `native` if vLLM has its compiled kernels: vLLM's own platform with parts of opset.
+  Otherwise it takes `cuda`, which needs no compiled kernels.
+- It steps aside and leaves stock vLLM, if vLLM was built for CPUs, or if PyTorch was built for another accelerator that
+  it can use, such as AMD's GPUs.
+- It raises an error if PyTorch was built for an accelerator and cannot use it. No server falls back to the CPU because
+  a driver broke or another process hid the GPUs.
+
+`cpu`, `cuda`, `native` and `npu` take that platform, or raise an error if it cannot be used. `off` steps aside.
 
 vLLM swallows an exception that a platform plugin raises in its entry point, and skips a plugin that cannot be imported.
 In both cases vLLM would go on without this plugin. So this module imports nothing that can fail. It keeps every failure

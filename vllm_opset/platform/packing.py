@@ -1,4 +1,8 @@
-"""Methods of workers whose models may have weights in a format of the kernel's own."""
+"""A worker for models whose kernels may keep weights in a format of their own, and free the originals.
+
+vLLM's methods that save, hash or reset all weights would find empty tensors, so they are refused if a weight is gone.
+Weights that vLLM loads again are packed again.
+"""
 
 from collections.abc import Callable
 
@@ -8,7 +12,7 @@ from vllm_opset.model import packed_linear
 
 
 def _with_weights(name: str) -> Callable:
-    """The Worker's method of that name, which is refused if the model's weights are gone."""
+    """The Worker's method of that name, which is refused if one of the model's weights is gone."""
 
     def method(self: Worker, *args, **kwargs):
         packed_linear.need_weights(self.model_runner.get_model())

@@ -3,9 +3,9 @@
 A PyTorch operator costs some microseconds for each call, however small, and a kernel of several operators pays this
 several times. A call of a C++ kernel costs one or two microseconds. Products of few tokens read each weight once.
 
-The compiler of this machine builds the kernels for its processor at their first use, in about ten seconds of one core,
-and they are kept: see `_build`. A machine without a compiler uses `kernels/cpu`. The C++ kernels also call those if
-there is nothing to gain: for long prefills, and for tensors whose rows are not contiguous.
+The compiler of this machine builds the kernels for its processor at their first use, and they are kept: see `_build`.
+A machine without a compiler uses `kernels/cpu`. The C++ kernels also call those if there is nothing to gain: for long
+prefills, and for tensors whose rows are not contiguous.
 
 `runner_steps.cpp` is no kernel of an op. It is for `platform/cpu/runner_kernels`, and is built with the others.
 

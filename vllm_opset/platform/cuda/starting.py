@@ -1,4 +1,9 @@
-"""What workers on a GPU do alike while an engine starts, on vLLM's own platform and without its compiled kernels."""
+"""What the workers of `cuda` and of `native` add to vLLM's worker while an engine starts, and when it ends.
+
+vLLM's worker measures memory, makes the KV cache and captures graphs. The mixin here counts the memory of attention's
+partial results. Where an engine allows it, prompts get whole graphs, the LM head gets graphs of its own, and steps that
+a graph replays whole get no attention metadata. If memory is short, the error names the settings to lower.
+"""
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig

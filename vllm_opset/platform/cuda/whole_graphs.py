@@ -1,8 +1,10 @@
 """Whole CUDA graphs of prompts and mixed steps, in place of pieces with attention between them.
 
-On Hopper GPUs, `prefill_sm90` plans on the GPU how a step's requests are attended. So one graph serves all steps of up
-to so many tokens, whatever the lengths of their requests. To replay it takes the host as long as a decode step. Pieces
-wait for Python to launch each layer's attention. vLLM itself captures such steps whole only if decode shares the graph.
+Between pieces, Python launches each layer's attention. A whole graph is one launch. It can serve all steps of up to so
+many tokens, whatever the lengths of their requests, if the GPU plans how they are attended. `prefill_sm90` does so on
+Hopper GPUs. vLLM's own mode with whole graphs of such steps, `FULL`, has no other graphs for decode steps. So this
+module changes what vLLM's second model runner is about to capture, from vLLM 0.31 on: whole graphs replace those in
+pieces, and the graphs of decode steps stay.
 """
 
 import torch
