@@ -5,14 +5,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from expert_layers import BLOCK, FusedMoE, assert_computes, by_hand
 from vllm.model_executor.custom_op import op_registry_oot
-from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulatorRouter
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_int8,
+)
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -27,10 +32,7 @@ from vllm_opset.model.quantised_experts import OpsetQuantisedExperts
 
 pytestmark = [pytest.mark.window, pytest.mark.usefixtures("alone")]
 
-# Releases after 0.27 call it a factory.
-FusedMoE = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
 NUM_EXPERTS, TOP_K, HIDDEN_SIZE, WIDTH = 8, 3, 32, 16
-BLOCK = 128
 
 
 @pytest.fixture
@@ -51,18 +53,6 @@ def layer(monkeypatch) -> Callable[..., MoERunner]:
         return made
 
     return layer
-
-
-def by_hand(
-    w13: torch.Tensor, w2: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """The experts' results, one token and expert after the other, in fp64."""
-    found, w13, w2 = torch.zeros_like(x, dtype=torch.float64), w13.double(), w2.double()
-    for token in range(len(x)):
-        for weight, expert in zip(weights[token], ids[token], strict=True):
-            gate, up = (w13[expert] @ x[token].double()).chunk(2)
-            found[token] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
-    return found
 
 
 @pytest.mark.parametrize("num_tokens", [1, 17])
@@ -145,15 +135,6 @@ def dequantised(layer: torch.nn.Module, weight: str) -> torch.Tensor:
     return stored * getattr(layer, f"{weight}_weight_scale").view(-1, 1, 1)
 
 
-def assert_computes(made: MoERunner, w13: torch.Tensor, w2: torch.Tensor) -> None:
-    """Compares the results of experts with fp8 weights with the formula, for these values of the weights."""
-    logits, x = torch.randn(5, 4), torch.randn(5, BLOCK).bfloat16()
-    weights, ids = logits.double().softmax(-1).topk(2)
-    expected = by_hand(w13, w2, x, weights / weights.sum(-1, keepdim=True), ids)
-    found = made._quant_method.apply_monolithic(made.routed_experts, x, logits)
-    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
-
-
 SCALES = pytest.mark.parametrize("block", [[BLOCK, BLOCK], None], ids=["blocks", "per tensor"])
 
 
@@ -184,6 +165,31 @@ def test_fp8_weights_that_vllm_loads_again_get_the_memory_of_those_before(block,
     quantised_experts.bind(model)
     assert made._quant_method.moe_kernel is not kernel and read_by(layer) == read
     assert_computes(made, dequantised(layer, "w13"), dequantised(layer, "w2"))
+
+
+def test_bound_experts_with_int8_weights_compute_what_the_formula_says(monkeypatch):
+    """With scales per channel, as llm-compressor stores W8A8."""
+    found = Int8MoeBackend.TRITON, OpsetQuantisedExperts
+    monkeypatch.setattr(compressed_tensors_moe_w8a8_int8, "select_int8_moe_backend", lambda **_: found)
+    bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    of_weight, of_input = bits | {"strategy": "channel"}, bits | {"strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": of_weight, "input_activations": of_input}
+    config = {"format": "int-quantized", "ignore": [], "config_groups": {"group_0": group}}
+    sizes = {"num_experts": 4, "top_k": 2, "hidden_size": BLOCK, "intermediate_size": BLOCK}
+    how = {"params_dtype": torch.bfloat16, "quant_config": CompressedTensorsConfig.from_config(config)}
+    made = FusedMoE(**sizes, prefix="int8.0", **how)
+    layer = made.routed_experts
+    for name, parameter in layer.named_parameters():
+        parameter.data.copy_(
+            random_of(name, parameter) if "scale" in name else torch.randint(-128, 128, parameter.shape)
+        )
+    made._quant_method.process_weights_after_loading(layer)
+    made._quant_method.moe_kernel = None  # vLLM's own, which needs a GPU
+    w13, w2 = (
+        getattr(layer, f"{name}_weight").float() * getattr(layer, f"{name}_weight_scale") for name in ("w13", "w2")
+    )
+    assert not bound_experts.bind(torch.nn.ModuleList([made])) and made.is_monolithic
+    assert_computes(made, w13, w2)
 
 
 def read_by(layer: torch.nn.Module) -> list[int]:

@@ -216,3 +216,21 @@ def serve_int4_experts_without_marlin(compressed_tensors: type) -> None:
     Parameters: it is called as vLLM's class is.
     """
     find(f"{OF_INT4_EXPERTS}_marlin").CompressedTensorsWNA16MarlinMoEMethod = compressed_tensors
+
+
+@patch(
+    has(f"{EXPERTS}.routed_experts.RoutedExperts._get_quant_method"),
+    ends="vLLM registers quantised experts out of its tree, as it does unquantised ones",
+    changes=(f"{EXPERTS}.routed_experts.RoutedExperts._get_quant_method",),
+    worker=("native",),
+)
+def replace_expert_methods(choose: Callable) -> None:
+    """Replace the function by which a layer of experts gets its method while a model is built.
+
+    vLLM's methods for int4 and MXFP4 weights store them for their own kernels once they are loaded.
+
+    Parameters: choose is called as vLLM's function is. vLLM's own function takes the change back.
+    """
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    RoutedExperts._get_quant_method = choose

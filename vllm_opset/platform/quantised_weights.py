@@ -171,6 +171,28 @@ def linear_kernels_first() -> Iterator[None]:
         quantised_layers.ask_linear_kernels_first({})
 
 
+@contextmanager
+def expert_methods_first(model: "ModelConfig") -> Iterator[None]:
+    """Within this context, stock vLLM builds a model's experts with int4 and MXFP4 weights by opset's methods.
+
+    vLLM's own methods build a model with any weights that opset does not serve.
+    """
+    if any(unserved(model)):
+        yield
+        return
+    # Imported late: vLLM's module of experts imports thousands of others.
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    from vllm_opset.model.replaced_methods import replaced
+
+    of_vllm = RoutedExperts._get_quant_method
+    quantised_layers.replace_expert_methods(lambda layer, *args: replaced(layer, of_vllm(layer, *args)))
+    try:
+        yield
+    finally:
+        quantised_layers.replace_expert_methods(of_vllm)
+
+
 @functools.cache
 def _register_experts() -> None:
     # Imported late: vLLM's module of experts imports thousands of others.

@@ -32,6 +32,8 @@ class OpsetNativeWorker(Starting, PackingWorker):
                 building.enter_context(_opset_layers())
             if "linear" in self.parts and self.model_config.quantization is not None:
                 building.enter_context(quantised_weights.linear_kernels_first())
+            if "moe" in self.parts and self.model_config.quantization is not None:
+                building.enter_context(quantised_weights.expert_methods_first(self.model_config))
             super().load_model(**kwargs)
         model = self.model_runner.get_model()
         if "ops" in self.parts:
