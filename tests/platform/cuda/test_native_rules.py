@@ -252,6 +252,28 @@ def test_evidence_is_of_its_gpus(changed, measured):
     assert not evidence.of_kind("attention", "fp8 weights", 100)
 
 
+IN_USE = evidence.defaults
+
+
+@pytest.mark.parametrize(
+    ("kinds", "on"),
+    [
+        ((), {"attention", "sampler", "linear"}),
+        (("mixture-of-experts (MoE) models",), {"attention", "sampler", "linear", "moe"}),
+        (("mixture-of-experts (MoE) models", "fp8 weights"), {"attention", "moe"}),
+        (("mixture-of-experts (MoE) models", "quantised weights other than fp8"), {"attention"}),
+        (("mixture-of-experts (MoE) models", "expert parallelism"), {"attention", "sampler", "linear"}),
+        (("mixture-of-experts (MoE) models", "tensor parallelism of 2"), set()),
+        (("mixture-of-experts (MoE) models", "adapters (LoRA)"), set()),
+    ],
+)
+def test_the_parts_that_are_on_by_default(kinds, on, changed, monkeypatch):
+    made = changed(None)
+    monkeypatch.setattr(evidence, "defaults", IN_USE)
+    found = parts.decide(Changed(made._base, {k: v for kind in kinds for k, v in EXAMPLES[kind].items()}), HOPPER)
+    assert {name for name, part in found.items() if part.on} == on
+
+
 # What stock vLLM's own times differ by between two engines.
 NOISE = 0.005
 MOE = "mixture-of-experts (MoE) models"
