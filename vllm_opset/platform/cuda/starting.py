@@ -1,8 +1,9 @@
-"""What the workers of `cuda` and of `native` add to vLLM's worker while an engine starts, and when it ends.
+"""What the workers of `cuda` and `native` add to vLLM's worker while an engine starts, and when it ends.
 
-vLLM's worker measures memory, makes the KV cache and captures graphs. The mixin here counts the memory of attention's
-partial results. Where an engine allows it, prompts get whole graphs, the LM head gets graphs of its own, and steps that
-a graph replays whole get no attention metadata. If memory is short, the error names the settings to lower.
+vLLM's worker measures memory, makes the KV cache and captures graphs. The mixin here also counts the memory of
+attention's partial results. Where an engine allows it, it captures whole graphs of prompts and graphs of the LM head,
+and makes no attention metadata for steps that a whole graph replays. If memory is short, its error names the settings
+to lower.
 """
 
 from vllm.config import VllmConfig

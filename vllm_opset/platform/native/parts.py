@@ -9,8 +9,8 @@ unquantised weights, and with weights in fp8, int8 and int4.
 `ops` are norms, activations and rotary embeddings, fused by hand. torch.compile is off then, unless users give a mode.
 With a mode, the compiler sees each op as an operator, and nothing is fused by hand.
 
-`moe` is for experts with unquantised weights, with fp8 and int8 weights that vLLM stores for its Triton kernels, and with
-int4 and MXFP4 weights. It chooses the experts, too.
+`moe` is for experts with unquantised weights, with fp8 and int8 weights that vLLM stores for its Triton kernels, and
+with int4 and MXFP4 weights. It chooses the experts, too.
 
 defaults.yaml lists the parts that are on by default on a GPU family, and the evidence for each kind of model and
 engine. A part stays off for a kind in which it was not measured, or in which vLLM's own code is faster in some cases.
