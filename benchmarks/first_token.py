@@ -53,7 +53,7 @@ def main(shape_name: str = "qwen3-8b", repetitions: int = 15) -> None:
         for engine in engines:
             stack.enter_context(engine.awake())
         for case in track(cases, "asking"):
-            requests = case.rounds(shape.config["vocab_size"])[-1]
+            requests = case.rounds(shape.text_config["vocab_size"])[-1]
             found = [milliseconds(engine, requests, repetitions) for engine in engines]
             table.add_row(
                 str(case.prompt), *(f"{statistics.median(ms):.1f} ({ms[0]:.1f} to {ms[-1]:.1f})" for ms in found)

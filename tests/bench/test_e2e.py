@@ -23,6 +23,7 @@ from vllm_opset.cli import app
 KIB, GIB = 2**10, 2**30
 # Bytes of one token, from the published configurations.
 KV_BYTES = {
+    "bloom-7b1": 480,
     "gemma-2-9b": 336,
     "gpt-oss-20b": 48,
     "llama-3.1-8b": 128,
@@ -37,6 +38,8 @@ KV_BYTES = {
     "qwen3-8b": 144,
     "qwen3-8b-fp8": 144,
     "qwen3-8b-fp8-channel": 144,
+    "qwen3-next-80b-a3b": 96,
+    "qwen3-vl-8b": 144,
     "tiny": 2,
 }
 
@@ -81,8 +84,24 @@ def command_here(*words: str):
     return CliRunner().invoke(app, ["bench", "e2e", *words])
 
 
-@pytest.mark.parametrize("name", shapes.names())
-def test_vllm_takes_every_shape_with_the_arguments_of_the_engines(name, tmp_path):
+# Stock vLLM alone serves these, where Hugging Face's classes for images are installed, too.
+ON_STOCK = ("qwen3-next-80b-a3b", "qwen3-vl-8b")
+
+
+@pytest.mark.parametrize("name", ON_STOCK)
+def test_vllm_reads_the_shapes_that_it_serves_alone(name, tmp_path):
+    from vllm.transformers_utils.config import get_config
+
+    shape = shapes.load(name)
+    (tmp_path / "config.json").write_text(json.dumps(shape.config))
+    config = get_config(str(tmp_path), trust_remote_code=False)
+    text = config.get_text_config()
+    assert config.architectures == shape.config["architectures"] and text.vocab_size == shape.text_config["vocab_size"]
+    assert 4 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim == KV_BYTES[name] * KIB
+
+
+@pytest.mark.parametrize("name", [name for name in shapes.names() if name not in ON_STOCK])
+def test_vllm_takes_every_other_shape_with_the_arguments_of_the_engines(name, tmp_path):
     from vllm.engine.arg_utils import EngineArgs
 
     shape = shapes.load(name)

@@ -17,7 +17,7 @@ trap 'rm -rf "$tmp"' EXIT
 mkdir "$tmp/wheels" "$tmp/nccl" "$tmp/site" "$tmp/extras"
 
 source "$here/fetch.sh"
-fetch "$tmp/wheels" torch==2.14.0 triton==3.8.0 vllm==0.33.0 -r "$here/requirements.txt"
+fetch "$tmp/wheels" torch==2.14.0 torchvision==0.29.0 triton==3.8.0 vllm==0.33.0 -r "$here/requirements.txt"
 fetch "$tmp/nccl" nvidia-nccl-cu13==2.28.9
 fetch "$tmp/extras" -r "$here/extras.txt"
 mkdir "$tmp/checkout"

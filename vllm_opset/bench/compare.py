@@ -129,7 +129,7 @@ class Plan:
 
     def _ask(self, case: Case | Trace, running: Sequence[RunningEngine], progress: Callable[[str], None]) -> Answers:
         """The answers of these engines, which run by turns if there are several."""
-        rounds = case.rounds(self.shape.config["vocab_size"])
+        rounds = case.rounds(self.shape.text_config["vocab_size"])
         answers: Answers = {one.engine.name: [] for one in running}
         for repetition in range(1 + self.repetitions):
             # The order alternates, so that drift of the machine affects all engines alike.

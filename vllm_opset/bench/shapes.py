@@ -1,7 +1,7 @@
 """Model shapes, and the cases of a comparison of engines. Weights are random: speed does not depend on them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,9 +28,17 @@ class Shape:
     def dtype(self) -> str:
         return self.config["torch_dtype"]
 
+    @property
+    def text_config(self) -> Mapping:
+        """The part of a multimodal model's config that is of its language model; of others, the whole."""
+        return self.config.get("text_config", self.config)
+
     def kv_cache_bytes(self, cases: Iterable[Case | Trace]) -> int:
-        """The size of a KV cache for all requests that one of these cases has at once, and for the longest of any."""
-        config = self.config
+        """The size of a KV cache for all requests that one of these cases has at once, and for the longest of any.
+
+        It takes all layers for layers with such a cache, also those of linear attention.
+        """
+        config = self.text_config
         head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         itemsize = getattr(torch, self.dtype).itemsize
         bytes_per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_size * itemsize
@@ -50,10 +58,10 @@ def load(name: str) -> Shape:
     """The shape of that name, in upper or lower case. Raises ValueError, which suggests the nearest name."""
     if name.lower() not in names():
         raise ValueError(f"unknown: {name!r}; {nearest(name.lower(), names())}")
-    shape = _read(name.lower())
-    longest = shape["config"]["max_position_embeddings"]
-    fitting = (case for case in cases.load(shape["cases"]) if case.length <= longest)
-    return Shape(shape["name"], shape["config"], tuple(fitting))
+    read = _read(name.lower())
+    shape = Shape(read["name"], read["config"], cases.load(read["cases"]))
+    longest = shape.text_config["max_position_embeddings"]
+    return replace(shape, cases=tuple(case for case in shape.cases if case.length <= longest))
 
 
 def _read(name: str) -> dict:

@@ -1,6 +1,6 @@
 """Prints as JSON the answers of an engine on a small random model. Its platform and parts come from the environment.
 
-Its argument is JSON: more arguments of LLM, and whether the model has experts.
+Its argument is JSON: more arguments of LLM, and the kind of the model.
 """
 
 import json
@@ -8,7 +8,7 @@ import sys
 import tempfile
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from vllm import LLM, SamplingParams
 
 VOCABULARY = 500
@@ -19,25 +19,61 @@ SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 
 # Each token has all of the experts, so that no rounding changes the choice.
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,  # so wide that attention shows in the log-probabilities
+}
+# By kinds of models: the architecture, and what it has beside or in place of SIZES.
+MODELS: dict[str, tuple[str, dict]] = {
+    "dense": ("qwen3", {}),
+    "experts": ("qwen3_moe", EXPERTS),
+    "ALiBi": ("bloom", {"hidden_size": 256}),
+    "sinks": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 4, "sliding_window": 32}),
+    # The last of the four layers has softmax attention.
+    "hybrid": (
+        "qwen3_next",
+        EXPERTS
+        | {
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 64,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+    ),
+    "multimodal": ("qwen3_vl", {}),
+}
+VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "out_hidden_size": SIZES["hidden_size"],
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+}
 
 
-def save_model(folder: str, experts: bool) -> None:
-    """Saves the same weights every time, spread so widely that attention shows in the log-probabilities."""
+def save_model(folder: str, kind: str) -> None:
+    """Saves the same weights every time."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "qwen3_moe" if experts else "qwen3",
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        **(EXPERTS if experts else {}),
-    )
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    architecture, more = MODELS[kind]
+    sizes, build = SIZES | more, AutoModelForCausalLM
+    if kind == "multimodal":
+        rotary = {"rope_type": "default", "mrope_section": [12, 10, 10], "mrope_interleaved": True}
+        text, build = sizes | {"rope_parameters": rotary | {"rope_theta": 10000.0}}, AutoModelForImageTextToText
+        ids = zip(("image", "video", "vision_start", "vision_end"), range(VOCABULARY - 4, VOCABULARY), strict=True)
+        sizes = {"text_config": text, "vision_config": VISION} | {f"{name}_token_id": number for name, number in ids}
+    config = AutoConfig.for_model(architecture, **sizes)
+    build.from_config(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def answers(llm: LLM, order: list[int], sampled: list[int] = EVERYONE, **params) -> list[dict]:
@@ -68,9 +104,11 @@ def answers(llm: LLM, order: list[int], sampled: list[int] = EVERYONE, **params)
     return [found[index] for index in sorted(found)]
 
 
-def main(experts: bool = False, **arguments) -> None:
+def main(kind: str = "dense", **arguments) -> None:
+    if kind == "multimodal":
+        arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # vLLM then needs no processor of images
     with tempfile.TemporaryDirectory() as folder:
-        save_model(folder, experts)
+        save_model(folder, kind)
         llm = LLM(
             folder,
             skip_tokenizer_init=True,

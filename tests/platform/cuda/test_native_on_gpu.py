@@ -33,6 +33,7 @@ NAMED = "sampler=off,linear=off,ops=off"  # attention by --attention-backend
 SAMPLER = "attention=off,sampler=on,linear=off,ops=off"
 COMPILED_PARTS = "attention=on,sampler=on,linear=on,ops=off"  # the default on GPUs where they are faster
 ALL = "attention=on,sampler=on,linear=on,ops=on"
+ATTENTION = "attention=on,sampler=off,linear=off,ops=off,moe=off"
 EXPERTS = "attention=off,sampler=off,linear=off,ops=off,moe=on"
 # vLLM's model runners, by the value of VLLM_USE_V2_MODEL_RUNNER: this process may have it set for other platforms.
 FIRST, SECOND = "0", "1"
@@ -74,8 +75,8 @@ def answers() -> Iterator[Callable[..., dict]]:
         pool.shutdown(cancel_futures=True)
 
 
-def ask(native: str, runner: str, eager: bool, experts: bool = False) -> dict:
-    arguments = {"experts": experts, **(EAGER if eager else COMPILED)}
+def ask(native: str, runner: str, eager: bool, kind: str = "dense") -> dict:
+    arguments = {"kind": kind, **(EAGER if eager else COMPILED)}
     if native == NAMED:
         arguments = {**arguments, "attention_config": {"backend": "CUSTOM"}}
     with tempfile.TemporaryDirectory() as folder:
@@ -188,6 +189,19 @@ def test_all_parts_together_answer(runner, answers):
 def test_experts_answer():
     """With the model runner that vLLM 0.26 has for them."""
     with ThreadPoolExecutor(2) as pool:
-        found, stock = pool.map(lambda native: ask(native, FIRST, False, experts=True), (EXPERTS, STOCK))
+        found, stock = pool.map(lambda native: ask(native, FIRST, False, "experts"), (EXPERTS, STOCK))
     assert found["kernels"] == {"route": "triton", "fused_experts": "triton"}
+    assert_close(found, stock)
+
+
+WITH_IMAGES = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="vLLM's multimodal models import it: runs where it is"
+)
+
+
+@pytest.mark.parametrize("kind", ["ALiBi", "sinks", "hybrid", pytest.param("multimodal", marks=WITH_IMAGES)])
+def test_attention_answers_for_other_kinds_of_models(kind):
+    with ThreadPoolExecutor(2) as pool:
+        found, stock = pool.map(lambda native: ask(native, SECOND, False, kind), (ATTENTION, STOCK))
+    assert found["kernels"] == {"reshape_and_cache": "triton", "paged_attention": "triton"}
     assert_close(found, stock)
