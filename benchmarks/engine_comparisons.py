@@ -39,8 +39,9 @@ def options(name: str, cases: Sequence[str] = ()) -> list[str]:
         found += ["--case", case]
     engines = comparison["engines"]
     for engine in engines:
-        form = engines[engine] if isinstance(engines, dict) else engine
-        settings = {**arguments, "env": table["engines"][form] | environment}
+        variables = dict(table["engines"][engines[engine] if isinstance(engines, dict) else engine])
+        own = variables.pop("arguments", {})
+        settings = {**arguments, **own, "env": variables | environment}
         found += ["--variant", f"{engine}={json.dumps(settings)}"]
     return found
 

@@ -10,7 +10,12 @@ LONG = ("long", "serve", "engine")
 # Tests that share a server or an engine stay in one process if there are several. Keys are the starts of their names.
 TOGETHER = {f"tests/serve/test_{name}.py": "server" for name in ("accuracy", "api", "bad_input", "load")}
 TOGETHER |= {"tests/examples/": "server"}
-ENGINES = ("engine/test_features", "engine/test_logits_graphs_on_gpu", "platform/cuda/test_native_on_gpu")
+ENGINES = (
+    "engine/test_features",
+    "engine/test_logits_graphs_on_gpu",
+    "engine/test_quantised_experts_on_gpu",
+    "platform/cuda/test_native_on_gpu",
+)
 TOGETHER |= {f"tests/{name}.py": f"engines of {name}" for name in ENGINES}
 # The largest memory of a test process: it holds one engine, and may start another one.
 MEMORY_OF_A_PROCESS = 4 << 30

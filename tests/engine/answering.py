@@ -13,7 +13,7 @@ from engines import generate, running, served
 
 def main(folder: str, arguments: str) -> None:
     with running(Path(folder), dtype="bfloat16", **json.loads(arguments)) as llm:
-        outputs = generate(llm, models.prompts((1, 7, 40)), max_tokens=16, logprobs=2)
+        outputs = generate(llm, models.prompts((1, 7, 40)), max_tokens=16, logprobs=5)
         kernels = sorted(served(llm)["fused_experts"])
     answers = [
         {

@@ -20,10 +20,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 # vLLM's own kernels serve the linear layers.
-ON_STOCK = {"OPSET_PLATFORM": "native", "OPSET_NATIVE": "attention=on,sampler=off,linear=off,ops=off,moe=on"}
+ON_STOCK = {
+    "OPSET_PLATFORM": "native",
+    "OPSET_NATIVE": "attention=on,sampler=off,linear=off,ops=off,moe=on",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it may not be installed
+}
 WITHOUT_KERNELS = {"OPSET_PLATFORM": "cuda"}
-# Linear layers round differently, so tokens may change where two are nearly as likely.
-TIE = 0.1
+# Linear layers round differently, so tokens may change where some are nearly as likely. Roundings of 2 % of the outputs
+# changed log-probabilities by less than this, with each of 12 seeds on a CPU.
+TIE = 0.3
 
 
 def save_int4(method: str, group: int, zero_points: bool) -> Callable[[Path, Path], None]:

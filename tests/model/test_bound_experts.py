@@ -233,7 +233,12 @@ def _of_an_unknown_activation(made: MoERunner) -> None:
     made.routed_experts.activation = types.SimpleNamespace(value="swish_cubed")
 
 
+def _standing_in_for_others(made: MoERunner) -> None:
+    made.routed_experts.moe_config.require_decomposed_backend = True
+
+
 KEEP = {
+    "experts that stand in for others": _standing_in_for_others,
     "the weights of Fp8MoEMethod": _of_another_method,
     "the model's own LatentMoERunner": _of_another_runner,
     "weights that are stored for FlashInfer CUTLASS": _stored_for_another_kernel,

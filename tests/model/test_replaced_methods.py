@@ -36,7 +36,16 @@ COMPRESSED = {
 }
 
 
-SERVED = SimpleNamespace(quantization=None)  # a model in which nothing is refused
+def config_of(quantization: str | None = None, speculative_config: object = None, **checkpoint) -> SimpleNamespace:
+    """What is read of vLLM's configuration. checkpoint: the quantization_config of the model's config.json."""
+    arch = SimpleNamespace(quantization_config=checkpoint)
+    model = SimpleNamespace(
+        quantization=quantization, quantization_config=None, hf_config=None, model_arch_config=arch, is_moe=True
+    )
+    return SimpleNamespace(model_config=model, speculative_config=speculative_config)
+
+
+SERVED = config_of()
 
 
 def along(weights: dict[str, torch.Tensor], name: str, dimension: int) -> torch.Tensor:
@@ -106,8 +115,8 @@ def build() -> Callable[..., MoERunner]:
     def build(config: QuantizationConfig, **arguments) -> MoERunner:
         sizes = {"num_experts": 4, "top_k": 2, "hidden_size": BLOCK, "intermediate_size": BLOCK}
         how = {"prefix": f"replaced.{next(numbers)}", "params_dtype": torch.bfloat16, "quant_config": config}
-        with quantised_weights.expert_methods_first(SERVED):
-            return FusedMoE(**sizes, **how, **arguments)
+        with quantised_weights.replaced_expert_methods(SERVED):
+            return FusedMoE(**sizes | how | arguments)
 
     return build
 
@@ -141,15 +150,21 @@ def test_experts_are_loaded_and_computed_by_opset(name, build):
     assert_computes(made, values(stored, "w13"), values(stored, "w2"))
 
 
-def test_layers_that_opset_does_not_serve_keep_vllms_method(build):
-    config, _ = FORMATS["AWQ"]
-    method = build(config(), activation="relu2").routed_experts.quant_method
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("AWQ", {"activation": "relu2"}), ("AWQ", {"has_bias": True}), ("AWQ", {"hidden_size": 144}),
+     ("MXFP4", {"intermediate_size": 80, "has_bias": True})],
+    ids=["activation", "biases", "rows of no whole groups", "rows of no whole groups, MXFP4"],
+)  # fmt: skip
+def test_layers_that_opset_does_not_serve_keep_vllms_method(name, arguments, build):
+    config, _ = FORMATS[name]
+    method = build(config(), **arguments).routed_experts.quant_method
     assert type(method).__name__ in REPLACED and not isinstance(method, MonolithicMethod)
 
 
 def test_vllms_methods_are_taken_back(build):
     own = RoutedExperts._get_quant_method
-    with quantised_weights.expert_methods_first(SERVED):
+    with quantised_weights.replaced_expert_methods(SERVED):
         assert RoutedExperts._get_quant_method is not own
     assert RoutedExperts._get_quant_method is own
 
@@ -162,11 +177,16 @@ def test_a_choice_of_experts_that_opset_does_not_serve_is_refused_once_it_is_kno
         bound_experts.bind(torch.nn.ModuleList([made]))
 
 
-@pytest.mark.parametrize(("zero_point", "replaces"), [(True, True), (False, False)])
-def test_a_model_with_weights_that_opset_does_not_serve_keeps_all_of_vllms_methods(zero_point, replaces):
-    checkpoint = {"bits": 4, "group_size": GROUP, "zero_point": zero_point}
-    hf_config = SimpleNamespace(quantization_config=checkpoint)
-    model = SimpleNamespace(quantization="auto_awq", quantization_config=None, hf_config=hf_config, is_moe=True)
+AWQ = {"quantization": "auto_awq", "bits": 4, "group_size": GROUP, "zero_point": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "replaces"),
+    [({}, True), ({"zero_point": False}, False), ({"speculative_config": "a draft model"}, False)],
+    ids=["served", "not served", "drafts"],
+)
+def test_models_that_opset_does_not_build_keep_vllms_methods(changes, replaces):
+    """A draft model is built in the same context, and its experts are not bound."""
     own = RoutedExperts._get_quant_method
-    with quantised_weights.expert_methods_first(model):
+    with quantised_weights.replaced_expert_methods(config_of(**AWQ | changes)):
         assert (RoutedExperts._get_quant_method is not own) is replaces

@@ -185,9 +185,9 @@ def in_a_worker(platform: str) -> Iterator[None]:
 
             until_the_end.enter_context(_opset_layers())
             until_the_end.enter_context(quantised_weights.linear_kernels_first())
-            in_int4 = types.SimpleNamespace(quantization_config={"bits": 4, "group_size": 128})
-            model = types.SimpleNamespace(quantization="awq", quantization_config=None, hf_config=in_int4)
-            until_the_end.enter_context(quantised_weights.expert_methods_first(model))
+            model = types.SimpleNamespace(quantization=None)
+            config = types.SimpleNamespace(model_config=model, speculative_config=None)
+            until_the_end.enter_context(quantised_weights.replaced_expert_methods(config))
         if platform in ("cuda", "native"):
             from vllm_opset.kernels.triton._precompile import precompile
 

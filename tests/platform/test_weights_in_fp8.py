@@ -27,5 +27,5 @@ def compressed(*weights: dict) -> dict:
     ],
 )
 def test_weights_in_fp8(method, checkpoint, expected):
-    config = SimpleNamespace() if checkpoint is None else SimpleNamespace(quantization_config=checkpoint)
-    assert in_fp8(SimpleNamespace(quantization=method, hf_config=config)) is expected
+    model = SimpleNamespace(quantization=method, model_arch_config=SimpleNamespace(quantization_config=checkpoint))
+    assert in_fp8(model) is expected

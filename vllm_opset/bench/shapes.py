@@ -30,13 +30,13 @@ class Shape:
 
     @property
     def text_config(self) -> Mapping:
-        """The part of a multimodal model's config that is of its language model; of others, the whole."""
+        """The config of a multimodal model's language model; of other models, the whole config."""
         return self.config.get("text_config", self.config)
 
     def kv_cache_bytes(self, cases: Iterable[Case | Trace]) -> int:
         """The size of a KV cache for all requests that one of these cases has at once, and for the longest of any.
 
-        It takes all layers for layers with such a cache, also those of linear attention.
+        It counts every layer as one with such a cache, also those with linear attention.
         """
         config = self.text_config
         head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -198,6 +198,8 @@ def _groups(layer: torch.nn.Module, num_experts: int) -> tuple[int, int]:
 
 def why_not(layer: torch.nn.Module) -> str | None:
     """What the contracts do not express of a layer's experts; None if they express all."""
+    if getattr(layer.moe_config, "require_decomposed_backend", False):  # from vLLM 0.33 on
+        return "experts that stand in for others"
     if layer.custom_routing_function is None and layer.scoring_func not in SCORING_FUNCS:
         return f"the scores {layer.scoring_func}"
     try:

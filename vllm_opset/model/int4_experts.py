@@ -1,8 +1,8 @@
 """vLLM's experts with int4 weights by groups: compressed-tensors, GPTQ and AWQ, by ops.route and ops.fused_experts.
 
 vLLM's methods of these formats choose among backends that need compiled kernels, also to create the weights. The
-methods here take their places. They create the weights in the checkpoint's layout, which vLLM's loader fills, and then
-convert these once to the layout of `ops/schemes`.
+methods here take their places, also on stock vLLM (`replaced_methods`). They create the weights in the checkpoint's
+layout, which vLLM's loader fills, and then convert these once to the layout of `ops/schemes`.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,9 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **attributes,
     ) -> None:
-        """Raises Refusal for weights whose rows are no whole groups of one scale."""
+        """Raises Refusal for biases, and for weights whose rows are no whole groups of one scale."""
+        if self.moe.has_bias:
+            raise Refusal("vllm-opset does not support int4 experts with biases: choose another model.")
         attributes |= {"is_transposed": self.is_transposed}
         attributes["quant_method"] = "channel" if self.group_size == -1 else "group"
         halves = 2 if self.moe.is_act_and_mul else 1
@@ -73,14 +75,18 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
                 layer.register_parameter(f"{weight}_{name}", parameter)
                 set_weight_attrs(parameter, attributes)
 
+    @property
+    def multiple(self) -> int:
+        """The number of columns is a multiple of this."""
+        return UINT4_BLOCK if self.group_size == -1 else self.group_size
+
     def _groups(self, inputs: int) -> int:
-        size = UINT4_BLOCK if self.group_size == -1 else self.group_size
-        if inputs % size:
+        if inputs % self.multiple:
             raise Refusal(
-                f"vllm-opset does not support int4 experts with {inputs} columns, which are no multiple of {size}: "
-                "give a smaller --tensor-parallel-size, or --enable-expert-parallel."
+                f"vllm-opset does not support int4 experts with {inputs} columns, which are no multiple of "
+                f"{self.multiple}: give a smaller --tensor-parallel-size, or --enable-expert-parallel."
             )
-        return 1 if self.group_size == -1 else inputs // size
+        return 1 if self.group_size == -1 else inputs // self.multiple
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Convert the weights and choose the kernels. Raises ValueError for a damaged scale, by its name."""

@@ -1,7 +1,8 @@
 """vLLM's experts with MXFP4 weights, as gpt-oss has them, by ops.route and ops.fused_experts.
 
 vLLM's own method chooses among backends that need compiled kernels or other platforms, so the configuration here gives
-the experts another one. vLLM loads the packed weights; everything but the experts is unquantised.
+the experts another one. On stock vLLM, they get it by `replaced_methods`. vLLM loads the packed weights; everything but
+the experts is unquantised.
 """
 
 import torch
@@ -25,6 +26,8 @@ class OpsetMxfp4ExpertsMethod(MonolithicMethod, GptOssMxfp4MoEMethod):
     The worker calls `bind` once the model's weights are loaded.
     """
 
+    multiple = MXFP4.group.columns  # of which the number of columns is a multiple
+
     def __init__(self, moe: FusedMoEConfig) -> None:
         FusedMoEMethodBase.__init__(self, moe)  # the parent would ask for one of its backends
         self.weight_dtype = GptOssMxfp4Config.get_name()  # by which the model knows how to load the weights
@@ -37,10 +40,10 @@ class OpsetMxfp4ExpertsMethod(MonolithicMethod, GptOssMxfp4MoEMethod):
         """Raises Refusal for weights whose rows are no whole groups of one scale."""
         super().create_weights(layer, *args, **kwargs)
         for size in (self.hidden_size, self.intermediate_size):
-            if size % MXFP4.group.columns:
+            if size % self.multiple:
                 raise Refusal(
                     f"vllm-opset does not support MXFP4 weights with {size} columns, which are no multiple of "
-                    f"{MXFP4.group.columns}: give a smaller --tensor-parallel-size, or --enable-expert-parallel."
+                    f"{self.multiple}: give a smaller --tensor-parallel-size, or --enable-expert-parallel."
                 )
         if get_current_vllm_config().load_config.load_format != "dummy":
             for name in SCALES:

@@ -1,4 +1,4 @@
-"""opset's methods for experts with int4 and MXFP4 weights, in the places of stock vLLM's while a model is built.
+"""opset's methods for experts with int4 and MXFP4 weights, in place of stock vLLM's while a model is built.
 
 vLLM's methods store these weights for their own kernels once they are loaded. So opset's methods load them instead, if
 opset serves the layer. Experts whose weights stay as they are loaded get opset's kernels later (`bound_experts`).
@@ -31,4 +31,9 @@ REPLACED: dict[str, Callable[[FusedMoEMethodBase], FusedMoEMethodBase]] = {
 def replaced(layer: torch.nn.Module, method: FusedMoEMethodBase) -> FusedMoEMethodBase:
     """The method that serves a layer of experts for which vLLM has chosen `method`."""
     make = REPLACED.get(type(method).__name__)
-    return method if make is None or why_not(layer) else make(method)
+    if make is None or why_not(layer):
+        return method
+    own, moe = make(method), method.moe
+    sizes = moe.hidden_dim, moe.intermediate_size_per_partition
+    has_unserved_bias = moe.has_bias and not isinstance(own, OpsetMxfp4ExpertsMethod)
+    return method if has_unserved_bias or any(size % own.multiple for size in sizes) else own

@@ -45,9 +45,17 @@ class QuantisedWeights(Rule):
         return Refusal(f"vllm-opset {where} does not support quantised weights with {found}: {self.cure}.")
 
 
+def _checkpoint(model: "ModelConfig") -> Mapping:
+    """How a model's config.json says that its weights are stored; empty if it says nothing.
+
+    vLLM finds it in several places.
+    """
+    return model.model_arch_config.quantization_config or {}
+
+
 def stored_weights(model: "ModelConfig") -> dict[str, Mapping]:
     """How compressed-tensors stores a model's weights, by the names of its groups. Empty for other methods."""
-    checkpoint = getattr(model.hf_config, "quantization_config", None) or {}
+    checkpoint = _checkpoint(model)
     return {name: group.get("weights") or {} for name, group in checkpoint.get("config_groups", {}).items()}
 
 
@@ -67,7 +75,7 @@ def unserved(model: "ModelConfig") -> Iterator[str]:
         yield f"the method {model.quantization}"
     if getattr(model, "quantization_config", None) is not None:
         yield "--quantization-config"
-    checkpoint = getattr(model.hf_config, "quantization_config", None) or {}
+    checkpoint = _checkpoint(model)
     if checkpoint.get("store_dtype"):
         yield f"experts in {checkpoint['store_dtype']}"
     if model.quantization == "compressed-tensors":
@@ -172,12 +180,13 @@ def linear_kernels_first() -> Iterator[None]:
 
 
 @contextmanager
-def expert_methods_first(model: "ModelConfig") -> Iterator[None]:
+def replaced_expert_methods(config: "VllmConfig") -> Iterator[None]:
     """Within this context, stock vLLM builds a model's experts with int4 and MXFP4 weights by opset's methods.
 
-    vLLM's own methods build a model with any weights that opset does not serve.
+    If opset does not serve all of the model's weights, vLLM's own methods build it, and so if a second model drafts:
+    both are built in this context, and `bound_experts` binds one.
     """
-    if any(unserved(model)):
+    if any(unserved(config.model_config)) or config.speculative_config is not None:
         yield
         return
     # Imported late: vLLM's module of experts imports thousands of others.

@@ -44,6 +44,9 @@ BY_TIMING = ("combo_kernels", "benchmark_combo_kernel", "triton.autotune_pointwi
 COMPILED = {"compilation_config": {"inductor_compile_config": dict.fromkeys(BY_TIMING, False)}}
 EAGER = {"enforce_eager": True}
 
+# Arguments of both engines. vLLM's default for prompts of linear attention is FlashInfer's kernel, installed or not.
+OF_KIND = {"hybrid": {"gdn_prefill_backend": "triton"}}
+
 # The number of engines that are up at a time. Each takes a minute or two of one core's work.
 AT_ONCE = 8
 # Compiled engines of each kind that are started until two are equal. On a busy GPU, engines with the second model
@@ -76,7 +79,9 @@ def answers() -> Iterator[Callable[..., dict]]:
 
 
 def ask(native: str, runner: str, eager: bool, kind: str = "dense") -> dict:
-    arguments = {"kind": kind, **(EAGER if eager else COMPILED)}
+    arguments = {"kind": kind, **(EAGER if eager else COMPILED), **OF_KIND.get(kind, {})}
+    if (native, kind) == (STOCK, "ALiBi"):
+        arguments["attention_config"] = {"backend": "TRITON_ATTN"}  # FlashAttention 3, its default, has no ALiBi
     if native == NAMED:
         arguments = {**arguments, "attention_config": {"backend": "CUSTOM"}}
     with tempfile.TemporaryDirectory() as folder:

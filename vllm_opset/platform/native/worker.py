@@ -33,7 +33,7 @@ class OpsetNativeWorker(Starting, PackingWorker):
             if "linear" in self.parts and self.model_config.quantization is not None:
                 building.enter_context(quantised_weights.linear_kernels_first())
             if "moe" in self.parts and self.model_config.quantization is not None:
-                building.enter_context(quantised_weights.expert_methods_first(self.model_config))
+                building.enter_context(quantised_weights.replaced_expert_methods(self.vllm_config))
             super().load_model(**kwargs)
         model = self.model_runner.get_model()
         if "ops" in self.parts:
