@@ -105,6 +105,7 @@ def experts_layer(num_experts: int, top_k: int, stored: torch.dtype) -> torch.nn
         torch.nn.Parameter(weight.to(PACKED if packed else stored), False) for weight in (w13, w2)
     )
     layer.activation, layer.apply_router_weight_on_input, layer.expert_map = SimpleNamespace(value="silu"), False, None
+    layer.moe_config = SimpleNamespace()
     layer.swiglu_limit = layer.swiglu_alpha = layer.swiglu_beta = None
     layer.custom_routing_function, layer.use_grouped_topk = None, False
     layer.top_k, layer.global_num_experts, layer.num_expert_group = top_k, num_experts, None
