@@ -37,7 +37,7 @@ COMPRESSED = {
 
 
 def config_of(quantization: str | None = None, speculative_config: object = None, **checkpoint) -> SimpleNamespace:
-    """What is read of vLLM's configuration. checkpoint: the quantization_config of the model's config.json."""
+    """A configuration with what is read of it. checkpoint: the quantization_config of the model's config.json."""
     arch = SimpleNamespace(quantization_config=checkpoint)
     model = SimpleNamespace(
         quantization=quantization, quantization_config=None, hf_config=None, model_arch_config=arch, is_moe=True
