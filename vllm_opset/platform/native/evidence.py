@@ -33,7 +33,7 @@ class Evidence:
 
 @functools.cache
 def defaults() -> Mapping[str, Mapping]:
-    """By GPU family, such as "sm90": whether each part is on, the page that measured it, and rows of evidence."""
+    """By GPU family, such as "sm90": the page on which each part was faster, or None, and rows of evidence."""
     return yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text())
 
 

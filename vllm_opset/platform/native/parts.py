@@ -98,7 +98,7 @@ def _by_default(name: str, family: int, config: "VllmConfig | None" = None) -> D
         found = evidence.of_kind(name, kind.feature, family)
         if found is None or not found.on:
             return Decision(False, f"vLLM's own serves {kind.feature}: {found.summary if found else 'not measured'}")
-    return Decision(True, f"faster by {row['measured']}")
+    return Decision(True, f"faster by {row[name]}")
 
 
 def _first(rules: tuple[Rule, ...], config: "VllmConfig") -> Rule | None:
