@@ -1,9 +1,8 @@
-"""What the workers of `cuda` and `native` add to vLLM's worker while an engine starts, and when it ends.
+"""A mixin for the workers of `cuda` and `native`: what they do beside vLLM's worker while an engine starts and ends.
 
-vLLM's worker measures memory, makes the KV cache and captures graphs. The mixin here also counts the memory of
-attention's partial results. Where an engine allows it, it captures whole graphs of prompts and graphs of the LM head,
-and makes no attention metadata for steps that a whole graph replays. If memory is short, its error names the settings
-to lower.
+vLLM's worker measures memory, makes the KV cache and captures graphs. The mixin also counts the memory of attention's
+partial results. It captures whole graphs of prompts and graphs of the LM head, where an engine allows them. Steps that
+a whole graph replays then get no attention metadata. If memory is short, its error names the settings to lower.
 """
 
 from vllm.config import VllmConfig
