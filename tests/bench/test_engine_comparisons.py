@@ -30,7 +30,7 @@ def test_every_comparison_is_one_that_bench_e2e_takes(name):
     how = ["--cold" in options, "--apart" in options, "--at-once" in options]
     plan = _plan(model, of(options, "--case"), None, of(options, "--variant"), 2, *how)
     names = [engine.name for engine in plan.engines]
-    assert names[0] == "opset" and names[-1] in ("opset", "stock", "moe") and plan.cases
+    assert names[0] == "opset" and names[-1] in ("opset", "stock", "moe", "attention") and plan.cases
     samples_with_flashinfer = name == "flashinfer-sampler"
     for engine in plan.engines:
         assert engine.env.get("VLLM_USE_FLASHINFER_SAMPLER") == (None if samples_with_flashinfer else "0")

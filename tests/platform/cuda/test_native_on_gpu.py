@@ -81,7 +81,7 @@ def answers() -> Iterator[Callable[..., dict]]:
 def ask(native: str, runner: str, eager: bool, kind: str = "dense") -> dict:
     arguments = {"kind": kind, **(EAGER if eager else COMPILED), **OF_KIND.get(kind, {})}
     if (native, kind) == (STOCK, "ALiBi"):
-        arguments["attention_config"] = {"backend": "TRITON_ATTN"}  # FlashAttention 3, its default, has no ALiBi
+        arguments["attention_config"] = {"backend": "TRITON_ATTN"}  # FlashAttention 2, its default, may be left out
     if native == NAMED:
         arguments = {**arguments, "attention_config": {"backend": "CUSTOM"}}
     with tempfile.TemporaryDirectory() as folder:

@@ -22,6 +22,9 @@ EXAMPLES: dict[str, dict] = {
     "another worker class": {"parallel_config__worker_cls": "another.Worker"},
     "another attention backend": {"attention_config__backend": SimpleNamespace(name="TRITON_ATTN")},
     "multi-head latent attention (MLA)": {"model_config__use_mla": True},
+    "encoders with a pooled KV cache (Voxtral Realtime)": {
+        "model_config__hf_config": SimpleNamespace(audio_config=SimpleNamespace(block_pool_size=4))
+    },
     "a KV cache in that dtype": {"cache_config__cache_dtype": "fp8_e5m2"},
     "KV connectors": {"kv_transfer_config": object()},
     "KV cache offloading": {"cache_config__kv_offloading_size": 1.0},
@@ -265,6 +268,8 @@ IN_USE = evidence.defaults
         (("mixture-of-experts (MoE) models", "expert parallelism"), {"attention", "sampler", "linear"}),
         (("mixture-of-experts (MoE) models", "tensor parallelism of 2"), set()),
         (("mixture-of-experts (MoE) models", "adapters (LoRA)"), set()),
+        (("multimodal models",), {"attention"}),
+        (("multimodal models", "encoders with a pooled KV cache (Voxtral Realtime)"), set()),
     ],
 )
 def test_the_parts_that_are_on_by_default(kinds, on, changed, monkeypatch):
@@ -291,3 +296,13 @@ def test_the_rows_of_evidence_are_well_formed():
             assert one.on == (max(one.ratios.values()) <= 1 + NOISE), one
         by_experts = [one.on for one in found if (one.part, one.kind) == ("moe", MOE)]
         assert bool(row["moe"]) == any(by_experts), "the part moe is on where it was measured"
+
+
+def test_vllm_still_derives_pooling_backends_from_its_own_only():
+    """When this fails, opset's attention may serve encoders with a pooled KV cache, and their rule can go."""
+    from vllm.model_executor.models import whisper_causal
+
+    from vllm_opset.attention.backend import OpsetAttentionBackend
+
+    with pytest.raises(NotImplementedError, match="not yet supported"):
+        whisper_causal.create_whisper_attention_backend_with_block_pooling(OpsetAttentionBackend, 4)

@@ -123,6 +123,12 @@ def _soft_caps(model) -> bool:
     return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
 
 
+def _pools_cache(model) -> bool:
+    """Whether an encoder stores several positions in one slot. For these, vLLM derives backends from its own only."""
+    audio = getattr(model.hf_config, "audio_config", None)
+    return getattr(audio, "block_pool_size", 1) > 1
+
+
 def _model(name: str) -> Callable[["VllmConfig"], bool]:
     return of_model(lambda model: getattr(model, name, False))
 
@@ -179,6 +185,7 @@ PARTS: Mapping[str, Part] = {
             _OTHER_WORKER,
             Rule("another attention backend", "leave out --attention-backend and --attention-config", _another_backend),
             _MLA,
+            Rule("encoders with a pooled KV cache (Voxtral Realtime)", _LEAVE_IT_OUT, of_model(_pools_cache)),
             Rule("a KV cache in that dtype", "leave out --kv-cache-dtype", caches_neither_alike_nor_in_fp8),
             Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
             # vLLM makes a connector for it after the configuration is checked.
@@ -190,7 +197,7 @@ PARTS: Mapping[str, Part] = {
             _BATCH_INVARIANT,
         ),
         kinds=(
-            *_COMMON_KINDS,  # also, encoders of some multimodal models derive backends from vLLM's own only
+            *_COMMON_KINDS,
             _POOLING,
             # For these, prompts run on another kernel than the one that was measured.
             Rule("an fp8 KV cache", _LEAVE_IT_OUT, _caches_fp8),
