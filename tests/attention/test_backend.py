@@ -219,6 +219,31 @@ def test_lengths_are_given_from_the_host_only_where_they_are_exact():
     assert builder(specs()[0], impl()).build(0, step).batch.seq_lens_cpu is None
 
 
+def test_metadata_follows_lengths_that_vllm_changes_in_place_while_a_model_drafts():
+    step = metadata([1, 6])
+    made = builder(specs()[0], impl())
+    found = made.build(0, step)
+    assert found.batch.once(_lengths) == [1, 6]
+    step.seq_lens += 1
+    assert found.batch.once(_lengths) == [1, 6]
+    made.update_draft_decode_metadata(found)
+    assert found.batch.once(_lengths) == [2, 7]
+
+
+def _lengths(batch) -> list[int]:
+    return batch.seq_lens.tolist()
+
+
+def test_only_metadata_of_opsets_own_builder_can_follow():
+    """Builders that vLLM derives copy lengths to buffers of their own when they build metadata."""
+
+    class DerivedByVllm(type(builder(specs()[0], impl()))):
+        pass
+
+    assert builder(specs()[0], impl()).supports_draft_decode_metadata_update
+    assert not builder(specs()[0], impl(), builder_cls=DerivedByVllm).supports_draft_decode_metadata_update
+
+
 def test_layers_that_attend_in_both_directions_are_told_so():
     for causal in (True, False):
         step = dataclasses.replace(metadata([1, 6]), causal=causal)

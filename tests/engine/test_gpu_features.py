@@ -3,6 +3,7 @@
 import functools
 import json
 
+import drafting
 import engines
 import models
 import pytest
@@ -51,6 +52,25 @@ def test_drafts_by_n_grams_change_no_token(arguments, engine, tmp_path, monkeypa
         assert tokens(generate(llm, prompts)) == expected
         generate(llm, prompts, temperature=1, top_k=20, top_p=0.9, seed=1)
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
+    assert not compiled
+
+
+@pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
+@pytest.mark.parametrize("method", drafting.METHODS)
+def test_drafts_of_a_model_change_no_token(method, arguments, engine, tmp_path, monkeypatch):
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    for folder in (target, draft):
+        folder.mkdir()
+    reference = drafting.METHODS[method](target, draft)
+    prompts = models.prompts()
+    expected = [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
+    speculative = drafting.config(method, draft, num_tokens=3)
+    with engine(target, speculative_config=speculative, **arguments) as llm:
+        compiled = compiled_in(monkeypatch, arguments)
+        assert tokens(generate(llm, prompts)) == expected
+        accepted, drafted = (counter(llm, f"spec_decode_num_{what}_tokens") for what in ("accepted", "draft"))
+        assert accepted / drafted >= drafting.ACCEPTED.get(method, 0)
+        generate(llm, prompts, temperature=1, top_k=20, top_p=0.9, seed=1)
     assert not compiled
 
 

@@ -237,13 +237,16 @@ def test_what_is_off_or_default_is_not_refused(platform, rules_of, configure, mo
 
 
 def test_a_copy_of_a_complete_configuration_is_not_refused(configure):
-    """vLLM copies a configuration for a model within a model. The values that it resolved then look like a user's
-    choice.
+    """vLLM copies a configuration for a model within a model, and for one that drafts, whose copy names no worker.
+
+    The values that it resolved then look like a user's choice.
     """
     from vllm.config import replace
 
     config = configure(LLAMA)
-    assert replace(config, model_config=config.model_config).parallel_config.worker_cls
+    for parallel in (config.parallel_config, replace(config.parallel_config, worker_cls="auto")):
+        copy = replace(config, model_config=config.model_config, parallel_config=parallel)
+        assert copy.parallel_config.worker_cls == config.parallel_config.worker_cls
 
 
 # Settings that concern neither opset's attention nor its linear layers, and leave both on.

@@ -34,6 +34,8 @@ class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
         # (CommonAttentionMetadata, 0.26 to 0.33). vLLM derives builders from this one, for example for static sinks or
         # cross attention. Those change the batch on the device only.
         self.lengths_on_host = vllm_config.speculative_config is None and type(self) is OpsetMetadataBuilder
+        # Whether a model that drafts several tokens may attend for each of them with the metadata of the first.
+        self.supports_draft_decode_metadata_update = type(self) is OpsetMetadataBuilder
         block_size = PACKED_BLOCK_SIZE if self.encoder_only else kv_cache_spec.block_size
         layers = vllm_config.compilation_config.static_forward_context
         for name in layer_names:
@@ -58,3 +60,10 @@ class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
                 seq_lens_cpu=common.seq_lens_cpu_upper_bound if self.lengths_on_host else None,
             )
         return OpsetMetadata(common.slot_mapping, batch)
+
+    def update_draft_decode_metadata(self, metadata: OpsetMetadata) -> None:
+        """Follow lengths and slots that vLLM has changed in place for the next drafted token (0.33).
+
+        The batch has views of vLLM's buffers. Kernels compute the rest from them again, in a captured graph too.
+        """
+        metadata.batch.forget()

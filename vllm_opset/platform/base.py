@@ -66,8 +66,8 @@ class OpsetPlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
-        # Skipped for a copy of a complete configuration: vLLM makes such a copy for a model within a model.
-        if vllm_config.parallel_config.worker_cls != cls.worker:
+        # Skipped for a copy of a complete configuration. vLLM makes one for a model within a model, or one that drafts.
+        if not compile_cache.is_kept_apart(vllm_config):
             refusals.check(cls.early_rules, vllm_config, cls.where)
         passes = vllm_config.compilation_config.pass_config
         for fusion in refusals.fusions(vllm_config):

@@ -19,6 +19,11 @@ def keep_apart(config: "VllmConfig", whose: str) -> None:
     config.additional_config = {**config.additional_config, KEY: whose}
 
 
+def is_kept_apart(config: "VllmConfig") -> bool:
+    """Whether a platform has completed this configuration, or the one that it is a copy of."""
+    return KEY in config.additional_config
+
+
 def keep_kernels_apart(config: "VllmConfig") -> None:
     """Make the cached graphs visible only to engines that chose the same kernels, because a graph names some of them.
 

@@ -21,7 +21,8 @@ class OpsetWorker(Reporting, PackingWorker):
         super().load_model(**kwargs)
         self._with_quantised_experts("bind")
         with set_current_vllm_config(self.vllm_config):
-            layers.bind(self.model_runner.get_model(), self.model_config.dtype)
+            for model in self.models:
+                layers.bind(model, self.model_config.dtype)
 
     def reload_weights(self, *args, **kwargs) -> None:
         self._with_quantised_experts("make_room")
@@ -29,11 +30,12 @@ class OpsetWorker(Reporting, PackingWorker):
         self._with_quantised_experts("bind")
 
     def _with_quantised_experts(self, function: str) -> None:
-        """Call a function of `quantised_experts` with the model, if it has such experts."""
+        """Call a function of `quantised_experts` with the models, if they have such experts."""
         if self.model_config.is_moe and self.model_config.quantization is not None:
             from vllm_opset.model import quantised_experts
 
-            getattr(quantised_experts, function)(self.model_runner.get_model())
+            for model in self.models:
+                getattr(quantised_experts, function)(model)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
         """No pool: memory comes from the system or PyTorch. vLLM's pool allocators are for its own platforms."""

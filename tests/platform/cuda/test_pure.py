@@ -10,7 +10,7 @@ import torch
 from small_models import LLAMA
 from vllm.config import CompilationMode
 
-from vllm_opset.platform.cuda.refusals import EARLY_RULES, RULES
+from vllm_opset.platform.cuda.refusals import EARLY_RULES, MODELS_THAT_DRAFT, RULES
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import Refusal, check, fusions
@@ -30,10 +30,17 @@ def config(configure):
     return config
 
 
+def drafts(method: str, quantization: str | None = None) -> SimpleNamespace:
+    """A speculative configuration."""
+    return SimpleNamespace(method=method, draft_model_config=SimpleNamespace(quantization=quantization))
+
+
 FP8 = {"model_config.quantization": "fp8"}
 MXFP4 = {"model_config.quantization": "gpt_oss_mxfp4"}
 REFUSED = [
-    ("speculative decoding with a model that drafts", {"speculative_config": SimpleNamespace(method="eagle")}),
+    ("speculative decoding by another method", {"speculative_config": SimpleNamespace(method="dflash")}),
+    ("a model that drafts with vLLM's first model runner", {"speculative_config": drafts("eagle")}),
+    ("a model that drafts with quantised weights of its own", {"speculative_config": drafts("mtp", "fp8")}),
     ("a KV cache in this dtype", {"cache_config.cache_dtype": "fp8_e5m2"}),
     ("weight offloading by a view", {"offload_config.uva.cpu_offload_gb": 4.0}),
     ("quantised weights with the method quark", {"model_config.quantization": "quark"}),
@@ -43,8 +50,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("feature", "changes"), REFUSED)
-def test_what_is_not_done_is_refused(feature, changes, config):
+def test_what_is_not_done_is_refused(feature, changes, config, monkeypatch):
     check(RULES, config, "here")
+    monkeypatch.setattr(type(config), "use_v2_model_runner", "first model runner" not in feature)
     for attribute, value in changes.items():
         *path, name = attribute.split(".")
         object.__setattr__(functools.reduce(getattr, path, config), name, value)
@@ -75,6 +83,13 @@ def test_every_rule_of_its_own_is_tested():
     own = {rule.feature for rule in RULES if rule not in (*COMMON, *SHARED)}
     tried = [feature for feature, *_ in (*REFUSED, *OWN_WITH_EXPERTS) if "the method" not in feature]
     assert all(any(feature in rule for feature in tried) for rule in own) and len(own) == len(tried)
+
+
+@pytest.mark.parametrize("method", ["ngram", *MODELS_THAT_DRAFT])
+def test_these_methods_draft(method, config, monkeypatch):
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    config.speculative_config = drafts(method)
+    check(RULES, config, "here")
 
 
 @pytest.mark.parametrize("quantisation", [FP8, MXFP4])

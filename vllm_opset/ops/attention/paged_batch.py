@@ -88,6 +88,10 @@ class PagedBatch:
             self._made[make, key] = make(self, *key)
         return self._made[make, key]
 
+    def forget(self) -> None:
+        """Drop what `once` keeps. Call it when the tensors have other values for the next layers."""
+        self._made.clear()
+
 
 def window_sides(window: int | tuple[int, int] | None, causal: bool) -> tuple[int | None, int | None]:
     """How many keys before and after its own position a query sees; None means no limit.

@@ -49,11 +49,13 @@ class OpsetCpuWorker(OpsetWorker):
         quantised_weights.register(self.model_config)
         super().load_model(**kwargs)
         self.fuse()
-        packed_linear.bind(self.model_runner.get_model())
+        for model in self.models:
+            packed_linear.bind(model)
 
     def fuse(self) -> None:
         """Let one kernel do the work of several layers, where it can."""
-        fusion.bind(self.model_runner.get_model(), self.vllm_config)
+        for model in self.models:
+            fusion.bind(model, self.vllm_config)
 
     def determine_available_memory(self) -> int:
         return kv_memory.budget(self.vllm_config, self.get_kv_cache_spec().values())

@@ -1,11 +1,13 @@
 """The features that opset does not support on NVIDIA GPUs with a vLLM that has no compiled kernels."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from vllm_opset.model.weights import offloads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, SIMULATED_ROUTING, WITHOUT_COMPILER, asks_to_compile, unset
-from vllm_opset.platform.quantised_weights import GPT_OSS, QUANTISED_WEIGHTS
+from vllm_opset.platform.quantised_weights import GPT_OSS, QUANTISED_WEIGHTS, unserved
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
     Rule,
@@ -15,8 +17,29 @@ from vllm_opset.platform.refusals import (
     of_model,
 )
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 has_experts = of_model(lambda model: model.is_moe)
 is_quantised = of_model(lambda model: model.quantization is not None)
+
+# vLLM's names for ways of drafting by a model that were tried, with the second model runner alone.
+MODELS_THAT_DRAFT = ("draft_model", "eagle", "eagle3", "mtp")
+
+
+def _drafts_by(config: "VllmConfig") -> str:
+    """How tokens are drafted; n-grams if they are not drafted."""
+    return "ngram" if config.speculative_config is None else config.speculative_config.method
+
+
+def _quantises_drafts_otherwise(config: "VllmConfig") -> bool:
+    """Whether the model that drafts has quantised weights in a format that is not served, or not that of its target."""
+    if _drafts_by(config) not in MODELS_THAT_DRAFT:
+        return False
+    draft = config.speculative_config.draft_model_config
+    alike = draft.quantization == config.model_config.quantization
+    return draft.quantization is not None and (not alike or any(unserved(draft)))
+
 
 # These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
 EARLY_RULES: tuple[Rule | Settings, ...] = (
@@ -45,9 +68,19 @@ RULES: tuple[Rule, ...] = (
         lambda config: has_experts(config) and offloads(config),
     ),
     Rule(
-        "speculative decoding with a model that drafts",
-        'give --speculative-config with {"method": "ngram"}, or leave it out',
-        lambda config: config.speculative_config is not None and config.speculative_config.method != "ngram",
+        "speculative decoding by another method",
+        f"give one of the methods ngram, {', '.join(MODELS_THAT_DRAFT)} in --speculative-config, or leave it out",
+        lambda config: _drafts_by(config) not in ("ngram", *MODELS_THAT_DRAFT),
+    ),
+    Rule(
+        "a model that drafts with vLLM's first model runner",
+        "unset VLLM_USE_V2_MODEL_RUNNER, take a release whose second one has the method, or draft by ngram",
+        lambda config: _drafts_by(config) in MODELS_THAT_DRAFT and not config.use_v2_model_runner,
+    ),
+    Rule(
+        "a model that drafts with quantised weights of its own",
+        "choose one without quantised weights for --speculative-config, or one in its target's format",
+        _quantises_drafts_otherwise,
     ),
     Rule("a KV cache in this dtype", "leave out --kv-cache-dtype, or give fp8_e4m3", caches_neither_alike_nor_in_fp8),
     Rule(

@@ -44,9 +44,10 @@ def model(worker: Worker) -> None:
     most_tokens = worker.scheduler_config.max_num_batched_tokens
     with precompile():
         _attention(worker)
-        linear.multiply(runner.get_model(), worker.scheduler_config.max_num_seqs)
-        if worker.model_config.is_moe:
-            _experts(runner, most_tokens)
+        for loaded in worker.models:
+            linear.multiply(loaded, worker.scheduler_config.max_num_seqs)
+            if worker.model_config.is_moe:
+                _experts(loaded, most_tokens)
         if takes_any_values(runner):
             _steps(runner, min(most_tokens, PRECOMPILED_TOKENS))
     _attention(worker)
@@ -54,11 +55,11 @@ def model(worker: Worker) -> None:
     runner.maybe_remove_all_loras(runner.lora_config)
 
 
-def _experts(runner, most_tokens: int) -> None:
+def _experts(loaded: torch.nn.Module, most_tokens: int) -> None:
     # Imported late: vLLM's module of experts imports thousands of others.
     from vllm_opset.model import experts
 
-    experts.multiply(runner.get_model(), most_tokens)
+    experts.multiply(loaded, most_tokens)
 
 
 def takes_any_values(runner) -> bool:

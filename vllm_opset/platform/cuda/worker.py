@@ -36,12 +36,13 @@ class OpsetCudaWorker(Starting, OpsetWorker):
         sampler.install(self.model_runner)
         with precompile():  # next vLLM measures memory, for which it samples tokens
             call_sampler(self.model_runner)
-        model = self.model_runner.get_model()
-        fusion.bind(model, self.vllm_config, precompile)
-        if not weights.offloads(self.vllm_config):  # vLLM itself must handle weights that it moves
-            linear.bind(model, compiled=refusals.compiles(self.vllm_config))
+        for model in self.models:
+            fusion.bind(model, self.vllm_config, precompile)
+            if not weights.offloads(self.vllm_config):  # vLLM itself must handle weights that it moves
+                linear.bind(model, compiled=refusals.compiles(self.vllm_config))
         with precompile() if warm_up.takes_any_values(self.model_runner) else nullcontext():
-            quantised_inputs.bind(model, self.vllm_config, step_of_few_tokens(self.model_runner))
+            for model in self.models:
+                quantised_inputs.bind(model, self.vllm_config, step_of_few_tokens(self.model_runner))
         compile_cache.keep_kernels_apart(self.vllm_config)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

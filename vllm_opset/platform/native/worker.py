@@ -35,15 +35,8 @@ class OpsetNativeWorker(Starting, PackingWorker):
             if "moe" in self.parts and self.model_config.quantization is not None:
                 building.enter_context(quantised_weights.replaced_expert_methods(self.vllm_config))
             super().load_model(**kwargs)
-        model = self.model_runner.get_model()
-        if "ops" in self.parts:
-            with set_current_vllm_config(self.vllm_config):
-                layers.bind(model, self.model_config.dtype)
-            fusion.bind(model, self.vllm_config, precompile)
-        if "linear" in self.parts:
-            linear.bind(model, compiled=refusals.compiles(self.vllm_config))
-        if "moe" in self.parts:
-            self._bind_experts(model)
+        for model in self.models:
+            self._bind(model)
         if self.parts & {"linear", "ops", "moe"}:
             compile_cache.keep_kernels_apart(self.vllm_config)
         if "sampler" in self.parts:
@@ -58,7 +51,19 @@ class OpsetNativeWorker(Starting, PackingWorker):
         if "moe" in self.parts:
             from vllm_opset.model import quantised_experts
 
-            quantised_experts.bind(self.model_runner.get_model())
+            for model in self.models:
+                quantised_experts.bind(model)
+
+    def _bind(self, model: torch.nn.Module) -> None:
+        """Let the parts that are on serve a model that was just loaded."""
+        if "ops" in self.parts:
+            with set_current_vllm_config(self.vllm_config):
+                layers.bind(model, self.model_config.dtype)
+            fusion.bind(model, self.vllm_config, precompile)
+        if "linear" in self.parts:
+            linear.bind(model, compiled=refusals.compiles(self.vllm_config))
+        if "moe" in self.parts:
+            self._bind_experts(model)
 
     def _bind_experts(self, model: torch.nn.Module) -> None:
         # Imported late: vLLM's module of experts imports thousands of others.
