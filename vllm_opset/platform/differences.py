@@ -83,13 +83,13 @@ HOOKS = (
     Bridge(
         "kernels of the second model runner",
         "vLLM's second model runner launches Triton kernels, and vLLM asks its platform to replace them. opset has "
-        "them in NumPy, PyTorch and C++ for a CPU.",
-        "vllm_opset.platform.cpu.runner_kernels.register",
+        "them in NumPy, PyTorch and C++ for a CPU, and in PyTorch for an NPU.",
+        "vllm_opset.platform.runner_kernels.Registry.register",
         has(second_runner.OVERRIDES),
         first=(0, 31),
         changes=("vllm.triton_utils.dispatcher._registry",),
         hook=True,
-        worker=("cpu",),
+        worker=("cpu", "npu"),
     ),
     Bridge(
         "attention backend",

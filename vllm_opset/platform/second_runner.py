@@ -7,11 +7,28 @@ import torch
 
 from vllm_opset.platform.bridges import has, patch
 from vllm_opset.platform.compat import NAMES_OF_CUDA
+from vllm_opset.platform.refusals import Rule
 
 PINNED_VIEW = "vllm.v1.worker.gpu.buffer_utils.get_accelerator_view_from_cpu_tensor"
+BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
+TABLES = "vllm.v1.worker.gpu.block_table.BlockTables"
 OVERRIDES = "vllm.platforms.interface.Platform.register_triton_kernel_overrides"
 # Whether vLLM asks its platform for implementations of the Triton kernels that it launches (0.31 and later).
 replaces_triton_kernels = has(OVERRIDES)
+
+
+UNAVAILABLE = Rule(
+    "vLLM's second model runner before vLLM 0.31",
+    "unset VLLM_USE_V2_MODEL_RUNNER",
+    lambda config: config.use_v2_model_runner and not replaces_triton_kernels(),
+)
+
+
+def why_none() -> str | None:
+    """Why the second runner cannot serve on a device without Triton; None if it can."""
+    if replaces_triton_kernels():
+        return None
+    return "this release of vLLM cannot replace the Triton kernels of the second one"
 
 
 @patch(
@@ -19,7 +36,7 @@ replaces_triton_kernels = has(OVERRIDES)
     first=(0, 31),
     ends="vLLM chooses its second model runner without Triton if its kernels are replaced",
     changes=("vllm.config.vllm.HAS_TRITON",),
-    loading=("cpu",),
+    loading=("cpu", "npu"),
 )
 def configure_without_triton() -> None:
     """Let vLLM choose its second model runner without Triton, because opset replaces the kernels that it launches.
@@ -36,7 +53,7 @@ def configure_without_triton() -> None:
     first=(0, 31),
     ends="vLLM's second model runner needs no Triton if its kernels are replaced",
     changes=("vllm.triton_utils.triton.next_power_of_2", "vllm.v1.worker.gpu_worker.HAS_TRITON"),
-    worker=("cpu",),
+    worker=("cpu", "npu"),
 )
 def launch_without_triton() -> None:
     """Let vLLM's second model runner start without Triton, because opset replaces the kernels that it launches.
@@ -97,6 +114,31 @@ def view_pinned_memory(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     from vllm.v1.worker.gpu import buffer_utils
 
     buffer_utils.get_accelerator_view_from_cpu_tensor = view
+
+
+@patch(
+    has(OVERRIDES),
+    first=(0, 31),
+    ends="vLLM asks the platform whether its device can view pinned memory",
+    changes=(f"{BUFFERS}.is_uva_available", f"{TABLES}._make_ptr_tensor"),
+    worker=("npu",),
+)
+def copy_to_device() -> None:
+    """Let vLLM's second model runner copy its buffers to a device that cannot view the host's memory.
+
+    vLLM has such buffers for platforms without pinned memory. Its kernels also read tensors by their addresses. Their
+    replacements find the tensors in the attribute `opset_tensors` of what takes the place of the addresses.
+    """
+    from vllm.v1.worker.gpu import block_table, buffer_utils
+
+    buffer_utils.is_uva_available = lambda: False
+    block_table.BlockTables._make_ptr_tensor = _kept
+
+
+def _kept(tables, tensors) -> torch.Tensor:
+    kept = torch.empty(0)
+    kept.opset_tensors = list(tensors)
+    return kept
 
 
 @patch(

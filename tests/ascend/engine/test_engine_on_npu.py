@@ -3,6 +3,7 @@
 import copy
 
 import asking
+import engines
 import models
 import pytest
 import torch
@@ -60,6 +61,41 @@ def test_greedy_tokens_equal_those_of_transformers(name, engine, relaxed, tmp_pa
         ran = asking.served(llm)
     assert by_ascend(ran) >= ASCENDS[name]
     assert name not in EITHER or by_ascend(ran) & EITHER[name]
+
+
+# Greedy requests that use most of the second model runner's kernels.
+REQUESTS = {
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.2},
+    "bias": {"logit_bias": {5: 20.0, 6: -100.0}},
+    "allowed": {"allowed_token_ids": [10, 20, 30, 40]},
+    "at least": {"min_tokens": 20, "stop_token_ids": list(range(3, 100)), "ignore_eos": False},
+    "log-probabilities": {"logprobs": 5, "prompt_logprobs": 3},
+}
+
+
+def test_both_model_runners_answer_alike(engine, relaxed, tmp_path, monkeypatch):
+    expected = asking.expected(asking.build("qwen3", tmp_path), asking.prompts())
+    answers = []
+    for variable, module in (("0", "vllm.v1.worker.gpu_model_runner"), ("1", "vllm.v1.worker.gpu.model_runner")):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
+        with engine(tmp_path, max_num_batched_tokens=160) as llm:
+            (bases,) = llm.collective_rpc(lambda worker: type(worker.model_runner).__mro__)
+            assert module in [base.__module__ for base in bases]
+            assert asking.tokens(llm, asking.prompts()) == expected
+            answers.append({name: asking.generate(llm, asking.prompts(), **asked) for name, asked in REQUESTS.items()})
+            first, second = (asking.tokens(llm, asking.prompts(), temperature=1, top_k=20, seed=3) for _ in range(2))
+        assert first == second != expected
+    for name in REQUESTS:
+        first, second = (engines.tokens(of_runner[name]) for of_runner in answers)
+        assert first == second, name
+    for of_first, of_second in zip(*(of_runner["log-probabilities"] for of_runner in answers), strict=True):
+        for mine, theirs in zip(_logprobs(of_first), _logprobs(of_second), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def _logprobs(output) -> list[dict[int, float]]:
+    steps = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    return [{token: found.logprob for token, found in step.items()} for step in steps]
 
 
 def test_atbs_attention_decodes_where_an_override_names_it(engine, relaxed, tmp_path):

@@ -15,6 +15,12 @@ DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4
 CAPTURES = {"max_num_seqs": 8, "compilation_config": DECODE}  # six prompts are padded to eight
 
 
+@pytest.fixture(autouse=True)
+def first_runner(monkeypatch):
+    """On an NPU, vLLM's first model runner alone replays graphs."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+
 @pytest.fixture
 def replays():
     """The number of requests in each replayed graph, in the order of the replays."""

@@ -1,6 +1,7 @@
 """The same on other product families, which the driver's device name selects. Each runs in a process of its own."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def test_an_engine_runs_where_most_falls_to_the_references(tmp_path):
     asking.build("qwen3", tmp_path)
     finished = ask(tmp_path, "float16", DEVICES["310P"])
     assert finished.code == 0 and "TOKENS [[" in finished.out, finished.output
-    assert "paged_attention       reference" in finished.output
+    assert re.search("paged_attention +reference", finished.output)
 
 
 def test_bfloat16_is_refused_where_there_is_none(tmp_path):

@@ -237,7 +237,7 @@ def test_steps_are_precompiled_where_any_values_will_do(knows, monkeypatch):
     monkeypatch.setattr(warm_up.linear, "multiply", lambda model, most_rows: called.append(("linear", bool(within))))
     served = worker(Attention.__new__(Attention) if knows == "attention alone" else torch.nn.Module(), 5000, 8, 4096)
     runner = served.model_runner
-    runner.get_model, runner.lora_config, runner.maybe_remove_all_loras = (lambda: None), None, lambda config: None
+    served.models, runner.lora_config, runner.maybe_remove_all_loras = [None], None, lambda config: None
     warm_up.model(served)
     sizes = [1 << n for n in range(13)] + [5000]
     expected = ["attention", "linear", *(sizes[:12] if knows == "attention alone" else [])]

@@ -40,10 +40,7 @@ class OpsetCpuPlatform(OpsetPlatform):
 
     @classmethod
     def why_no_second_runner(cls) -> str | None:
-        """vLLM must let the platform replace the Triton kernels that the second runner launches."""
-        if second_runner.replaces_triton_kernels():
-            return None
-        return "this release of vLLM cannot replace the Triton kernels of the second one"
+        return second_runner.why_none()
 
     # Configuration
 

@@ -51,11 +51,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     *COMMON,
-    Rule(
-        "vLLM's second model runner before vLLM 0.31",
-        "unset VLLM_USE_V2_MODEL_RUNNER",
-        lambda config: config.use_v2_model_runner and not second_runner.replaces_triton_kernels(),
-    ),
+    second_runner.UNAVAILABLE,
     Rule(
         "batch-sharded sampling",
         "leave out --enable-batch-sharded-sampling",

@@ -7,24 +7,15 @@ import functools
 
 import numpy as np
 import torch
-from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_opset.model.sampler import OpsetSampler
+from vllm_opset.model.sampler import Fp32Sampler
 from vllm_opset.ops.sampling import philox
 
 # NumPy makes this many keys of a request in the time of one. The cache holds more requests than a CPU serves at once.
 KEYS_AT_A_TIME, REQUESTS = 64, 4096
 
 
-class OpsetCpuSampler(OpsetSampler):
-    """stock: vLLM's sampler. Logits in another dtype are drawn from in fp32, as the first model runner does."""
-
-    def __init__(self, stock: Sampler, device: torch.device) -> None:
-        super().__init__(stock, torch.float32, device)
-
-    def _sampled(self, logits: torch.Tensor, *args) -> tuple[torch.Tensor, torch.Tensor]:
-        return super()._sampled(logits.float(), *args)
-
+class OpsetCpuSampler(Fp32Sampler):
     def _keys(self, rows: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         requests = rows.numpy()
         draws = positions.numpy() + 1 - self.req_states.prompt_len.np[requests]

@@ -22,7 +22,7 @@ class OpsetCpuWorker(OpsetWorker):
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         if vllm_config.use_v2_model_runner:
             second_runner.launch_without_triton()
-            runner_kernels.register()
+            runner_kernels.REGISTRY.register()
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:

@@ -1,9 +1,11 @@
 """opset's attention with separate keys and values, as the NPU's operators need them (`kernels/ascend/_cache.py`)."""
 
+import dataclasses
 from typing import ClassVar
 
 import torch
 from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_opset.attention.backend import OpsetAttentionBackend
 from vllm_opset.attention.impl import OpsetAttentionImpl
@@ -46,6 +48,18 @@ def split_kv_cache(kv_cache: torch.Tensor) -> torch.Tensor:
         )
     num_blocks, num_kv_heads, block_size, width = kv_cache.shape
     return kv_cache.view(2, num_blocks, block_size, num_kv_heads, width // 2).permute(1, 3, 2, 0, 4)
+
+
+def change_blocks(runner, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+    """Zero and copy blocks before a step of a model runner. Returns the step without these orders.
+
+    vLLM uses Triton, or (until 0.28) takes a block for one piece of memory.
+    """
+    to_zero, copies = scheduler_output.new_block_ids_to_zero, scheduler_output.kv_cache_block_copies
+    if not to_zero and not copies:
+        return scheduler_output
+    prepare_blocks(runner.kv_caches, runner.kv_cache_config.num_blocks, to_zero, copies)
+    return dataclasses.replace(scheduler_output, new_block_ids_to_zero=None, kv_cache_block_copies=None)
 
 
 def prepare_blocks(

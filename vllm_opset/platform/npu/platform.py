@@ -7,6 +7,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_opset import targets
+from vllm_opset.platform import second_runner
 from vllm_opset.platform.base import OpsetPlatform
 from vllm_opset.platform.npu import refusals
 from vllm_opset.platform.refusals import captures
@@ -33,8 +34,13 @@ class OpsetNpuPlatform(OpsetPlatform):
     attention_backend = "vllm_opset.platform.npu.attention.NpuAttentionBackend"
 
     @classmethod
+    def prepare(cls) -> None:
+        super().prepare()
+        second_runner.configure_without_triton()
+
+    @classmethod
     def why_no_second_runner(cls) -> str | None:
-        return "the second one does not serve on an NPU"
+        return second_runner.why_none()
 
     # Configuration
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm_opset.kernels.ascend._constraints import ATTENTION_BLOCK_SIZES
 from vllm_opset.model.weights import offloads
+from vllm_opset.platform import second_runner
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, NVTX, PROFILERS, SIMULATED_ROUTING, WITHOUT_COMPILER
 from vllm_opset.platform.quantised_weights import rule, stored_weights, unserved
@@ -91,10 +92,11 @@ RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     *COMMON,
     EXPERT_PARALLELISM,
+    second_runner.UNAVAILABLE,
     Rule(
-        "vLLM's second model runner",
-        "unset VLLM_USE_V2_MODEL_RUNNER",
-        lambda config: config.use_v2_model_runner,
+        "graph capture with vLLM's second model runner",
+        "leave cudagraph_mode out of --compilation-config, or set VLLM_USE_V2_MODEL_RUNNER=0",
+        lambda config: config.use_v2_model_runner and captures(config),
     ),
     Rule("adapters (LoRA)", "merge the adapter into the weights, and leave out --enable-lora", given("lora_config")),
     Rule("weight offloading", "leave out --cpu-offload-gb and --offload-*, or take a smaller model", offloads),

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels._launches import implements
 from vllm_opset.platform.cpu.runner_kernels._memory import recent_tokens
+from vllm_opset.platform.cpu.runner_kernels._registry import implements
 
 
 @implements("gpu.sample.bad_words._bad_words_kernel")

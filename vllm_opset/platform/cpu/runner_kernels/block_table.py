@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels._launches import implements
 from vllm_opset.platform.cpu.runner_kernels._memory import differences, int32_at
+from vllm_opset.platform.cpu.runner_kernels._registry import implements
 
 
 @implements("gpu.block_table._gather_block_tables_kernel")

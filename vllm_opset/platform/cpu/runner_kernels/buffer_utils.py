@@ -2,8 +2,8 @@
 
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels._launches import implements
 from vllm_opset.platform.cpu.runner_kernels._memory import int32_at
+from vllm_opset.platform.cpu.runner_kernels._registry import implements
 
 
 @implements("gpu.buffer_utils._apply_write_kernel")

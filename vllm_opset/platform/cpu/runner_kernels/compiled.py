@@ -8,7 +8,7 @@ import torch
 
 from vllm_opset.kernels.cpp._build import INT, POINTER, function
 from vllm_opset.platform.cpu.runner_kernels import input_batch
-from vllm_opset.platform.cpu.runner_kernels._launches import implements
+from vllm_opset.platform.cpu.runner_kernels._registry import implements
 
 REQUESTS = (POINTER, INT, INT)
 

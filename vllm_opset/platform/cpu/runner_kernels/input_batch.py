@@ -7,8 +7,8 @@
 import numpy as np
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels._launches import implements
 from vllm_opset.platform.cpu.runner_kernels._memory import differences, ragged
+from vllm_opset.platform.cpu.runner_kernels._registry import implements
 
 
 @implements("gpu.input_batch._prepare_prefill_inputs_kernel")

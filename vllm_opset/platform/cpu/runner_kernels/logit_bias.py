@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels._launches import implements
+from vllm_opset.platform.cpu.runner_kernels._registry import implements
 
 
 @implements("gpu.sample.logit_bias._bias_kernel", ignores="vocab_size")

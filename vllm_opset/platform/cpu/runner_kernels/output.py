@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels._launches import implements
+from vllm_opset.platform.cpu.runner_kernels._registry import implements
 
 
 @implements("gpu.sample.output._compact_sampling_mask_kernel", ignores="logits_row_stride logits_col_stride")

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels._launches import implements
 from vllm_opset.platform.cpu.runner_kernels._memory import bits
+from vllm_opset.platform.cpu.runner_kernels._registry import implements
 
 WORD = 32  # bits of a word of the mask of tokens in prompts
 

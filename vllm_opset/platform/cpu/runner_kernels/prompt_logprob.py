@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels._launches import implements
 from vllm_opset.platform.cpu.runner_kernels._memory import ragged
+from vllm_opset.platform.cpu.runner_kernels._registry import implements
 
 
 @implements("gpu.sample.prompt_logprob._prompt_logprobs_token_ids_kernel")

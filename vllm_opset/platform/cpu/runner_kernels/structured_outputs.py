@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels._launches import implements
 from vllm_opset.platform.cpu.runner_kernels._memory import bits
+from vllm_opset.platform.cpu.runner_kernels._registry import implements
 
 
 @implements("gpu.structured_outputs._apply_grammar_bitmask_kernel")

@@ -6,8 +6,8 @@ follows. Once the budget is spent, the tokens of the forced end marker get a log
 
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels._launches import implements
 from vllm_opset.platform.cpu.runner_kernels._memory import recent_tokens
+from vllm_opset.platform.cpu.runner_kernels._registry import implements
 
 FORCED = 1.0e9  # vLLM's logit for a forced token
 NOWHERE = -1  # the place of a marker that a request does not have

@@ -1,13 +1,11 @@
 """vLLM's V1 model runner on an NPU, without vLLM's Triton kernels, and with separate keys and values in the cache."""
 
-import dataclasses
-
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_opset.model.v1 import sampler, slots
-from vllm_opset.platform.npu.attention import prepare_blocks, split_kv_cache
+from vllm_opset.platform.npu.attention import change_blocks, split_kv_cache
 
 
 class OpsetNpuRunner(GPUModelRunner):
@@ -33,11 +31,4 @@ class OpsetNpuRunner(GPUModelRunner):
         """Do nothing: vLLM collects addresses here for its Triton kernel, which this runner does not use."""
 
     def _update_states(self, scheduler_output):
-        """Zero and copy blocks here: vLLM uses Triton, or (until 0.28) takes a block for one piece of memory."""
-        to_zero, copies = scheduler_output.new_block_ids_to_zero, scheduler_output.kv_cache_block_copies
-        if to_zero or copies:
-            prepare_blocks(self.kv_caches, self.kv_cache_config.num_blocks, to_zero, copies)
-            scheduler_output = dataclasses.replace(
-                scheduler_output, new_block_ids_to_zero=None, kv_cache_block_copies=None
-            )
-        return super()._update_states(scheduler_output)
+        return super()._update_states(change_blocks(self, scheduler_output))

@@ -61,7 +61,10 @@ def starts(lengths: torch.Tensor, padding: int = 0) -> torch.Tensor:
 
 
 def addresses(tensors) -> torch.Tensor:
-    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
+    """Where memory cannot be read by its address, implementations find the tensors in an attribute."""
+    result = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
+    result.opset_tensors = list(tensors)
+    return result
 
 
 class Batch:

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels import IMPLEMENTATIONS
+from vllm_opset.platform.cpu.runner_kernels import REGISTRY
 from vllm_opset.platform.refusals import Refusal
 
 pytestmark = pytest.mark.window
+IMPLEMENTATIONS = REGISTRY.implementations
 
 MIN_P = ("logits_ptr", "logits_stride", "expanded_idx_mapping_ptr", "min_p_ptr", "vocab_size", "BLOCK_SIZE")
 

@@ -12,7 +12,7 @@ from launches import LAUNCHES, launches
 from launches._launch import WORKER
 
 from vllm_opset.platform.bridges import find
-from vllm_opset.platform.cpu.runner_kernels import parameters
+from vllm_opset.platform.runner_kernels import parameters
 
 
 def main() -> None:

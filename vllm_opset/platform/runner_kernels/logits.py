@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels._launches import implements
+from vllm_opset.platform.runner_kernels._registry import implements
 
 
 @implements("gpu.metrics.logits._num_nans_kernel", ignores="vocab_size")

@@ -2,12 +2,13 @@
 
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels._launches import implements
+from vllm_opset.platform.runner_kernels._registry import implements
 
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xCC9E2D51, 0x1B873593)
 FINAL_MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
 HASHED_BYTES = 16
+LEAST_LOG = float(torch.log(torch.tensor(2**-24)))  # in fp32, as the kernel has it
 SECOND_WORD = 0x9E3779B9  # the hash starts here for the upper word of a 64-bit number
 
 
@@ -58,7 +59,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, 
     words = murmur3(seeds, positions, vocab_size)
     if dtype == torch.float32:
         uniform = (words >> 16).float() * 2**-16 + ((words & 0xFFFF).float() + 0.5) * 2**-32
-        return -torch.log(-torch.log1p(-uniform).clamp(min=torch.log(torch.tensor(2**-24))))
+        return -torch.log(-torch.log1p(-uniform).clamp(min=LEAST_LOG))
     upper = murmur3(seeds, positions, vocab_size, SECOND_WORD)
     uniform = ((upper << 21 | words >> 11).double() + 0.5) * 2**-53
     return -torch.log(-torch.log(uniform.clamp(max=1 - 2**-53)))

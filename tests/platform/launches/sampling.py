@@ -19,7 +19,7 @@ from launches._launch import (
     some,
 )
 from vllm_opset.platform.bridges import find
-from vllm_opset.platform.cpu.runner_kernels import parameters
+from vllm_opset.platform.runner_kernels import parameters
 
 
 @of("gpu.sample.gumbel._gumbel_sample_kernel")

@@ -1,9 +1,14 @@
-"""How a launch of one of vLLM's Triton kernels becomes a call of an implementation in Python."""
+"""How a launch of a Triton kernel of vLLM's second model runner becomes a call of an implementation in Python.
+
+vLLM launches the implementations through its registry of replaced kernels (0.31 and later).
+"""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from vllm_opset.platform.bridges import find
 from vllm_opset.platform.refusals import Refusal
 
 # Parameters that only a launch on a GPU needs: how memory is laid out, and the sizes of Triton's blocks.
@@ -49,15 +54,48 @@ class Implementation:
         return launch
 
 
-IMPLEMENTATIONS: list[Implementation] = []
+class Registry:
+    """The implementations of a device. common: those that it shares with other devices."""
+
+    def __init__(self, common: "Registry | None" = None) -> None:
+        self._common, self._own = common, list[Implementation]()
+        self._registered = False
+
+    @property
+    def implementations(self) -> list[Implementation]:
+        return [*(self._common.implementations if self._common else ()), *self._own]
+
+    def implements(self, kernel: str, ignores: str = "", compiled: bool = False) -> Callable[[Callable], Callable]:
+        """Note the decorated function for a kernel below `vllm.v1.worker`. ignores: names, separated by spaces."""
+
+        def note(function: Callable[..., None]) -> Callable[..., None]:
+            name = f"vllm.v1.worker.{kernel}"
+            self._own.append(Implementation(name, function, frozenset(ignores.split()), compiled))
+            return function
+
+        return note
+
+    def register(self) -> None:
+        """Have vLLM launch these implementations, once in a process.
+
+        Raises Refusal for a kernel that this vLLM has in a form that is not known.
+        """
+        if self._registered:
+            return
+        from vllm.triton_utils.dispatcher import register_kernels
+
+        launchers = {}
+        for one in sorted(self.implementations, key=lambda one: one.compiled):
+            launchers[one.kernel] = one.launcher(parameters(find(one.kernel)))
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # vLLM looks at all names of all modules
+            register_kernels(launchers)
+        self._registered = True
 
 
-def implements(kernel: str, ignores: str = "", compiled: bool = False) -> Callable[[Callable], Callable]:
-    """Register the decorated function for a kernel below `vllm.v1.worker`. ignores: names, separated by spaces."""
+def parameters(kernel) -> tuple[str, ...]:
+    """The names of a kernel's parameters. Without Triton, the kernel is a plain function."""
+    return tuple(getattr(kernel, "arg_names", None) or inspect.signature(kernel).parameters)
 
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        name = f"vllm.v1.worker.{kernel}"
-        IMPLEMENTATIONS.append(Implementation(name, function, frozenset(ignores.split()), compiled))
-        return function
 
-    return register
+COMMON = Registry()
+implements = COMMON.implements

@@ -1,4 +1,4 @@
-"""The kernels of vLLM's second model runner in NumPy and PyTorch, against vLLM's own in Triton's interpreter."""
+"""What replaces the kernels of vLLM's second model runner, against vLLM's own in Triton's interpreter, on a CPU."""
 
 import importlib.util
 import subprocess
@@ -12,7 +12,9 @@ from processes import PATIENCE, environment
 
 from vllm_opset.platform import second_runner
 from vllm_opset.platform.bridges import find
-from vllm_opset.platform.cpu.runner_kernels import IMPLEMENTATIONS, parameters
+from vllm_opset.platform.cpu import runner_kernels as cpu
+from vllm_opset.platform.npu import runner_kernels as npu
+from vllm_opset.platform.runner_kernels import Implementation, parameters
 
 pytestmark = [
     pytest.mark.window,
@@ -42,11 +44,26 @@ def expected(tmp_path_factory) -> dict[str, list[dict[str, torch.Tensor]]]:
     return torch.load(path)
 
 
-def test_every_implementation_is_tested():
-    assert {implementation.kernel for implementation in IMPLEMENTATIONS} == launches.LAUNCHES.keys()
+REGISTRIES = {"cpu": cpu.REGISTRY, "npu": npu.REGISTRY}
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda one: one.kernel + ", C++" * one.compiled)
+@pytest.mark.parametrize("device", REGISTRIES)
+def test_every_implementation_is_tested(device):
+    assert {one.kernel for one in REGISTRIES[device].implementations} == launches.LAUNCHES.keys()
+
+
+def _name(one: Implementation) -> str:
+    return one.kernel + ", C++" * one.compiled
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param(one, id=f"{device}: {_name(one)}")
+        for device, registry in REGISTRIES.items()
+        for one in registry.implementations
+    ],
+)
 def test_a_kernel_writes_what_vllms_writes(implementation, expected):
     from vllm.triton_utils.dispatcher import KernelOverride, _registry
 
