@@ -129,6 +129,17 @@ def test_a_shape_has_what_it_shares_with_its_base():
     assert shape.name == "Qwen3-8B in block fp8" and shape.cases == base.cases
 
 
+def test_a_shape_may_draft_for_another(tmp_path):
+    drafts = {"method": "draft_model", "model": "llama-3.2-1b", "num_speculative_tokens": 3}
+    given = {"max_num_seqs": 4, "speculative_config": drafts}
+    found = shapes.with_draft(given, tmp_path)
+    folder = Path(found["speculative_config"]["model"])
+    assert found == given | {"speculative_config": drafts | {"model": str(folder)}}
+    assert json.loads((folder / "config.json").read_text()) == shapes.load("llama-3.2-1b").config
+    by_n_grams = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    assert shapes.with_draft(by_n_grams, tmp_path) == by_n_grams and shapes.with_draft({}, tmp_path) == {}
+
+
 def test_cases_are_those_that_the_context_has_room_for():
     names = [case.name for case in shapes.load("qwen3-8b").cases]
     assert names == [

@@ -1,4 +1,4 @@
-"""What replaces the kernels of vLLM's second model runner, against vLLM's own in Triton's interpreter, on a CPU."""
+"""Replacements of the second model runner's kernels write what vLLM's own write in Triton's interpreter, on a CPU."""
 
 import importlib.util
 import subprocess

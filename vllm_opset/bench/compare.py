@@ -4,12 +4,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vllm_opset.bench.cases import Case, Run, Trace
 from vllm_opset.bench.engines import Answer, Engine, RunningEngine, Started
-from vllm_opset.bench.shapes import Shape
+from vllm_opset.bench.shapes import Shape, with_draft
 
 # vLLM does not start if less than this share of the device's memory is free. After that, its memory depends on the
 # model and on the size of the KV cache, which is given. The engines that already run have allocated theirs.
@@ -107,7 +107,8 @@ class Plan:
 
     def _engine(self, engine: Engine, folder: Path, logs: Path) -> RunningEngine:
         env = {name: str(folder / "caches" / engine.name / name) for name in CACHES if self.cold}
-        return RunningEngine(engine, self.engine_args(folder), logs, env)
+        drafting = replace(engine, args=with_draft(engine.args, folder))
+        return RunningEngine(drafting, self.engine_args(folder), logs, env)
 
     def _done(self, answers: Mapping[str, Answers]) -> list[Case | Trace]:
         """The cases that every engine has answered."""

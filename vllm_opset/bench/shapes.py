@@ -1,5 +1,6 @@
 """Model shapes, and the cases of a comparison of engines. Weights are random: speed does not depend on them."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,6 +63,18 @@ def load(name: str) -> Shape:
     shape = Shape(read["name"], read["config"], cases.load(read["cases"]))
     longest = shape.text_config["max_position_embeddings"]
     return replace(shape, cases=tuple(case for case in shape.cases if case.length <= longest))
+
+
+def with_draft(args: Mapping, folder: Path) -> Mapping:
+    """Arguments of `LLM` in which a shape that drafts is named by the folder of its config.json, below `folder`."""
+    speculative = args.get("speculative_config") or {}
+    name = speculative.get("model")
+    if name not in names():
+        return args
+    draft = folder / name
+    draft.mkdir(exist_ok=True)
+    (draft / "config.json").write_text(json.dumps(load(name).config))
+    return {**args, "speculative_config": {**speculative, "model": str(draft)}}
 
 
 def _read(name: str) -> dict:

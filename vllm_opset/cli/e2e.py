@@ -69,7 +69,8 @@ def compare(
 ) -> None:
     """Time whole engines side by side: random weights, the same prompts, each engine in a process of its own.
 
-    Engines do not inherit this shell's variables for vLLM, opset and OpenMP; --variant sets variables for them.
+    Engines do not inherit this shell's variables for vLLM, opset and OpenMP; --variant sets variables for them. A shape
+    can draft for another: name it as the model of speculative_config.
 
     After Ctrl-C or SIGTERM, it reports the cases that all engines have finished, and exits with 1.
     """
