@@ -224,17 +224,23 @@ def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return nothing.set_(weak, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+def _a_runner_names_cuda() -> bool:
+    """Whether one of vLLM's model runners takes streams from torch.cuda. vLLM may remove the first one."""
+    first = uses("vllm.v1.worker.gpu_model_runner.AsyncGPUModelRunnerOutput.__init__", "cuda")
+    return first() or uses("vllm.v1.worker.gpu.model_runner.GPUModelRunner.__init__", "cuda")()
+
+
 @patch(
-    uses("vllm.v1.worker.gpu_model_runner.AsyncGPUModelRunnerOutput.__init__", "cuda"),
+    _a_runner_names_cuda,
     ends="vLLM uses torch.Stream, torch.Event and torch.accelerator throughout, and its runner takes the platform's "
     "graph wrapper, as only vLLM's compiler does today",
     changes=tuple(f"torch.cuda.{name}" for name in (*NAMES_OF_CUDA, "CUDAGraph", "graph")),
     worker=("npu",),
 )
 def name_npu_as_cuda(graph: type, capture: Callable) -> None:
-    """Make the names of torch.cuda that vLLM's model runner uses mean the NPU, in a process whose device is an NPU.
+    """Make the names of torch.cuda that vLLM's model runners use mean the NPU, in a process whose device is an NPU.
 
-    The runner takes streams, events and graphs from torch.cuda, also while it serves. They raise if PyTorch was built
+    They take streams, events and graphs from torch.cuda, also while it serves. They raise if PyTorch was built
     without CUDA.
 
     Parameters: graph and capture replace torch.cuda.CUDAGraph and torch.cuda.graph.

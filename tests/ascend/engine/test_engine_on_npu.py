@@ -1,15 +1,21 @@
 """vLLM's engine on device "npu:0": the tiny model's questions in bf16, and random models in fp32, token for token."""
 
 import copy
+import json
+import sys
 
 import asking
+import emulated_npu
 import engines
 import models
 import pytest
 import torch
+from conftest import TESTS
 from engines import counter
+from processes import run
 from questions import HELD_OUT, MODEL, REQUIRED, grade
 
+WITHOUT_FIRST = TESTS / "engine" / "without_first_runner.py"
 LAYERS = {"rms_norm", "fused_add_rms_norm", "rotary_embedding"}
 # The Ascend kernels that must have run. The reference attends the tiny model's heads of 32.
 ASCENDS = {
@@ -91,6 +97,18 @@ def test_both_model_runners_answer_alike(engine, relaxed, tmp_path, monkeypatch)
     for of_first, of_second in zip(*(of_runner["log-probabilities"] for of_runner in answers), strict=True):
         for mine, theirs in zip(_logprobs(of_first), _logprobs(of_second), strict=True):
             assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_the_second_runner_serves_without_the_first_one(tmp_path):
+    """The day that vLLM removes its first model runner, opset's folders called `v1` can go, and nothing breaks."""
+    models.build("qwen3", tmp_path)
+    variables = emulated_npu.variables() | {"OPSET_PLATFORM": "npu"}
+    variables["PYTHONPATH"] += f":{WITHOUT_FIRST.parent}"
+    program = run(sys.executable, WITHOUT_FIRST, tmp_path, **variables)
+    assert program.code == 0, program.output[-4000:]
+    found = json.loads(program.out.splitlines()[-1])
+    assert {len(answer) for answer in found["answers"]} == {engines.NUM_TOKENS}
+    assert {"rms_norm", "fused_add_rms_norm", "paged_attention", "top_k_top_p_sample"} <= set(found["ops"])
 
 
 def _logprobs(output) -> list[dict[int, float]]:
