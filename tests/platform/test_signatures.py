@@ -22,6 +22,7 @@ pytestmark = pytest.mark.window
 BUILT_HERE = {
     "vllm_opset.model.packed_linear.PackedEmbeddingMethod",
     "vllm_opset.model.packed_linear.PackedLinearMethod",
+    "vllm_opset.model.sampler.Fp32Sampler",
     "vllm_opset.platform.cpu.sampler.OpsetCpuSampler",
     "vllm_opset.model.linear.CompiledLinearMethod",
     "vllm_opset.model.linear.EmbeddingMethod",
