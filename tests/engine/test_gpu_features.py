@@ -17,6 +17,8 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 48
+# Without graphs, vLLM compiles kernels of its own for drafts and adapters with their first request.
+OPSET = "vllm_opset"
 generate = functools.partial(engines.generate, max_tokens=NUM_TOKENS)
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 RANK, ALPHA = 8, 16
@@ -25,17 +27,14 @@ ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 BF16_LOGPROBS = 0.25
 
 
-def compiled_in(patch, arguments: dict) -> list[str]:
-    """The Triton kernels that are compiled from now on, by an engine with these arguments.
-
-    Without graphs, only opset's: vLLM compiles kernels of its own for drafts and adapters with their first request.
-    """
+def compiled_in(patch, by: str) -> list[str]:
+    """The Triton kernels that are compiled from now on, of modules whose name begins so."""
     import triton
 
-    names, of = [], "vllm_opset" if arguments else ""
+    names = []
 
     def note(**info) -> None:
-        if info["fn"].module.startswith(of):
+        if info["fn"].module.startswith(by):
             names.append(info["repr"])
 
     patch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
@@ -48,7 +47,7 @@ def test_drafts_by_n_grams_change_no_token(arguments, engine, tmp_path, monkeypa
     prompts = [prompt * 3 for prompt in models.prompts() if len(prompt) < 60]  # these have something to repeat
     expected = [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
     with engine(tmp_path, speculative_config=DRAFTS, **arguments) as llm:
-        compiled = compiled_in(monkeypatch, arguments)
+        compiled = compiled_in(monkeypatch, OPSET if arguments else "")
         assert tokens(generate(llm, prompts)) == expected
         generate(llm, prompts, temperature=1, top_k=20, top_p=0.9, seed=1)
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
@@ -66,7 +65,7 @@ def test_drafts_of_a_model_change_no_token(method, arguments, engine, tmp_path, 
     expected = [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
     speculative = drafting.config(method, draft, num_tokens=3)
     with engine(target, speculative_config=speculative, **arguments) as llm:
-        compiled = compiled_in(monkeypatch, arguments)
+        compiled = compiled_in(monkeypatch, OPSET)  # vLLM compiles kernels that verify drafts with the first request
         assert tokens(generate(llm, prompts)) == expected
         accepted, drafted = (counter(llm, f"spec_decode_num_{what}_tokens") for what in ("accepted", "draft"))
         assert accepted / drafted >= drafting.ACCEPTED.get(method, 0)
@@ -103,7 +102,7 @@ def test_an_adapter_answers_as_merged_weights_do(arguments, engine, tmp_path, mo
     adapted = [index % 2 == 1 for index in range(len(prompts))]
     request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
     with engine(tmp_path / "model", dtype="bfloat16", enable_lora=True, **arguments) as llm:
-        compiled = compiled_in(monkeypatch, arguments)
+        compiled = compiled_in(monkeypatch, OPSET if arguments else "")
         outputs = generate(llm, prompts, [request if yes else None for yes in adapted], max_tokens=16, logprobs=0)
     for model, with_adapter in ((base, False), (merged, True)):
         chosen = [
