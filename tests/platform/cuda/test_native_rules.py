@@ -136,7 +136,8 @@ def test_without_any_of_these_every_part_serves(changed):
 UNSUPPORTED = {
     "attention": (
         "another worker class", "another attention backend", "multi-head latent attention (MLA)",
-        "encoders with a pooled KV cache (Voxtral Realtime)", "a KV cache in that dtype", "KV connectors", "KV cache offloading", "decode context parallelism",
+        "encoders with a pooled KV cache (Voxtral Realtime)", "a KV cache in that dtype",
+        "KV connectors", "KV cache offloading", "decode context parallelism",
         "prefill context parallelism", "batch invariance", "tensor descriptors in vLLM's own Triton kernels",
     ),
     "sampler": (
