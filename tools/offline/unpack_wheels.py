@@ -1,4 +1,7 @@
-"""unpack_wheels.py FOLDER: unpacks what `collect.sh` has downloaded, without what no engine on Hopper loads."""
+"""unpack_wheels.py FOLDER KEPT...: unpacks what `collect.sh` has downloaded, without what engines on Hopper seldom load.
+
+KEPT: names of LEFT_OUT that are kept.
+"""
 
 import sys
 import zipfile
@@ -22,12 +25,13 @@ def unpack(wheels: Path, target: Path, wanted) -> None:
                     archive.extract(name, target)
 
 
-def main(folder: Path) -> None:
-    unpack(folder / "wheels", folder / "site", lambda name: not any(part in name for part in LEFT_OUT))
+def main(folder: Path, *kept: str) -> None:
+    left_out = [part for part in LEFT_OUT if part not in kept]
+    unpack(folder / "wheels", folder / "site", lambda name: not any(part in name for part in left_out))
     unpack(folder / "nccl", folder / "nccl", lambda name: name.endswith("libnccl.so.2"))
     # The package itself is imported from a checkout. Its metadata is what makes vLLM find the plugin.
     unpack(folder / "extras", folder / "extras_site", lambda name: not name.startswith("vllm_opset/"))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
