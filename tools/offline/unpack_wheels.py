@@ -1,4 +1,4 @@
-"""unpack_wheels.py FOLDER KEPT...: unpacks what `collect.sh` has downloaded, without what engines on Hopper seldom load.
+"""unpack_wheels.py FOLDER KEPT...: unpacks what `collect.sh` has downloaded, without what few engines on Hopper load.
 
 KEPT: names of LEFT_OUT that are kept.
 """
