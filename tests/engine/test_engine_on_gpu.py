@@ -1,13 +1,20 @@
 """Engine properties that need a GPU: graphs, the launches of a layer, and no compilation while serving."""
 
 import functools
+import importlib.util
 import itertools
+import json
+import sys
+from pathlib import Path
 
 import engines
 import models
 import pytest
 import torch
 from engines import tokens
+from processes import run
+
+from vllm_opset.platform import second_runner
 
 pytestmark = [
     pytest.mark.engine,
@@ -30,6 +37,11 @@ SETTINGS = {
 BF16_LOGPROBS = 0.25
 # The bound for the same request in another batch: the matrix products use other tiles and other orders of sums.
 BATCH_LOGPROBS = 0.1
+WITHOUT_FIRST = Path(__file__).with_name("without_first_runner.py")
+ON_STOCK = {"OPSET_NATIVE": "attention=on,sampler=on,linear=on,ops=on", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+STOCK = pytest.mark.skipif(
+    importlib.util.find_spec("vllm._C_stable_libtorch") is None, reason="needs stock vLLM: runs where it is"
+)
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +161,17 @@ def test_a_layer_launches_what_it_should_and_nothing_else(qwen, engine):
     layer = [name for part in parts for name in ("_linear", part)]
     between = [ran[a + 1 : b] for a, b in itertools.pairwise(attentions)]
     assert between.count(layer) >= 2 * 6, between[:6]  # of three layers, two follow another; there are some eight steps
+
+
+@pytest.mark.skipif(
+    not second_runner.replaces_triton_kernels(), reason="older releases keep the first runner: runs with 0.31 and later"
+)
+@pytest.mark.parametrize("platform", ["cuda", pytest.param("native", marks=STOCK)])
+def test_the_second_runner_serves_without_the_first_one(platform, qwen):
+    """The day that vLLM removes its first model runner, the folders called `v1` can go, and nothing breaks on a GPU."""
+    folder, _ = qwen
+    program = run(sys.executable, WITHOUT_FIRST, folder, OPSET_PLATFORM=platform, **ON_STOCK)
+    assert program.code == 0, program.output[-4000:]
+    found = json.loads(program.out.splitlines()[-1])
+    assert {len(answer) for answer in found["answers"]} == {engines.NUM_TOKENS}
+    assert "top_k_top_p_sample" in found["ops"]
