@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# collect.sh DEST [KEPT...]: collects stock vLLM 0.33.0, with the PyTorch and the Triton that it pins, and what this checkout needs
-# beside it, for a GPU machine without a package index (x86-64, Python 3.12, the CUDA 13.0 libraries of torch 2.11). Then
-# take this checkout and DEST there, and call install.sh. The archive is cut into parts of 51 MB, DEST/00 and so on,
-# which can be taken there one by one. It takes 5 to 15 minutes on 2 cores, and 6 GB of disk meanwhile.
+# collect.sh DEST [KEPT...]: collects stock vLLM 0.33.0, with the PyTorch and the Triton that it pins, and what this
+# checkout needs beside it, for a GPU machine without a package index (x86-64, Python 3.12, the CUDA 13.0 libraries of
+# torch 2.11). Then take this checkout and DEST there, and call install.sh. The archive is cut into parts of 51 MB, DEST/00
+# and so on, which can be taken there one by one. It takes 5 to 15 minutes on 2 cores, and 6 GB of disk meanwhile.
 #
 # NCCL stays the machine's own. torch 2.14 binds eleven functions that NCCL 2.28 lacks when it is loaded, so a library of
 # functions that fail is loaded first. To save space, FlashAttention 2, headers, debuggers and what only other GPUs need
-# are left out, and so is FlashInfer: engines need VLLM_USE_FLASHINFER_SAMPLER=0. KEPT names what is taken all the same, as
-# unpack_wheels.py lists it: _vllm_fa2_C for FlashAttention 2, which stock vLLM takes for ALiBi.
+# are left out, and so is FlashInfer: engines need VLLM_USE_FLASHINFER_SAMPLER=0. KEPT names what is taken all the same,
+# as unpack_wheels.py lists it: _vllm_fa2_C for FlashAttention 2, which stock vLLM takes for ALiBi.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 dest=${1:?usage: collect.sh DEST [KEPT...]}

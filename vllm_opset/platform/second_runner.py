@@ -9,8 +9,8 @@ from vllm_opset.platform.bridges import has, patch
 from vllm_opset.platform.compat import NAMES_OF_CUDA
 from vllm_opset.platform.refusals import Rule
 
-PINNED_VIEW = "vllm.v1.worker.gpu.buffer_utils.get_accelerator_view_from_cpu_tensor"
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
+PINNED_VIEW = f"{BUFFERS}.get_accelerator_view_from_cpu_tensor"
 TABLES = "vllm.v1.worker.gpu.block_table.BlockTables"
 OVERRIDES = "vllm.platforms.interface.Platform.register_triton_kernel_overrides"
 # Whether vLLM asks its platform for implementations of the Triton kernels that it launches (0.31 and later).

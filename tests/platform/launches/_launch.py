@@ -61,7 +61,7 @@ def starts(lengths: torch.Tensor, padding: int = 0) -> torch.Tensor:
 
 
 def addresses(tensors) -> torch.Tensor:
-    """Where memory cannot be read by its address, implementations find the tensors in an attribute."""
+    """Implementations that cannot read memory by its address find the tensors in an attribute."""
     result = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.uint64)
     result.opset_tensors = list(tensors)
     return result

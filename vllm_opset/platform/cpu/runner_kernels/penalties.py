@@ -24,8 +24,9 @@ def penalties(
 ) -> None:
     """Apply the three penalties to the logits, in place. Drafts before a row count as answered.
 
-    token_ids: the input of each row. prompt_bin_mask: int32 [max_num_reqs, ceil(vocab_size / 32)], a bit for each token
-    of the vocabulary that the prompt has, the lowest bit first. output_bin_counts: how often the answer has each token.
+    token_ids: the input of each row. output_bin_counts: how often the answer has each token.
+
+    prompt_bin_mask: int32 [max_num_reqs, ceil(vocab_size / 32)]. The prompt's tokens set their bits, the lowest first.
     """
     requests = expanded_idx_mapping
     penalty = torch.stack([repetition_penalty[requests], frequency_penalty[requests], presence_penalty[requests]])

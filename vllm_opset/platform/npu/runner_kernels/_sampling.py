@@ -19,7 +19,7 @@ def spread(tokens: torch.Tensor, wanted: torch.Tensor, values: torch.Tensor, voc
 
 
 def tokens_of(tokens: torch.Tensor, wanted: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Which tokens of the vocabulary are among each row's wanted ones: bool [rows, vocab_size]."""
+    """Whether each row wants each token of the vocabulary: bool [rows, vocab_size]."""
     return spread(tokens, wanted, wanted.int(), vocab_size) > 0
 
 

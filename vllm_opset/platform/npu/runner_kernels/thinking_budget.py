@@ -1,16 +1,10 @@
-"""The kernels of `vllm.v1.worker.gpu.sample.thinking_budget`.
-
-A request may think for a number of tokens at most. Thinking begins behind the last start marker, if no end marker
-follows. Once the budget is spent, the tokens of the forced end marker get a logit that no other can reach.
-"""
+"""The kernels of `vllm.v1.worker.gpu.sample.thinking_budget`. See `runner_kernels._thinking`."""
 
 import torch
 
 from vllm_opset.platform.npu.runner_kernels._registry import implements
 from vllm_opset.platform.npu.runner_kernels._sampling import recent_tokens
-
-FORCED = 1.0e9  # vLLM's logit for a forced token
-NOWHERE = -1  # the place of a marker that a request does not have
+from vllm_opset.platform.runner_kernels._thinking import FORCED, NOWHERE
 
 
 @implements(
