@@ -1,4 +1,4 @@
-"""The attending warpgroups of prefill_sm90: the online softmax of half a tile's rows, by wgmma."""
+"""The attending warpgroups of prefill_sm90: the online softmax of their rows of a tile, by wgmma."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,26 +6,28 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
-    ROWS,
     TILE_SLOTS,
+    WARPGROUP_ROWS,
     await_tile,
     blocks,
     read_tile,
     start_of,
     steps_of,
+    tile_rows,
 )  # fmt: skip
 from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST, is_visible
 
-HALF = gl.constexpr(ROWS.value // 2)  # each warpgroup, and so each of its wgmma instructions, has half of a tile's rows
+CLEARING_WARPGROUPS = gl.constexpr(2)  # the first ones of a program
 
 
 @gluon.jit
 def attend_tiles(
-    HALF_INDEX: gl.constexpr, tensors, queries, ring, scheduler, scales, split_blocks,
+    WARPGROUP_INDEX: gl.constexpr, attended,
     BOX_ROWS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Half the rows of each tile that is published, up to one without queries."""
+    """The rows of one warpgroup in each tile that is published, up to one without queries."""
+    tensors, queries, ring, scheduler, scales, split_blocks = attended
     ROW_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     _, _, empty_tiles = scheduler
     taken, done, num_cleared = 0, 0, 0  # counts of tiles, of key blocks, and of cleared blocks
@@ -35,15 +37,15 @@ def attend_tiles(
         seq_len, head = read_tile(scheduler, taken, 3), read_tile(scheduler, taken, 4)
         split, partial = read_tile(scheduler, taken, 6), read_tile(scheduler, taken, 7)
         mbarrier.arrive(empty_tiles.index(taken % TILE_SLOTS))
-        if HALF_INDEX == 0 or num_queries * GROUP > HALF:
+        if WARPGROUP_INDEX == 0 or num_queries * GROUP > WARPGROUP_INDEX * WARPGROUP_ROWS:
             done, num_cleared = _attend_tile(
-                HALF_INDEX, tensors, queries.index(HALF_INDEX), ring, done, num_cleared,
+                WARPGROUP_INDEX, tensors, queries.index(WARPGROUP_INDEX), ring, done, num_cleared,
                 num_queries, first_token, first_position, seq_len, head, split, partial, scales, split_blocks,
                 BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES, ROW_LAYOUT,
             )  # fmt: skip
         else:
             done, num_cleared = _skip_tile(
-                HALF_INDEX, ring, done, num_cleared, num_queries, first_position, seq_len, split, split_blocks,
+                WARPGROUP_INDEX, ring, done, num_cleared, num_queries, first_position, seq_len, split, split_blocks,
                 BOX_ROWS, LEFT, RIGHT, BLOCK_N, STAGES, ROW_LAYOUT,
             )  # fmt: skip
         taken += 1
@@ -52,12 +54,12 @@ def attend_tiles(
 
 @gluon.jit
 def _attend_tile(
-    HALF_INDEX: gl.constexpr, tensors, q, ring, done, num_cleared,
+    WARPGROUP_INDEX: gl.constexpr, tensors, q, ring, done, num_cleared,
     num_queries, first_token, first_position, seq_len, head, split, partial, scales, split_blocks,
     BOX_ROWS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax of half of a tile's rows over a split, and its result, or partial result.
+    """The online softmax of a warpgroup's rows of a tile over a split, and its result, or partial result.
 
     q: shared memory for queries and results. Returns the counts so far.
     """
@@ -70,7 +72,7 @@ def _attend_tile(
     )
     first, last = steps_of(split, split_blocks, num_blocks)
     before = done - first  # the count of blocks, less the steps of this tile
-    row = HALF_INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(1, ROW_LAYOUT))
+    row = WARPGROUP_INDEX * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, ROW_LAYOUT))
     column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROW_LAYOUT))
     inside = (row < num_queries * GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
     token, query_head = (first_token + row // GROUP).to(gl.int64), head * GROUP + row % GROUP
@@ -78,16 +80,16 @@ def _attend_tile(
     q.store(gl.load(place[:, None] + column[None, :], inside, 0.0))
     hopper.fence_async_shared()
 
-    row = HALF_INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(1, SCORE_LAYOUT))
+    row = WARPGROUP_INDEX * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, SCORE_LAYOUT))
     position = first_position + row // GROUP
     scale, soft_cap = scales
     scale_log2, scale_of_tanh = scale * LOG2E, None
     if soft_cap is not None:
         scale_log2, scale_of_tanh = soft_cap * LOG2E, scale / soft_cap
     scales = (scale_log2, scale_of_tanh)
-    acc = gl.zeros([HALF, BLOCK_D], gl.float32, ACC_LAYOUT)
-    m_i = gl.full([HALF], LOWEST, gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
-    l_i = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
+    acc = gl.zeros([WARPGROUP_ROWS, BLOCK_D], gl.float32, ACC_LAYOUT)
+    m_i = gl.full([WARPGROUP_ROWS], LOWEST, gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
+    l_i = gl.zeros([WARPGROUP_ROWS], gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
 
     score = hopper.warpgroup_mma_wait(0, deps=(_score(q, ring, done, BLOCK_N, STAGES, SCORE_LAYOUT),))
     mbarrier.arrive(empty_keys.index(done % STAGES))
@@ -98,7 +100,7 @@ def _attend_tile(
     )  # fmt: skip
     mbarrier.wait(full_values.index(done % STAGES), done // STAGES & 1)
     if start + BLOCK_N > seq_len:
-        _clear(HALF_INDEX, values.index(done % STAGES), seq_len - start, cleared, num_cleared, BLOCK_N // 2, ROW_LAYOUT)
+        _clear(WARPGROUP_INDEX, values.index(done % STAGES), seq_len - start, cleared, num_cleared, ROW_LAYOUT)
         num_cleared += 1
     for step in range(first + 1, min(num_masked, last)):
         acc, p, m_i, l_i = _step(
@@ -119,7 +121,7 @@ def _attend_tile(
     if partials is not None:
         stored = num_blocks > split_blocks
         if stored:
-            _store_partial(acc, m_i, l_i, partials, stats, partial, row, num_queries * GROUP, HALF_INDEX, BLOCK_D)
+            _store_partial(acc, m_i, l_i, partials, stats, partial, row, num_queries * GROUP, WARPGROUP_INDEX, BLOCK_D)
     if not stored:
         if sinks is not None:
             sink = gl.load(sinks + head * GROUP + row % GROUP).to(gl.float32) * LOG2E
@@ -136,14 +138,14 @@ def _attend_tile(
 
 @gluon.jit
 def _store_partial(
-    acc, m_i, l_i, partials, stats, partial, row, num_rows, HALF_INDEX: gl.constexpr, BLOCK_D: gl.constexpr
+    acc, m_i, l_i, partials, stats, partial, row, num_rows, WARPGROUP_INDEX: gl.constexpr, BLOCK_D: gl.constexpr
 ):  # fmt: skip
     """Stores a partial result, for combine_rows. row: of each of m_i. partial: its index among all of a launch."""
-    first_row = partial.to(gl.int64) * ROWS
+    first_row = partial.to(gl.int64) * tile_rows(BLOCK_D)
     gl.store(stats + (first_row + row) * 2, m_i, row < num_rows)
     gl.store(stats + (first_row + row) * 2 + 1, l_i, row < num_rows)
     LAYOUT: gl.constexpr = acc.type.layout
-    row = HALF_INDEX * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
+    row = WARPGROUP_INDEX * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, LAYOUT))
     place = partials + (first_row + row)[:, None] * BLOCK_D + column[None, :]
     gl.store(place, acc, (row < num_rows)[:, None])
@@ -151,11 +153,11 @@ def _store_partial(
 
 @gluon.jit
 def _skip_tile(
-    HALF_INDEX: gl.constexpr, ring, done, num_cleared, num_queries, first_position, seq_len, split, split_blocks,
+    WARPGROUP_INDEX: gl.constexpr, ring, done, num_cleared, num_queries, first_position, seq_len, split, split_blocks,
     BOX_ROWS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     ROW_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Releases the blocks of a tile whose rows are all in the other half. Returns the counts so far."""
+    """Releases the blocks of a tile whose rows all belong to other warpgroups. Returns the counts so far."""
     _, values, full_keys, empty_keys, full_values, empty_values, cleared = ring
     low, _, num_blocks, num_right, _ = blocks(first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
     first, last = steps_of(split, split_blocks, num_blocks)
@@ -167,7 +169,7 @@ def _skip_tile(
         mbarrier.wait(full_values.index(place), phase)
         start = start_of(step, low, num_blocks, num_right, BLOCK_N)
         if (step == 0) & (start + BLOCK_N > seq_len):
-            _clear(HALF_INDEX, values.index(place), seq_len - start, cleared, num_cleared, BLOCK_N // 2, ROW_LAYOUT)
+            _clear(WARPGROUP_INDEX, values.index(place), seq_len - start, cleared, num_cleared, ROW_LAYOUT)
             num_cleared += 1
         mbarrier.arrive(empty_values.index(place))
     return before + last, num_cleared
@@ -178,7 +180,7 @@ def _score(q, ring, at, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORE_LAYOU
     """Starts the product of the queries and a block of keys."""
     keys, full_keys = ring[0], ring[2]
     mbarrier.wait(full_keys.index(at % STAGES), at // STAGES & 1)
-    zeros = gl.zeros([HALF, BLOCK_N], gl.float32, SCORE_LAYOUT)
+    zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORE_LAYOUT)
     return hopper.warpgroup_mma(q, keys.index(at % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -244,16 +246,18 @@ def _tanh(x):
 
 @gluon.jit
 def _clear(
-    HALF_INDEX: gl.constexpr, values, num_rows, cleared, num_cleared, NUM_ROWS: gl.constexpr, ROW_LAYOUT: gl.constexpr
+    WARPGROUP_INDEX: gl.constexpr, values, num_rows, cleared, num_cleared, ROW_LAYOUT: gl.constexpr
 ):  # fmt: skip
     """Stores zeros into a block of values from row num_rows on.
 
-    These rows may hold NaN, which a weight of zero would not hide. Each warpgroup clears half of the block, NUM_ROWS
-    rows, and waits for the other one.
+    These rows may hold NaN, which a weight of zero would not hide. Each of the first two warpgroups clears half of the
+    block. All wait for each other.
     """
-    values = values.slice(HALF_INDEX * NUM_ROWS, NUM_ROWS)
-    row = HALF_INDEX * NUM_ROWS + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, ROW_LAYOUT))
-    values.store(gl.where((row < num_rows)[:, None], values.load(ROW_LAYOUT), 0.0))
-    hopper.fence_async_shared()
+    NUM_ROWS: gl.constexpr = values.shape[0] // CLEARING_WARPGROUPS
+    if WARPGROUP_INDEX < CLEARING_WARPGROUPS:
+        values = values.slice(WARPGROUP_INDEX * NUM_ROWS, NUM_ROWS)
+        row = WARPGROUP_INDEX * NUM_ROWS + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, ROW_LAYOUT))
+        values.store(gl.where((row < num_rows)[:, None], values.load(ROW_LAYOUT), 0.0))
+        hopper.fence_async_shared()
     mbarrier.arrive(cleared)
     mbarrier.wait(cleared, num_cleared & 1)

@@ -8,10 +8,23 @@ from vllm_opset.kernels.triton._gluon import tma_load
 from vllm_opset.kernels.triton.paged_attention._plan_sm90 import ITEM_FIELDS, keys_of
 from vllm_opset.kernels.triton.paged_attention._tile import seen_by_all
 
-ROWS = gl.constexpr(128)  # in a query tile
+WARPGROUP_ROWS = gl.constexpr(64)  # of a query tile, and so of each wgmma instruction of the warpgroup
 COLUMNS = gl.constexpr(64)  # in a box: 128 bytes, the width of the swizzle of shared memory
 TILE_SLOTS = gl.constexpr(2)  # published tiles that fit shared memory
 TILE_FIELDS = gl.constexpr(8)  # numbers that describe a tile
+SMALL_HEAD = 64
+
+
+@gluon.constexpr_function
+def attending_warpgroups(block_d):
+    """Three for small heads, whose softmax takes longer than their products. For others, registers suffice for two."""
+    return 3 if block_d <= SMALL_HEAD else 2
+
+
+@gluon.constexpr_function
+def tile_rows(block_d):
+    """The rows of a query tile: queries times query heads of a KV head."""
+    return attending_warpgroups(block_d) * WARPGROUP_ROWS.value
 
 
 @gluon.jit
@@ -31,7 +44,10 @@ def load_keys(
         partial = head * most_partials + gl.load(place + 3)
         first_token, seq_len = gl.load(query_start_loc + request), gl.load(seq_lens + request)
         query_len = gl.load(query_start_loc + request + 1) - first_token
-        num_queries, first_position = min(ROWS // GROUP, query_len - first_query), seq_len - query_len + first_query
+        num_queries, first_position = (
+            min(tile_rows(BLOCK_D) // GROUP, query_len - first_query),
+            seq_len - query_len + first_query,
+        )
         _publish(
             scheduler, published,
             (num_queries, first_token + first_query, first_position, seq_len, head, request, split, partial),

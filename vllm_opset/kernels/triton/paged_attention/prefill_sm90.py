@@ -2,9 +2,9 @@
 
 A persistent program takes one item of a plan (`_plan_sm90`) after the other: a query tile, or a split of its keys. Two
 loading warps (`_load_sm90`) have the tensor memory accelerator (TMA) bring keys and values into rings of STAGES blocks
-in shared memory. One of them is the scheduler: it draws items and publishes them to the other warps. Two warpgroups
-(`_attend_sm90`) attend half of a tile's rows each: while one computes exponentials, the other's matrix products (wgmma)
-run. If a tile has rows for one warpgroup alone, such as that of a decoded token, the other one skips it. Splits leave
+in shared memory. One of them is the scheduler: it draws items and publishes them to the other warps. Two or three
+warpgroups (`_attend_sm90`) attend 64 of a tile's rows each: while one computes exponentials, the matrix products
+(wgmma) of another run. A warpgroup skips a tile that has no rows for it, such as that of a decoded token. Splits leave
 partial results, which another launch combines.
 """
 
@@ -21,24 +21,40 @@ from vllm_opset.kernels.triton._gluon import reinterpret
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import available, is_aligned
 from vllm_opset.kernels.triton.paged_attention import _call
-from vllm_opset.kernels.triton.paged_attention._attend_sm90 import HALF, attend_tiles
+from vllm_opset.kernels.triton.paged_attention._attend_sm90 import attend_tiles
 from vllm_opset.kernels.triton.paged_attention._call import MIN_ROWS, WARPGROUP, Call, thresholds
 from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     COLUMNS,
-    ROWS,
     TILE_FIELDS,
     TILE_SLOTS,
+    WARPGROUP_ROWS,
+    attending_warpgroups,
     load_keys,
     load_values,
+    tile_rows,
 )
 from vllm_opset.kernels.triton.paged_attention._plan_sm90 import launch_combine, make_plan, most_partials
 
 BOX_LAYOUT = NVMMASharedLayout(128, 16, rank=4)
 ELEMENT_BYTES = 2  # wgmma multiplies queries and keys of 16 bits here
-# Registers of a thread. Two warpgroups, and a third for the loading warps, use up those of a Hopper multiprocessor,
-# which is the only one that runs this kernel: 64 Ki registers hold 128 threads * (2 * 232 + 40).
-ATTENDING_REGISTERS = gl.constexpr(232)
-LOADING_REGISTERS = gl.constexpr(40)
+# Registers of a thread, by the number of attending warpgroups. With a warpgroup for the loading warps, they use up
+# those of a multiprocessor, which runs one program of this kernel: 64 Ki registers hold 128 threads * (2 * 232 + 40)
+# and 128 * (3 * 160 + 32).
+ATTENDING_REGISTERS = {2: 232, 3: 160}
+LOADING_REGISTERS = {2: 40, 3: 32}
+
+
+@gluon.constexpr_function
+def _worker_warps(block_d):
+    """The warps of each partition but the first one, which is a warpgroup."""
+    return [WARPGROUP] * (attending_warpgroups(block_d) - 1) + [1, 1]
+
+
+@gluon.constexpr_function
+def _worker_registers(block_d):
+    """The registers of a thread of each partition but the first one, which has those that are left."""
+    attending = attending_warpgroups(block_d)
+    return [ATTENDING_REGISTERS[attending]] * (attending - 1) + [LOADING_REGISTERS[attending]] * 2
 
 
 @gluon.jit(do_not_specialize=["num_pages", "most_partials"])
@@ -61,6 +77,7 @@ def attend_prefill_sm90(
     split_blocks, num_items = gl.load(sizes), gl.load(sizes + 1)
     pdl_wait(PDL)
     dtype: gl.constexpr = query.dtype.element_ty
+    ATTENDING: gl.constexpr = attending_warpgroups(BLOCK_D)
     BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
     NUM_BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX_ROWS) * (BLOCK_D // COLUMNS)
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
@@ -69,36 +86,51 @@ def attend_prefill_sm90(
     value_boxes = gl.allocate_shared_memory(dtype, [NUM_BOXES, 1, 1, BOX_ROWS, COLUMNS], BOX)
     keys = reinterpret(key_boxes, dtype, [STAGES, BLOCK_N, BLOCK_D], BLOCK)
     values = reinterpret(value_boxes, dtype, [STAGES, BLOCK_N, BLOCK_D], BLOCK)
-    queries = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_D], BLOCK)
+    queries = gl.allocate_shared_memory(dtype, [ATTENDING, WARPGROUP_ROWS, BLOCK_D], BLOCK)
     tiles = gl.allocate_shared_memory(
         gl.int32, [TILE_SLOTS * TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
-    full_keys, empty_keys = _barriers(STAGES, 2)
-    full_values, empty_values = _barriers(STAGES, 2)
-    full_tiles, empty_tiles = _barriers(TILE_SLOTS, 3)
-    cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # by both warpgroups
-    mbarrier.init(cleared, count=2)
+    full_keys, empty_keys = _barriers(STAGES, ATTENDING)
+    full_values, empty_values = _barriers(STAGES, ATTENDING)
+    full_tiles, empty_tiles = _barriers(TILE_SLOTS, ATTENDING + 1)
+    cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # by all warpgroups
+    mbarrier.init(cleared, count=ATTENDING)
     scheduler = (tiles, full_tiles, empty_tiles)
 
     tensors = (query, query_strides, out, out_strides, sinks, partials, stats)
     scales = (scale, soft_cap)
     ring = (keys, values, full_keys, empty_keys, full_values, empty_values, cleared)
     batch = (query_start_loc, seq_lens, block_table, table_strides)
-    gl.warp_specialize(
-        [
-            (attend_tiles, (0, tensors, queries, ring, scheduler, scales, split_blocks,
-                            BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-            (attend_tiles, (1, tensors, queries, ring, scheduler, scales, split_blocks,
-                            BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-            (load_keys, (cache, num_pages, key_boxes, full_keys, empty_keys, scheduler, batch, items, num_items,
-                         split_blocks, most_partials, ticket,
-                         NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-            (load_values, (cache, num_pages, value_boxes, full_values, empty_values, scheduler, block_table,
-                           table_strides, split_blocks, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-        ],
-        [4, 1, 1],
-        [ATTENDING_REGISTERS, LOADING_REGISTERS, LOADING_REGISTERS],
-    )  # fmt: skip
+    attended = (tensors, queries, ring, scheduler, scales, split_blocks)
+    if ATTENDING == 2:
+        gl.warp_specialize(
+            [
+                (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (load_keys, (cache, num_pages, key_boxes, full_keys, empty_keys, scheduler, batch, items, num_items,
+                             split_blocks, most_partials, ticket,
+                             NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (load_values, (cache, num_pages, value_boxes, full_values, empty_values, scheduler, block_table,
+                               table_strides, split_blocks,
+                               HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+            ],
+            _worker_warps(BLOCK_D), _worker_registers(BLOCK_D),
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (attend_tiles, (2, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (load_keys, (cache, num_pages, key_boxes, full_keys, empty_keys, scheduler, batch, items, num_items,
+                             split_blocks, most_partials, ticket,
+                             NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (load_values, (cache, num_pages, value_boxes, full_values, empty_values, scheduler, block_table,
+                               table_strides, split_blocks,
+                               HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+            ],
+            _worker_warps(BLOCK_D), _worker_registers(BLOCK_D),
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -133,13 +165,13 @@ def suits_prefill_sm90(call: Call) -> bool:
 def launch_prefill_sm90(call: Call) -> None:
     """One launch of persistent programs, and others for the plan of a step and to combine partial results."""
     device, batch, cache = call.query.device, call.batch, call.kv_cache
-    queries = ROWS.value // call.group
+    queries = tile_rows(call.block_d) // call.group
     values = _launch.parameters("paged_attention_prefill_sm90", device, call.span(queries))
     block_n, num_tiles = call.block_n(values), len(call.query) // queries + call.num_reqs
     box = [1, 1, math.gcd(call.block_size, block_n), COLUMNS.value]
     num_partials, partials = most_partials(call, values, queries), (None, None)
     if num_partials > 0:
-        partials = batch.once(_call.workspace, num_partials * call.num_kv_heads, ROWS.value, call.block_d)
+        partials = batch.once(_call.workspace, num_partials * call.num_kv_heads, tile_rows(call.block_d), call.block_d)
     made = batch.once(
         make_plan, num_tiles, queries, call.num_kv_heads, call.left, call.right, box[2], block_n, num_partials,
         tuple(values.items()),
@@ -155,4 +187,4 @@ def launch_prefill_sm90(call: Call) -> None:
         num_warps=WARPGROUP, **_launch.launch_options(device),
     )  # fmt: skip
     if num_partials > 0:
-        launch_combine(call, made, partials, num_partials, ROWS.value)
+        launch_combine(call, made, partials, num_partials, tile_rows(call.block_d))
