@@ -32,7 +32,8 @@ def eagle(target: Path, draft: Path) -> PreTrainedModel:
     model = models.build("llama3", target, num_hidden_layers=1)
     with torch.no_grad():
         embedding = model.model.embed_tokens.weight
-        embedding *= embedding.square().mean(-1, keepdim=True).rsqrt()
+        square = embedding.square().mean(-1, keepdim=True)
+        embedding *= torch.where(square > 0, square, 1).rsqrt()  # the row of the padding token is zero
         for norm in (model.model.layers[0].input_layernorm, model.model.norm):
             norm.weight.fill_(1)
     model.save_pretrained(target)

@@ -33,7 +33,8 @@ EXAMPLES: dict[str, dict] = {
     "batch invariance": {"VLLM_BATCH_INVARIANT": "1"},
     "speculative decoding": {"speculative_config": SimpleNamespace(method="eagle")},
     "n-gram drafts": {"speculative_config": SimpleNamespace(method="ngram")},
-    "drafts other than n-grams": {"speculative_config": SimpleNamespace(method="eagle")},
+    "drafts by a draft model": {"speculative_config": SimpleNamespace(method="draft_model")},
+    "drafts by EAGLE, MTP and other methods": {"speculative_config": SimpleNamespace(method="eagle")},
     "Mamba, state-space and linear attention": {"model_config__has_inner_state": True},
     "encoder-decoder models": {"model_config__is_encoder_decoder": True},
     "pooling models": {"model_config__runner_type": "pooling"},
@@ -153,7 +154,7 @@ UNSUPPORTED = {
         "weight offloading", "batch invariance",
     ),
 }  # fmt: skip
-DRAFTS = ("n-gram drafts", "drafts other than n-grams")
+DRAFTS = ("n-gram drafts", "drafts by a draft model", "drafts by EAGLE, MTP and other methods")
 ENGINES = (
     "Mamba, state-space and linear attention", "encoder-decoder models", "multimodal models",
     "fp8 weights", "quantised weights other than fp8", "mixture-of-experts (MoE) models", "adapters (LoRA)",
@@ -270,6 +271,9 @@ IN_USE = evidence.defaults
         (("mixture-of-experts (MoE) models", "tensor parallelism of 2"), set()),
         (("mixture-of-experts (MoE) models", "adapters (LoRA)"), set()),
         (("multimodal models",), {"attention"}),
+        (("ALiBi",), {"attention", "sampler", "linear"}),
+        (("drafts by a draft model",), {"attention"}),
+        (("drafts by EAGLE, MTP and other methods",), set()),
         (("multimodal models", "encoders with a pooled KV cache (Voxtral Realtime)"), set()),
     ],
 )

@@ -16,7 +16,8 @@ def assume_unchanged() -> None:
     Call it once all kernels are compiled: a kernel's key in Triton's cache also holds the constants of the functions
     that it calls.
     """
-    modules = [module for name, module in sys.modules.items() if name.startswith(OURS)]
+    # None stands for a module whose import is forbidden.
+    modules = [module for name, module in sys.modules.items() if name.startswith(OURS) and module is not None]
     for module in modules:
         for value in vars(module).values():
             if isinstance(value, JITFunction) and value.hash is not None:

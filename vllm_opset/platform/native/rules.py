@@ -111,12 +111,12 @@ def _weights_otherwise_quantised(model) -> bool:
     return model.quantization is not None and not in_fp8(model)
 
 
-def _drafts_by_n_grams(config: "VllmConfig") -> bool:
-    return config.speculative_config is not None and config.speculative_config.method == "ngram"
+def _drafts_by(*methods: str) -> Callable[["VllmConfig"], bool]:
+    return lambda config: config.speculative_config is not None and config.speculative_config.method in methods
 
 
 def _drafts_otherwise(config: "VllmConfig") -> bool:
-    return config.speculative_config is not None and not _drafts_by_n_grams(config)
+    return config.speculative_config is not None and not _drafts_by("ngram", "draft_model")(config)
 
 
 def _soft_caps(model) -> bool:
@@ -159,8 +159,9 @@ _OFFLOADS = Rule("weight offloading", "leave out --cpu-offload-gb and --offload-
 # opset was first compared with stock vLLM on one GPU, with unquantised language models without experts. Each of these
 # kinds of models and engines needs evidence of its own.
 _DRAFTS = (
-    Rule("n-gram drafts", _LEAVE_IT_OUT, _drafts_by_n_grams),
-    Rule("drafts other than n-grams", _LEAVE_IT_OUT, _drafts_otherwise),
+    Rule("n-gram drafts", _LEAVE_IT_OUT, _drafts_by("ngram")),
+    Rule("drafts by a draft model", _LEAVE_IT_OUT, _drafts_by("draft_model")),
+    Rule("drafts by EAGLE, MTP and other methods", _LEAVE_IT_OUT, _drafts_otherwise),
 )
 _OTHER_KINDS = (
     _HYBRID,
