@@ -56,7 +56,7 @@ CASES = {
 COSTS = {"programs": 4, "split_keys": 128, "split_cost": 0, "combine_cost": 0}
 NO_SPLITS = {**COSTS, "unsplit_keys": 2**30}
 RINGS = ({"keys": 128, "stages": 2, **NO_SPLITS}, {"keys": 64, "stages": 4, **NO_SPLITS})
-# Tiles of one split and of several. The second half of a tile has rows in some, and keys end within blocks.
+# Tiles of one split and of several. Some have rows for the first warpgroup alone, and keys end within blocks.
 FEW = ((100, 3000), (1, 300), (7, 900), (0, 0), (40, 41))
 few = functools.partial(PagedCase, FEW, num_heads=16, num_kv_heads=4)
 SPLIT = {

@@ -112,7 +112,7 @@ def most_workspace(
     rows = [values["rows"] for _, values in _launch.entries("paged_attention_prefill", device)]
     partial_rows = [programs("paged_attention_prefill") * tile_rows(max(rows), group, dtype)]
     if WGMMA in _launch.target(device).features:
-        partial_rows.append(programs("paged_attention_prefill_sm90") * prefill_sm90.tile_rows(columns))
+        partial_rows.append(programs("paged_attention_prefill_sm90") * prefill_sm90.rows_of_tile(columns))
     verify_rows = _call.thresholds(device)["verify_rows"]
     if group <= verify_rows:
         for launch, wanted in (("paged_attention_decode", _call.MIN_ROWS), ("paged_attention_verify", verify_rows)):

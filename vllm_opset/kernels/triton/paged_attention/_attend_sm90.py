@@ -11,9 +11,9 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     await_tile,
     blocks,
     read_tile,
+    rows_of_tile,
     start_of,
     steps_of,
-    tile_rows,
 )  # fmt: skip
 from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST, is_visible
 
@@ -141,7 +141,7 @@ def _store_partial(
     acc, m_i, l_i, partials, stats, partial, row, num_rows, WARPGROUP_INDEX: gl.constexpr, BLOCK_D: gl.constexpr
 ):  # fmt: skip
     """Stores a partial result, for combine_rows. row: of each of m_i. partial: its index among all of a launch."""
-    first_row = partial.to(gl.int64) * tile_rows(BLOCK_D)
+    first_row = partial.to(gl.int64) * rows_of_tile(BLOCK_D)
     gl.store(stats + (first_row + row) * 2, m_i, row < num_rows)
     gl.store(stats + (first_row + row) * 2 + 1, l_i, row < num_rows)
     LAYOUT: gl.constexpr = acc.type.layout

@@ -22,18 +22,21 @@ def attending_warpgroups(block_d):
 
 
 @gluon.constexpr_function
-def tile_rows(block_d):
+def rows_of_tile(block_d):
     """The rows of a query tile: queries times query heads of a KV head."""
     return attending_warpgroups(block_d) * WARPGROUP_ROWS.value
 
 
 @gluon.jit
 def load_keys(
-    cache, num_pages, boxes, full, empty, scheduler, batch, items, num_items, split_blocks, most_partials, ticket,
+    source,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Draws items of the plan, each for one KV head after the other, publishes them and loads their keys."""
+    (
+        cache, num_pages, boxes, full, empty, scheduler, batch, items, num_items, split_blocks, most_partials, ticket,
+    ) = source  # fmt: skip
     query_start_loc, seq_lens, block_table, table_strides = batch
     published, loaded = 0, 0  # counts of tiles and of key blocks
     drawn = gl.program_id(0)
@@ -44,10 +47,8 @@ def load_keys(
         partial = head * most_partials + gl.load(place + 3)
         first_token, seq_len = gl.load(query_start_loc + request), gl.load(seq_lens + request)
         query_len = gl.load(query_start_loc + request + 1) - first_token
-        num_queries, first_position = (
-            min(tile_rows(BLOCK_D) // GROUP, query_len - first_query),
-            seq_len - query_len + first_query,
-        )
+        num_queries = min(rows_of_tile(BLOCK_D) // GROUP, query_len - first_query)
+        first_position = seq_len - query_len + first_query
         _publish(
             scheduler, published,
             (num_queries, first_token + first_query, first_position, seq_len, head, request, split, partial),
@@ -67,11 +68,12 @@ def load_keys(
 
 @gluon.jit
 def load_values(
-    cache, num_pages, boxes, full, empty, scheduler, block_table, table_strides, split_blocks,
+    source,
     HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Brings the values of each tile that is published, up to one without queries."""
+    cache, num_pages, boxes, full, empty, scheduler, block_table, table_strides, split_blocks = source
     _, _, empty_tiles = scheduler
     taken, loaded = 0, 0  # counts of tiles and of value blocks
     num_queries = await_tile(scheduler, taken)

@@ -31,7 +31,7 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     attending_warpgroups,
     load_keys,
     load_values,
-    tile_rows,
+    rows_of_tile,
 )
 from vllm_opset.kernels.triton.paged_attention._plan_sm90 import launch_combine, make_plan, most_partials
 
@@ -102,35 +102,36 @@ def attend_prefill_sm90(
     ring = (keys, values, full_keys, empty_keys, full_values, empty_values, cleared)
     batch = (query_start_loc, seq_lens, block_table, table_strides)
     attended = (tensors, queries, ring, scheduler, scales, split_blocks)
+    keys_source = (
+        cache, num_pages, key_boxes, full_keys, empty_keys, scheduler, batch, items, num_items, split_blocks,
+        most_partials, ticket,
+    )  # fmt: skip
+    values_source = (
+        cache, num_pages, value_boxes, full_values, empty_values, scheduler, block_table, table_strides, split_blocks,
+    )  # fmt: skip
     if ATTENDING == 2:
         gl.warp_specialize(
             [
                 (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
                 (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (load_keys, (cache, num_pages, key_boxes, full_keys, empty_keys, scheduler, batch, items, num_items,
-                             split_blocks, most_partials, ticket,
-                             NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (load_values, (cache, num_pages, value_boxes, full_values, empty_values, scheduler, block_table,
-                               table_strides, split_blocks,
-                               HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (load_keys, (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
             ],
-            _worker_warps(BLOCK_D), _worker_registers(BLOCK_D),
-        )  # fmt: skip
+            _worker_warps(BLOCK_D),
+            _worker_registers(BLOCK_D),
+        )
     else:
         gl.warp_specialize(
             [
                 (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
                 (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
                 (attend_tiles, (2, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (load_keys, (cache, num_pages, key_boxes, full_keys, empty_keys, scheduler, batch, items, num_items,
-                             split_blocks, most_partials, ticket,
-                             NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (load_values, (cache, num_pages, value_boxes, full_values, empty_values, scheduler, block_table,
-                               table_strides, split_blocks,
-                               HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (load_keys, (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
             ],
-            _worker_warps(BLOCK_D), _worker_registers(BLOCK_D),
-        )  # fmt: skip
+            _worker_warps(BLOCK_D),
+            _worker_registers(BLOCK_D),
+        )
 
 
 @gluon.jit
@@ -165,13 +166,15 @@ def suits_prefill_sm90(call: Call) -> bool:
 def launch_prefill_sm90(call: Call) -> None:
     """One launch of persistent programs, and others for the plan of a step and to combine partial results."""
     device, batch, cache = call.query.device, call.batch, call.kv_cache
-    queries = tile_rows(call.block_d) // call.group
+    queries = rows_of_tile(call.block_d) // call.group
     values = _launch.parameters("paged_attention_prefill_sm90", device, call.span(queries))
     block_n, num_tiles = call.block_n(values), len(call.query) // queries + call.num_reqs
     box = [1, 1, math.gcd(call.block_size, block_n), COLUMNS.value]
     num_partials, partials = most_partials(call, values, queries), (None, None)
     if num_partials > 0:
-        partials = batch.once(_call.workspace, num_partials * call.num_kv_heads, tile_rows(call.block_d), call.block_d)
+        partials = batch.once(
+            _call.workspace, num_partials * call.num_kv_heads, rows_of_tile(call.block_d), call.block_d
+        )
     made = batch.once(
         make_plan, num_tiles, queries, call.num_kv_heads, call.left, call.right, box[2], block_n, num_partials,
         tuple(values.items()),
@@ -187,4 +190,4 @@ def launch_prefill_sm90(call: Call) -> None:
         num_warps=WARPGROUP, **_launch.launch_options(device),
     )  # fmt: skip
     if num_partials > 0:
-        launch_combine(call, made, partials, num_partials, tile_rows(call.block_d))
+        launch_combine(call, made, partials, num_partials, rows_of_tile(call.block_d))
