@@ -87,3 +87,42 @@ def test_a_launch_like_an_earlier_one_is_the_one_that_triton_would_make(tmp_path
     assert not wrong
     assert first > num_calls / 2 and second == first, "Triton has to find the kernel of each call once"
     assert last == "replaced", "while Triton's function is replaced, all launches go there"
+
+
+OPS = ("rms_norm", "silu_and_mul", "rope_cache", "linear", "paged_attention", "top_k_top_p_sample")
+SECOND_CALLS = """
+import json, sys
+import compile_only, torch, triton
+from triton.runtime.jit import JITFunction
+from vllm_opset import ops, targets
+from vllm_opset.kernel import kernels_of
+from vllm_opset.kernels.triton import _launch
+
+triton.runtime.driver.set_active(compile_only.CompileOnly())
+searched, run = [], JITFunction.run
+
+def search(self, *args, **kwargs):
+    searched.append(self.__name__)
+    return run(self, *args, **kwargs)
+
+JITFunction.run = _launch._RUN = search
+found = {}
+with targets.instead(compile_only.HOPPER):
+    for name in %r:
+        kernel, calls = kernels_of(name)["triton"], [[], []]
+        samples = iter(ops.BY_NAME[name].samples("cpu", torch.bfloat16))
+        while not calls[0]:  # PyTorch's kernel serves some samples of linear
+            args, kwargs = next(samples).make()
+            for call in calls:
+                searched.clear()
+                kernel.run(*args, **kwargs)
+                call += searched
+        found[name] = calls
+print(json.dumps(found))
+"""
+
+
+def test_the_ops_of_a_layer_search_no_kernel_when_they_are_called_again(tmp_path):
+    found = printed(SECOND_CALLS % (OPS,), tmp_path)
+    assert found.keys() == set(OPS) and all(first for first, _ in found.values())
+    assert not any(second for _, second in found.values()), found

@@ -41,7 +41,8 @@ def _launch_over(
     values = _launch.parameters(launch, x.device, total)
     block = min(values["tile"], _launch.next_power_of_2(columns))
     held = values["tile"] // block
-    elementwise[(_launch.cdiv(total, held) * _launch.cdiv(columns, block),)](
+    _launch.launch(
+        elementwise, (_launch.cdiv(total, held) * _launch.cdiv(columns, block),),
         x, rows(x), out, total, parameters,
         COLUMNS=columns, ROWS=held, BLOCK=block, num_warps=enough_warps(values["warps"], values["tile"]),
         **constants, **_launch.early_launch_options(x.device, total),

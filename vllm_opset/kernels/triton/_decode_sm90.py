@@ -150,7 +150,8 @@ def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
         limit = {"maxnreg": most_registers(warps, values["programs"])}
     box = box_layout(128, 8 * x.element_size())
     of_weight, of_x = ((0, 0) if scale is None else strides(scale) for scale in (weight_scale, x_scale))
-    kernel[(num_programs,)](
+    _launch.launch(
+        kernel, (num_programs,),
         TensorDescriptor.from_tensor(rows, [tokens, width], box),
         TensorDescriptor.from_tensor(weight, [values["rows"], width], box),
         bias, out, weight_scale, *of_weight, x_scale, *of_x, partials, zeros(x.device, tiles * WARPGROUPS.value),

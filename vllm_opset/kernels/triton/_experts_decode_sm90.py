@@ -275,7 +275,8 @@ def decode_experts(
     num_tiles, tile_units = num_blocks * _launch.cdiv(outputs, rows), _launch.cdiv(2 * half, WIDTH.value)
     num_programs = min(values["programs"] * _launch.multiprocessors(device), num_tiles * tile_units)
     words, mxfp4 = weight.view(-1, half).view(torch.int32), is_mxfp4(weight, weight_scale)
-    experts_decode_sm90[(num_programs,)](
+    _launch.launch(
+        experts_decode_sm90, (num_programs,),
         x, x.stride(0), TensorDescriptor.from_tensor(words, [rows, WORDS.value], box_layout(64, 32)),
         bias, out, weight_scale, zero_point, *weight_scale.stride(), order.sorted_token_ids, order.expert_ids,
         x.new_empty((2 * num_programs, rows, TOKENS.value), dtype=torch.float32), zeros(device, num_tiles), len(out),

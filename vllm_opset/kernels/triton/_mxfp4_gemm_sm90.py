@@ -156,7 +156,8 @@ def mxfp4_grouped_gemm(
     box = [OUTPUTS_OF_BOX.value, WIDTH.value // 2]
     descriptor = TensorDescriptor.from_tensor(weight.view(-1, columns // 2), box, box_layout(32, 8))
     num_programs = min(num_tiles * _launch.cdiv(outputs, 2 * OUTPUTS_OF_BOX.value), _launch.multiprocessors(device))
-    mxfp4_gemm_sm90[(num_programs,)](
+    _launch.launch(
+        mxfp4_gemm_sm90, (num_programs,),
         x, x.stride(0), descriptor, bias, out, weight_scale, *weight_scale.stride(), order.sorted_token_ids,
         order.expert_ids, len(out), num_tiles, order.top_k, OUTPUTS=outputs, COLUMNS=columns,
         BLOCK_SIZE=order.block_size, TILES=tiles, ROWS=rows, GROUP=values["group"], STAGES=values["stages"],

@@ -298,7 +298,8 @@ def packed_grouped_gemm(
     bits = 8 * stored.element_size()
     box = [OUTPUTS_OF_BOX.value, WIDTH.value * 4 // bits]
     num_programs = min(num_tiles * _launch.cdiv(outputs, OUTPUTS_OF_BOX.value), _launch.multiprocessors(device))
-    packed_experts_sm90[(num_programs,)](
+    _launch.launch(
+        packed_experts_sm90, (num_programs,),
         x, x.stride(0), TensorDescriptor.from_tensor(stored, box, box_layout(32, bits)), bias, out,
         weight_scale, zero_point, *weight_scale.stride(), order.sorted_token_ids, order.expert_ids, len(out), num_tiles,
         order.top_k, OUTPUTS=outputs, COLUMNS=columns,

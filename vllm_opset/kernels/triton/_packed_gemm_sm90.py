@@ -373,7 +373,8 @@ def packed_gemm(
         TensorDescriptor.from_tensor(rows, boxes[0], box_layout(128, 16)),
         TensorDescriptor.from_tensor(weight.view(torch.int16), boxes[1], box_layout(64, 16)),
     )
-    packed_gemm_sm90[(num_programs,)](
+    _launch.launch(
+        packed_gemm_sm90, (num_programs,),
         *descriptors, weight_scale, weight_zero_point, bias, out, partials,
         zeros(device, num_tiles * values["warpgroups"]), len(rows), outputs,
         num_tiles, token_tiles, tile_stages, *weight_scale.stride(),

@@ -56,16 +56,18 @@ def packed_linear(
     sums = out if splits == 1 else x.new_empty((splits, len(rows), outputs), dtype=torch.float32)
     options = _launch.launch_options(x.device)
     grid = (_launch.cdiv(outputs, values["outputs"]), _launch.cdiv(len(rows), tokens), splits)
-    _multiply_packed[grid](
+    _launch.launch(
+        _multiply_packed, grid,
         rows, weight, weight_scale, weight_zero_point, bias if splits == 1 else None, sums, len(rows), outputs,
         split_tiles, rows.stride(0), rows.stride(1), weight_scale.stride(0), weight_scale.stride(1),
         COLUMNS=columns, GROUP=group, BLOCK_T=tokens, BLOCK_N=values["outputs"],
         BYTES=width // 2, PAIRED=paired(x), num_warps=values["warps"], num_stages=values["stages"], **options,
     )  # fmt: skip
     if splits > 1:
-        _sum_splits[(_launch.cdiv(out.numel(), SUMS),)](
-            sums, bias, out, splits, out.numel(), outputs, BLOCK=SUMS, **options
-        )
+        _launch.launch(
+            _sum_splits, (_launch.cdiv(out.numel(), SUMS),),
+            sums, bias, out, splits, out.numel(), outputs, BLOCK=SUMS, **options,
+        )  # fmt: skip
     return out
 
 
@@ -88,7 +90,8 @@ def dequantise(
     out = weight.new_empty((outputs, columns), dtype=dtype)
     block = min(_launch.next_power_of_2(columns // 2), DEQUANTISED_BYTES)
     grid = (outputs, _launch.cdiv(columns // 2, block))
-    _dequantise[grid](
+    _launch.launch(
+        _dequantise, grid,
         weight, scale, zero_point, out, scale.stride(0), scale.stride(1),
         COLUMNS=columns, GROUP=scale_columns(weight, scale), BLOCK=block, **_launch.launch_options(weight.device),
     )  # fmt: skip

@@ -62,7 +62,8 @@ def ring_linear(
     if splits > 1:
         partials = x.new_empty((splits, len(rows), outputs), dtype=torch.float32)
         counters = zeros(x.device, grid[0] * grid[1])
-    _multiply_ring[(*grid, splits)](
+    _launch.launch(
+        _multiply_ring, (*grid, splits),
         rows, weight, weight_scale, weight_zero_point, bias, out, partials, counters, len(rows), outputs, columns,
         split_tiles, rows.stride(0), weight.stride(0), *weight_scale.stride(),
         GROUP=scale_columns(weight, weight_scale), BLOCK_T=tokens, BLOCK_N=values["outputs"], STAGES=values["stages"],

@@ -54,7 +54,8 @@ def launch(
     constants = _launch.launch_options(query.device) | grouped(
         query, key, head_size, **_launch.parameters("rope_cache", query.device, tokens)
     )
-    _rope_cache[(tokens * constants["GROUPS"],)](
+    _launch.launch(
+        _rope_cache, (tokens * constants["GROUPS"],),
         query, heads(query, head_size), key, heads(key, head_size), value, heads(value, head_size), norms,
         positions, positions.stride(0), cos_sin_cache, cos_sin_cache.stride(),
         kv_cache, kv_cache.stride(), slot_mapping, slot_mapping.stride(0), len(slot_mapping), k_scale, v_scale,

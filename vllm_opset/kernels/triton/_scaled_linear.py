@@ -55,7 +55,8 @@ def scaled_linear(
     widths = [group[1] for group in (weight_group, x_group) if group[1] < columns]
     tokens = min(max(_launch.next_power_of_2(len(rows)), TOKENS[0]), TOKENS[1])
     grid = (_launch.cdiv(len(rows), tokens), _launch.cdiv(outputs, OUTPUTS))
-    _scaled_linear[grid](
+    _launch.launch(
+        _scaled_linear, grid,
         *map(bits, (rows, weight)), bias, out, weight_scale, x_scale, len(rows), outputs,
         rows.stride(0), rows.stride(1), weight.stride(0), *w_strides, *x_strides,
         COLUMNS=columns, W_ROWS=weight_group[0], W_COLUMNS=weight_group[1], X_COLUMNS=x_group[1], NATIVE=native,

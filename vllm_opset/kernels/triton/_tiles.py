@@ -46,7 +46,8 @@ class Product(NamedTuple):
         (_, num_outputs, _), (sorted_token_ids, expert_ids, top_k) = self.weight.shape, self.order
         tiles = _launch.cdiv(self.order.block_size, tile["BLOCK_M"])
         num_tiles = len(expert_ids) * tiles
-        kernel[(num_tiles * _launch.cdiv(num_outputs, tile["BLOCK_N"]),)](
+        _launch.launch(
+            kernel, (num_tiles * _launch.cdiv(num_outputs, tile["BLOCK_N"]),),
             self.x, self.x.stride(0), self.weight, self.bias, *scales, sorted_token_ids, expert_ids, self.out,
             len(self.out), num_tiles, top_k, OUTPUTS=num_outputs, COLUMNS=self.x.shape[1],
             BLOCK_SIZE=self.order.block_size, TILES=tiles, READ_ONCE=self.read_once,

@@ -25,7 +25,8 @@ def apply_penalties(
     values = _launch.parameters("apply_penalties", logits.device, num_rows)
     counts = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=logits.device)
     prompt, output = prompt_token_ids, output_token_ids
-    _apply_penalties[(num_rows,)](
+    _launch.launch(
+        _apply_penalties, (num_rows,),
         logits, logits.stride(), counts, vocab_size, prompt, *_strides(prompt), prompt.shape[1],
         output, *_strides(output), output.shape[1], (repetition, presence, frequency),
         (repetition.stride(0), presence.stride(0), frequency.stride(0)),

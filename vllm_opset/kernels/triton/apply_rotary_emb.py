@@ -20,7 +20,8 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_n
     seqs, tokens, heads, head_size = batch.shape
     values = _launch.parameters("rotary_embedding", x.device, seqs * tokens)
     launch = grouped(batch[0], None, head_size, **values)
-    _apply_rotary_emb[(seqs * tokens * launch["GROUPS"],)](
+    _launch.launch(
+        _apply_rotary_emb, (seqs * tokens * launch["GROUPS"],),
         batch, batch.stride(), cos, cos.stride(), sin, sin.stride(), out, tokens,
         SHAPE=Shape.of(head_size, head_size, is_neox_style), NUM_HEADS=heads, GROUPS=launch["GROUPS"],
         HEADS=launch["HEADS"], num_warps=launch["num_warps"], **_launch.launch_options(x.device),

@@ -22,7 +22,8 @@ def compute_slot_mapping(
     slot_mapping: torch.Tensor,
 ) -> None:
     check_arguments(query_start_loc, positions, block_table, slot_mapping)
-    _compute_slot_mapping[(len(query_start_loc),)](
+    _launch.launch(
+        _compute_slot_mapping, (len(query_start_loc),),
         query_start_loc, positions, len(positions), block_table, block_table.stride(0), block_table.stride(1),
         slot_mapping, len(slot_mapping), BLOCK_SIZE=block_size, PADDING=PADDING, TILE=TILE,
         **_launch.launch_options(positions.device),

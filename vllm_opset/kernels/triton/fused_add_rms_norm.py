@@ -25,9 +25,10 @@ def fused_add_rms_norm(
     launch = _launch.early_launch_options(x.device, total) | whole_rows(
         columns, **_launch.parameters("fused_add_rms_norm", x.device, total)
     )
-    _fused_add_rms_norm[(_launch.cdiv(total, launch["ROWS"]),)](
-        x, rows(x), residual, rows(residual), weight, total, epsilon, weight_offset, COLUMNS=columns, **launch
-    )
+    _launch.launch(
+        _fused_add_rms_norm, (_launch.cdiv(total, launch["ROWS"]),),
+        x, rows(x), residual, rows(residual), weight, total, epsilon, weight_offset, COLUMNS=columns, **launch,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["total"])

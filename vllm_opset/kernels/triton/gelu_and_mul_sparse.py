@@ -22,7 +22,8 @@ def gelu_and_mul_sparse(x: torch.Tensor, std_multiplier: float, approximate: str
     out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
     total, columns = num_rows(x), out.shape[-1]
     launch = whole_rows(columns, **_launch.parameters("gelu_and_mul_sparse", x.device, total))
-    _gelu_and_mul_sparse[(_launch.cdiv(total, launch["ROWS"]),)](
+    _launch.launch(
+        _gelu_and_mul_sparse, (_launch.cdiv(total, launch["ROWS"]),),
         x, rows(x), out, total, std_multiplier, FORMULA=FORMULAS[approximate], COLUMNS=columns, **launch,
         **_launch.launch_options(x.device),
     )  # fmt: skip

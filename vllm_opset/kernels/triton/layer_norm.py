@@ -21,9 +21,10 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor 
     launch = _launch.early_launch_options(x.device, total) | whole_rows(
         columns, **_launch.parameters("layer_norm", x.device, total)
     )
-    _layer_norm[(_launch.cdiv(total, launch["ROWS"]),)](
-        x, rows(x), weight, bias, out, total, epsilon, COLUMNS=columns, **launch
-    )
+    _launch.launch(
+        _layer_norm, (_launch.cdiv(total, launch["ROWS"]),),
+        x, rows(x), weight, bias, out, total, epsilon, COLUMNS=columns, **launch,
+    )  # fmt: skip
     return out
 
 

@@ -128,9 +128,10 @@ def linear(
     num_outputs, columns = weight.shape
     out = x.new_empty((*x.shape[:-1], num_outputs))
     launch = _launch.launch_options(x.device) | _parts(columns, **_launch.parameters("linear", x.device, columns))
-    _linear[(_launch.cdiv(num_outputs, launch["OUTPUTS"]),)](
-        x, x.stride(-1), weight, weight.stride(0), bias, out, num_outputs, COLUMNS=columns, **launch
-    )
+    _launch.launch(
+        _linear, (_launch.cdiv(num_outputs, launch["OUTPUTS"]),),
+        x, x.stride(-1), weight, weight.stride(0), bias, out, num_outputs, COLUMNS=columns, **launch,
+    )  # fmt: skip
     return out
 
 

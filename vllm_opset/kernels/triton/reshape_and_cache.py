@@ -33,7 +33,8 @@ def reshape_and_cache(
     values = _launch.parameters("reshape_and_cache", key.device, total)
     block = _launch.next_power_of_2(head_size)
     held = max(1, values["tile"] // block)
-    _reshape_and_cache[(_launch.cdiv(total, held),)](
+    _launch.launch(
+        _reshape_and_cache, (_launch.cdiv(total, held),),
         key, key.stride(), value, value.stride(), kv_cache, kv_cache.stride(), slot_mapping, slot_mapping.stride(0),
         k_scale, v_scale, total,
         NUM_KV_HEADS=key.shape[1], HEAD_SIZE=head_size, BLOCK_SIZE=kv_cache.shape[2],

@@ -20,9 +20,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, weigh
     launch = _launch.early_launch_options(x.device, total) | whole_rows(
         columns, **_launch.parameters("rms_norm", x.device, total)
     )
-    _rms_norm[(_launch.cdiv(total, launch["ROWS"]),)](
-        x, rows(x), weight, out, total, epsilon, weight_offset, COLUMNS=columns, **launch
-    )
+    _launch.launch(
+        _rms_norm, (_launch.cdiv(total, launch["ROWS"]),),
+        x, rows(x), weight, out, total, epsilon, weight_offset, COLUMNS=columns, **launch,
+    )  # fmt: skip
     return out
 
 

@@ -34,7 +34,8 @@ def rms_norm_gated(
     x, z = _grouped(x, groups), None if z is None else _grouped(z, groups)
     total, columns = num_rows(x), x.shape[-1]
     launch = whole_rows(columns, **_launch.parameters("rms_norm_gated", x.device, total))
-    _rms_norm_gated[(_launch.cdiv(total, launch["ROWS"]),)](
+    _launch.launch(
+        _rms_norm_gated, (_launch.cdiv(total, launch["ROWS"]),),
         x, rows(x), z, None if z is None else rows(z), weight, groups, out, total, epsilon,
         NORM_BEFORE_GATE=norm_before_gate, SILU=activation in SILU, COLUMNS=columns, **launch,
         **_launch.launch_options(x.device),

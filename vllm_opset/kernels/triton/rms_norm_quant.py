@@ -42,7 +42,8 @@ def normalise(
     total, columns = x.shape
     to = Destination(x, columns, to_dtype, group_shape, scale, out)
     options = whole_rows(columns, **_launch.parameters(launch, x.device, total))
-    _rms_norm_quant[(max(1, _launch.cdiv(total, options["ROWS"])),)](
+    _launch.launch(
+        _rms_norm_quant, (max(1, _launch.cdiv(total, options["ROWS"])),),
         x, rows(x), residual, None if residual is None else rows(residual), weight, total, epsilon, weight_offset,
         *to.arguments, **to.constants, **to.group_width(options["BLOCK"]), **options,
         **_launch.launch_options(x.device),

@@ -34,7 +34,8 @@ def rotary_embedding(
     launch = _launch.early_launch_options(query.device, tokens, "rotary_early_launch") | grouped(
         query, key, head_size, **_launch.parameters("rotary_embedding", query.device, tokens)
     )
-    _rotary_embedding[(tokens * launch["GROUPS"],)](
+    _launch.launch(
+        _rotary_embedding, (tokens * launch["GROUPS"],),
         positions, positions.stride(0), cos_sin_cache, cos_sin_cache.stride(),
         query, heads(query, head_size), key, heads(key, head_size),
         SHAPE=Shape.of(head_size, rotary_dim, is_neox_style), **launch,

@@ -48,7 +48,8 @@ def route(
     block = _launch.next_power_of_2(num_experts)
     held = max(1, values["tile"] // block)
     if num_tokens:
-        _route[(_launch.cdiv(num_tokens, held),)](
+        _launch.launch(
+            _route, (_launch.cdiv(num_tokens, held),),
             router_logits, *router_logits.stride(), bias, weights, ids, num_tokens, float(routed_scaling_factor),
             EXPERTS=num_experts, TOP_K=top_k, SOFTMAX=scoring_func == "softmax", RENORMALIZE=renormalize,
             GROUPS=num_expert_group, TOP_GROUPS=topk_group, ROWS=held, BLOCK=block,

@@ -265,7 +265,8 @@ def make_plan(
     empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
     most_items = num_tiles + num_partials
     made = (empty(3), empty(most_items, ITEM_FIELDS.value), empty(num_partials, SPLIT_TILE_FIELDS.value))
-    plan_prefill[(1,)](
+    _launch.launch(
+        plan_prefill, (1,),
         batch.query_start_loc, batch.seq_lens, len(batch.seq_lens), num_tiles, empty(3, num_tiles), *made,
         _launch.multiprocessors(device), num_partials, max(1, table["split_keys"] // block_n),
         NUM_KV_HEADS=num_kv_heads, QUERIES=queries, LEFT=left, RIGHT=right, BOX_ROWS=box_rows, BLOCK_N=block_n,
@@ -279,7 +280,8 @@ def launch_combine(call: Call, made: Plan, partials: tuple, num_partials: int, r
     """Combines the partial results of tiles of so many rows."""
     device = call.query.device
     programs = COMBINING_PROGRAMS * _launch.multiprocessors(device)
-    combine_prefill_sm90[(programs,)](
+    _launch.launch(
+        combine_prefill_sm90, (programs,),
         call.out, call.out.stride(), call.batch.query_start_loc, call.sinks, *partials, made.sizes, made.split_tiles,
         num_partials, NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, ROWS=COMBINED_ROWS,
         BLOCK_M=rows, BLOCK_D=call.block_d, num_warps=WARPGROUP, **_launch.launch_options(device),

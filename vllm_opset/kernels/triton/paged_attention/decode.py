@@ -294,7 +294,8 @@ def _launch_ranges(call: Call, launch: str) -> None:
         "NUM_KV_HEADS": num_kv_heads, "GROUP": call.group, "HEAD_SIZE": call.head_size, "BLOCK_M": rows,
         "BLOCK_D": block_d, **_launch.launch_options(device),
     }  # fmt: skip
-    attend_decode[(num_programs * num_kv_heads,)](
+    _launch.launch(
+        attend_decode, (num_programs * num_kv_heads,),
         *call.attend_arguments(), *partials, None if separate_combine else tickets,
         starts, ends, ranges, num_programs,
         BLOCK_SIZE=call.block_size, LEFT=call.left, RIGHT=call.right, UNMASKED_BLOCKS=table["unmasked_blocks"],
@@ -303,7 +304,8 @@ def _launch_ranges(call: Call, launch: str) -> None:
     )  # fmt: skip
     if separate_combine and num_programs > 1:
         places = min(call.num_reqs, num_programs - 1) * num_kv_heads
-        combine_verify[(places, _launch.cdiv(call.most_rows, combined_rows))](
+        _launch.launch(
+            combine_verify, (places, _launch.cdiv(call.most_rows, combined_rows)),
             *call.combine_arguments(), *partials, starts, ends, ranges, num_programs,
             COMBINED_ROWS=combined_rows, num_warps=WARPGROUP, **shape,
         )  # fmt: skip
@@ -335,7 +337,8 @@ def _plan(
     num_reqs, device = len(batch.seq_lens), batch.seq_lens.device
     starts, ends = (torch.empty(num_reqs + 1, dtype=torch.int32, device=device) for _ in range(2))
     ranges = torch.empty(num_programs, RANGE_FIELDS.value, dtype=torch.int32, device=device)
-    plan[(1,)](
+    _launch.launch(
+        plan, (1,),
         batch.query_start_loc, batch.seq_lens, num_reqs, starts, ends, ranges, num_programs, switch_cost, whole_cost,
         LEFT=left, BLOCK_N=block_n, COMBINE_COST=combine_cost, **_launch.FUSION,
     )  # fmt: skip

@@ -172,7 +172,8 @@ def launch_prefill(call: Call) -> None:
     partials = (None, None)
     if num_splits > 1:
         partials = call.batch.once(_call.workspace, num_tiles * num_splits, rows, call.block_d)
-    attend_prefill[(num_tiles * num_splits,)](
+    _launch.launch(
+        attend_prefill, (num_tiles * num_splits,),
         *call.attend_arguments(), *partials, num_splits, split_keys, NUM_KV_HEADS=num_kv_heads, GROUP=group,
         HEAD_SIZE=call.head_size, BLOCK_SIZE=call.block_size, LEFT=call.left, RIGHT=call.right, SPLIT=num_splits > 1,
         BLOCK_M=rows, BLOCK_N=block_n, BLOCK_D=call.block_d, num_warps=values["warps"], num_stages=values["stages"],
@@ -193,7 +194,8 @@ def _launch_combine(
     call: Call, partials: tuple, num_tiles: int, num_splits: int, split_keys: int, rows: int, block_n: int
 ) -> None:
     """Combines partial results. rows: of a tile. split_keys: see `split_keys_of`."""
-    combine_prefill[(num_tiles, _launch.cdiv(min(rows, call.most_rows), COMBINED_ROWS))](
+    _launch.launch(
+        combine_prefill, (num_tiles, _launch.cdiv(min(rows, call.most_rows), COMBINED_ROWS)),
         *call.combine_arguments(), *partials, num_splits, split_keys,
         NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, LEFT=call.left, RIGHT=call.right,
         ROWS=COMBINED_ROWS, BLOCK_M=rows, BLOCK_N=block_n, BLOCK_D=call.block_d, num_warps=WARPGROUP,

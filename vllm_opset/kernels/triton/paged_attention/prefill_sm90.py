@@ -180,7 +180,8 @@ def launch_prefill_sm90(call: Call) -> None:
         tuple(values.items()),
     )  # fmt: skip
     descriptor = TensorDescriptor.from_tensor(cache, box, BOX_LAYOUT)
-    attend_prefill_sm90[(min(len(made.items) * call.num_kv_heads, _launch.multiprocessors(device)),)](
+    _launch.launch(
+        attend_prefill_sm90, (min(len(made.items) * call.num_kv_heads, _launch.multiprocessors(device)),),
         call.query, call.query.stride(), descriptor, len(cache), call.out, call.out.stride(),
         batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(),
         call.scale, call.soft_cap or None, call.sinks, *partials, made.sizes, made.items, num_partials,

@@ -99,11 +99,13 @@ def top_k_top_p_sample(
     strides = tuple(1 if setting is None else setting.stride(0) for setting in (temperature, top_k, top_p, min_p, keys))
 
     if filtered:
-        read.start[(num_rows,)](
+        _launch.launch(
+            read.start, (num_rows,),
             logits, logits.stride(), vocab_size, keys, given, settings, strides, wants_processed, ints, floats,
             LIST_LENGTH=values["list_length"], num_warps=values["row_warps"], **options,
         )  # fmt: skip
-    read.read[(num_rows * num_chunks,)](
+    _launch.launch(
+        read.read, (num_rows * num_chunks,),
         logits, logits.stride(), vocab_size, num_chunks, keys, given, settings, strides, wants_processed,
         ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
         CHUNK=chunk, FILTERED=filtered, REREAD=rereads, num_warps=values["warps"], **registers, **options,
@@ -111,19 +113,22 @@ def top_k_top_p_sample(
     chunks = max(FEW_CHUNKS, _launch.next_power_of_2(num_chunks))
     if rereads:
         programs = min(max(values["reread_programs"] // num_rows, 1), num_chunks)
-        reread.reread[(num_rows * programs,)](
+        _launch.launch(
+            reread.reread, (num_rows * programs,),
             logits, logits.stride(), vocab_size, num_chunks, programs, keys, given, settings, strides, wants_processed,
             ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
             CHUNK=chunk, CHUNKS=chunks, num_warps=values["warps"], **row_registers, **options,
         )  # fmt: skip
-    finish.finish[(num_rows,)](
+    _launch.launch(
+        finish.finish, (num_rows,),
         logits, logits.stride(), vocab_size, num_chunks, keys, tokens, given, settings, strides, wants_processed,
         ints, floats, parts, part_ids, pivot_sums, listed, listed_ids, capacity,
         CHUNK=chunk, CHUNKS=chunks, FILTERED=filtered, REREAD=rereads,
         num_warps=values["row_warps"], **row_registers, **options,
     )  # fmt: skip
     if out is not None:
-        read.process[(num_rows * num_chunks,)](
+        _launch.launch(
+            read.process, (num_rows * num_chunks,),
             logits, logits.stride(), vocab_size, num_chunks, given, settings, strides, ints, floats, out,
             CHUNK=chunk, LOGPROBS=processed == "logprobs", num_warps=values["warps"], **options,
         )  # fmt: skip
