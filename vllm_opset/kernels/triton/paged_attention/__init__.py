@@ -87,7 +87,7 @@ def paged_attention(
     check_shapes(query, kv_cache, out, alibi_slopes, sinks)
     if scale <= 0:
         raise ValueError(f"a scale of {scale}: it must be above zero")
-    if len(query) == 0 or len(batch.seq_lens) == 0:
+    if query.shape[0] == 0 or batch.seq_lens.shape[0] == 0:
         return
     call = describe(
         query, kv_cache, batch, out, scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes,

@@ -41,7 +41,7 @@ class Call:
         self.num_kv_heads, self.block_size = self.kv_cache.shape[1:3]
         self.head_size = self.query.shape[2]
         self.group = self.query.shape[1] // self.num_kv_heads
-        self.num_reqs = len(self.batch.seq_lens)
+        self.num_reqs = self.batch.seq_lens.shape[0]  # len(seq_lens) takes PyTorch several times as long
         self.most_rows = self.batch.max_query_len * self.group
 
     @property

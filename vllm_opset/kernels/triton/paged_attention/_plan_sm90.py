@@ -246,7 +246,7 @@ def _least_keys(call: Call, queries: int) -> float:
     of a single request does the host know the keys before its queries. If max_seq_len is above its length, as in a
     graph, this number is too large. Then a tile may not be split that would have been, and results stay right.
     """
-    num_tokens, longest = len(call.query), call.span(queries)
+    num_tokens, longest = call.query.shape[0], call.span(queries)
     before = max(0, call.batch.max_seq_len - num_tokens) if call.num_reqs == 1 else 0
     last = before + num_tokens / call.num_reqs
     return num_tokens / queries * (min(longest, before) + min(longest, last)) / 2

@@ -8,6 +8,7 @@ warpgroups (`_attend_sm90`) attend 64 of a tile's rows each: while one computes 
 partial results, which another launch combines.
 """
 
+import functools
 import math
 
 from triton.experimental import gluon
@@ -145,6 +146,12 @@ def _barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
     return full, empty
 
 
+@functools.cache
+def _rows_of_tile(block_d: int) -> int:
+    """It is remembered, because Triton takes a microsecond to call a function of the device from the host."""
+    return rows_of_tile(block_d)
+
+
 def can_prefill_sm90(call: Call) -> bool:
     """Whether a Hopper GPU's copy engine and matrix instructions take these inputs."""
     if not available(call.query.device):
@@ -166,23 +173,22 @@ def suits_prefill_sm90(call: Call) -> bool:
 def launch_prefill_sm90(call: Call) -> None:
     """One launch of persistent programs, and others for the plan of a step and to combine partial results."""
     device, batch, cache = call.query.device, call.batch, call.kv_cache
-    queries = rows_of_tile(call.block_d) // call.group
+    rows = _rows_of_tile(call.block_d)
+    queries = rows // call.group
     values = _launch.parameters("paged_attention_prefill_sm90", device, call.span(queries))
-    block_n, num_tiles = call.block_n(values), len(call.query) // queries + call.num_reqs
+    block_n, num_tiles = call.block_n(values), call.query.shape[0] // queries + call.num_reqs
     box = [1, 1, math.gcd(call.block_size, block_n), COLUMNS.value]
     num_partials, partials = most_partials(call, values, queries), (None, None)
     if num_partials > 0:
-        partials = batch.once(
-            _call.workspace, num_partials * call.num_kv_heads, rows_of_tile(call.block_d), call.block_d
-        )
+        partials = batch.once(_call.workspace, num_partials * call.num_kv_heads, rows, call.block_d)
     made = batch.once(
         make_plan, num_tiles, queries, call.num_kv_heads, call.left, call.right, box[2], block_n, num_partials,
         tuple(values.items()),
     )  # fmt: skip
     descriptor = TensorDescriptor.from_tensor(cache, box, BOX_LAYOUT)
     _launch.launch(
-        attend_prefill_sm90, (min(len(made.items) * call.num_kv_heads, _launch.multiprocessors(device)),),
-        call.query, call.query.stride(), descriptor, len(cache), call.out, call.out.stride(),
+        attend_prefill_sm90, (min(made.items.shape[0] * call.num_kv_heads, _launch.multiprocessors(device)),),
+        call.query, call.query.stride(), descriptor, cache.shape[0], call.out, call.out.stride(),
         batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(),
         call.scale, call.soft_cap or None, call.sinks, *partials, made.sizes, made.items, num_partials,
         made.ticket,
@@ -191,4 +197,4 @@ def launch_prefill_sm90(call: Call) -> None:
         num_warps=WARPGROUP, **_launch.launch_options(device),
     )  # fmt: skip
     if num_partials > 0:
-        launch_combine(call, made, partials, num_partials, rows_of_tile(call.block_d))
+        launch_combine(call, made, partials, num_partials, rows)
