@@ -1,6 +1,9 @@
-"""Runs comparisons of whole engines one after the other, each with a time limit: the tables of docs/benchmarks.
+"""Runs comparisons of whole engines, each with a time limit: the tables of docs/benchmarks.
 
-    python benchmarks/engine_comparisons.py --folder results [--limit 420] [--repetitions 2] [--case PATTERN] qwen-8b
+    python benchmarks/engine_comparisons.py --folder results [--limit 420] [--repetitions 2] [--case PATTERN]
+        [--gpu 0 --gpu 1] qwen-8b llama-8b
+
+Each GPU runs one comparison after the other, with its share of the processor's cores.
 
 engine_comparisons.yaml names the comparisons. Each is one call of `vllm-opset bench e2e`, which writes NAME.json and
 NAME.log into the folder. At its limit a comparison is asked to end, and then reports the cases that all engines have
@@ -13,8 +16,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from queue import Queue
+from typing import Annotated, NamedTuple
 
 import typer
 import yaml
@@ -46,14 +51,44 @@ def options(name: str, cases: Sequence[str] = ()) -> list[str]:
     return found
 
 
-def run(name: str, folder: Path, limit: int, repetitions: int, conditions: str, cases: Sequence[str] = ()) -> str:
+class Place(NamedTuple):
+    """Where a comparison runs. variables: of its environment, beside those of this process."""
+
+    variables: dict[str, str]
+    cores: set[int]
+
+
+def places(gpus: Sequence[str]) -> list[Place]:
+    """One for each GPU, or one with all GPUs. Cores that are left are not used."""
+    cores = sorted(os.sched_getaffinity(0))
+    if not gpus:
+        return [Place({}, set(cores))]
+    share = max(1, len(cores) // len(gpus))
+    starts = (number * share % len(cores) for number in range(len(gpus)))
+    return [
+        Place({"CUDA_VISIBLE_DEVICES": gpu}, set(cores[start : start + share]))
+        for gpu, start in zip(gpus, starts, strict=True)
+    ]
+
+
+def run(
+    name: str, folder: Path, limit: int, repetitions: int, conditions: str, cases: Sequence[str], place: Place
+) -> str:
     """Runs a comparison, and returns how it ended."""
+    os.sched_setaffinity(0, place.cores)  # of this thread, and so of the processes that it starts
     command = [sys.executable, "-m", "vllm_opset", "bench", "e2e", *options(name, cases)]
     command += ["--repetitions", str(repetitions), "--json", str(folder / f"{name}.json")]
     command += ["--logs", str(folder / name), *(["--conditions", conditions] if conditions else [])]
     with open(folder / f"{name}.log", "w") as log:
         # In a session of its own, so that its engines can be killed with it.
-        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env=os.environ | place.variables,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             return f"exit code {process.wait(limit)}"
         except subprocess.TimeoutExpired:
@@ -72,16 +107,32 @@ def main(
     repetitions: Annotated[int, typer.Option(min=1, help="Runs of each engine and case that count.")] = 2,
     conditions: Annotated[str, typer.Option(help="What readers must know; it is kept with the results.")] = "",
     case: Annotated[list[str] | None, typer.Option(help="Only cases that match this shell pattern.")] = None,
+    gpu: Annotated[
+        list[str] | None, typer.Option(help="A GPU, as CUDA_VISIBLE_DEVICES names it. Several run side by side.")
+    ] = None,
 ) -> None:
-    """Run comparisons of whole engines one after the other."""
+    """Run comparisons of whole engines, one after the other on each GPU."""
     known = yaml.safe_load(TABLE.read_text())["comparisons"]
     for name in names:
         if name not in known:
             raise typer.BadParameter(f"unknown: {name!r}; {nearest(name, known)}", param_hint="NAME")
     folder.mkdir(parents=True, exist_ok=True)
+    free: Queue[Place] = Queue()
+    for place in places(gpu or ()):
+        free.put(place)
+
+    def ran(name: str) -> str:
+        place = free.get()
+        try:
+            return run(name, folder, limit, repetitions, conditions, case or (), place)
+        finally:
+            free.put(place)
+
+    with ThreadPoolExecutor(free.qsize()) as pool:
+        ends = list(pool.map(ran, names))
     table = Table("comparison", "end")
-    for name in names:
-        table.add_row(name, run(name, folder, limit, repetitions, conditions, case or ()))
+    for name, end in zip(names, ends, strict=True):
+        table.add_row(name, end)
     Console().print(table)
 
 

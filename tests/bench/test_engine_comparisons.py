@@ -1,6 +1,8 @@
-"""benchmarks/engine_comparisons.py: comparisons of whole engines, one after the other."""
+"""benchmarks/engine_comparisons.py: comparisons of whole engines, one after the other on each GPU."""
 
 import importlib.util
+import json
+import os
 import sys
 from itertools import pairwise
 
@@ -64,4 +66,35 @@ def test_a_comparison_ends_at_its_limit_and_may_report_first(script, end, monkey
     monkeypatch.setattr(
         comparisons.subprocess, "Popen", lambda command, **files: started([sys.executable, "-c", script], **files)
     )
-    assert comparisons.run("qwen-8b", tmp_path, 2, 1, "") == end
+    assert comparisons.run("qwen-8b", tmp_path, 2, 1, "", (), *comparisons.places(())) == end
+
+
+SIDE_BY_SIDE = """
+import json, os, pathlib, sys, time
+name, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+(folder / f"{name}.began").touch()
+deadline = time.monotonic() + 20
+while len(list(folder.glob("*.began"))) < 2 and time.monotonic() < deadline:
+    time.sleep(0.01)
+found = [os.environ["CUDA_VISIBLE_DEVICES"], sorted(os.sched_getaffinity(0)), len(list(folder.glob("*.began")))]
+(folder / name).write_text(json.dumps(found))
+"""
+
+
+def test_several_gpus_run_comparisons_side_by_side_with_cores_of_their_own(monkeypatch, tmp_path):
+    started = comparisons.subprocess.Popen
+
+    def start(command, **files):
+        name = of(command, "--model")[0]
+        return started([sys.executable, "-c", SIDE_BY_SIDE, name, str(tmp_path)], **files)
+
+    monkeypatch.setattr(comparisons.subprocess, "Popen", start)
+    app = typer.Typer()
+    app.command()(comparisons.main)
+    gpus = ["--gpu", "0", "--gpu", "3", "--folder", str(tmp_path)]
+    result = CliRunner().invoke(app, ["qwen-8b", "llama-8b", *gpus])
+    assert result.exit_code == 0 and result.output.count("exit code 0") == 2
+    one, other = (json.loads((tmp_path / model).read_text()) for model in ("qwen3-8b", "llama-3.1-8b"))
+    assert {one[0], other[0]} == {"0", "3"} and one[2] == other[2] == 2, "one ran after the other"
+    if len(os.sched_getaffinity(0)) > 1:
+        assert one[1] and other[1] and not set(one[1]) & set(other[1])
