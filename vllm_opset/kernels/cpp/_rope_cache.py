@@ -59,7 +59,7 @@ def launch(
     Raises IndexError for a position that the table does not have, and for a slot that the cache does not have.
     """
     positions, slots = positions.to(torch.int64).contiguous(), slot_mapping.to(torch.int64).contiguous()
-    num_tokens = len(positions)
+    num_tokens = positions.shape[0]
     weight_type, q_address = type_and_address(q_weight)
     layer = _layer(
         TYPES[query.dtype], weight_type, TYPES[cos_sin_cache.dtype], query.shape[1:], kv_cache.shape,
@@ -68,7 +68,7 @@ def launch(
     )  # fmt: skip
     lost = run(
         ctypes.addressof(layer), query.data_ptr(), key.data_ptr(), value.data_ptr(), kv_cache.data_ptr(),
-        positions.data_ptr(), slots.data_ptr(), num_tokens, len(slots),
+        positions.data_ptr(), slots.data_ptr(), num_tokens, slots.shape[0],
     )  # fmt: skip
     if 0 <= lost < num_tokens:
         raise IndexError(f"position {positions[lost]} of token {lost} is not one of {len(cos_sin_cache)}")

@@ -97,13 +97,14 @@ def linear(
         return _stored(x, weight, bias, weight_scale, weight_zero_point)
     if weight.dtype is torch.bfloat16:
         return _packed(x, weight, bias)
-    if x.ndim != 2 or x.stride(1) != 1 or not weight.is_contiguous() or not len(x):
+    num_tokens = x.shape[0]  # len(x) takes PyTorch several times as long
+    if x.ndim != 2 or x.stride(1) != 1 or not weight.is_contiguous() or num_tokens == 0:
         return F.linear(x, weight, bias).contiguous()
-    if len(x) > FEW_TOKENS:
+    if num_tokens > FEW_TOKENS:
         return _plain(x, weight, bias)
-    if len(x) == 1 and weight.nbytes <= CACHED_BYTES:
+    if num_tokens == 1 and weight.nbytes <= CACHED_BYTES:
         return F.linear(x, weight, bias).contiguous()
-    return _called(run, x, weight.data_ptr(), bias, len(weight))
+    return _called(run, x, weight.data_ptr(), bias, weight.shape[0])
 
 
 def _stored(
@@ -147,8 +148,8 @@ def _plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def _packed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    y = _called(run_packed, rows, weight.data_ptr(), bias, len(weight))
-    return y if x.ndim == 2 else y.view(*x.shape[:-1], len(weight))
+    y = _called(run_packed, rows, weight.data_ptr(), bias, weight.shape[0])
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _called(

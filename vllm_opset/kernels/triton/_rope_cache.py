@@ -50,7 +50,7 @@ def launch(
     v_scale: torch.Tensor | None,
 ) -> None:
     """Launches the kernel. The arguments are those of `ops.qk_norm_rope_cache`, already checked."""
-    tokens, head_size = len(query), query.shape[2]
+    tokens, _, head_size = query.shape
     constants = _launch.launch_options(query.device) | grouped(
         query, key, head_size, **_launch.parameters("rope_cache", query.device, tokens)
     )
@@ -58,7 +58,7 @@ def launch(
         _rope_cache, (tokens * constants["GROUPS"],),
         query, heads(query, head_size), key, heads(key, head_size), value, heads(value, head_size), norms,
         positions, positions.stride(0), cos_sin_cache, cos_sin_cache.stride(),
-        kv_cache, kv_cache.stride(), slot_mapping, slot_mapping.stride(0), len(slot_mapping), k_scale, v_scale,
+        kv_cache, kv_cache.stride(), slot_mapping, slot_mapping.stride(0), slot_mapping.shape[0], k_scale, v_scale,
         SHAPE=Shape.of(head_size, cos_sin_cache.shape[1], is_neox_style),
         HEAD_SIZE=head_size, HEAD_BLOCK=_launch.next_power_of_2(head_size),
         BLOCK_SIZE=kv_cache.shape[2], FP8=kv_cache.dtype == torch.float8_e4m3fn, **constants,

@@ -67,7 +67,7 @@ def reshape_and_cache(
 
 def check_arguments(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Refuses shapes that do not fit each other."""
-    num_tokens, num_kv_heads, head_size = len(slot_mapping), kv_cache.shape[1], kv_cache.shape[3:].numel() // 2
+    num_tokens, num_kv_heads, head_size = slot_mapping.shape[0], kv_cache.shape[1], kv_cache.shape[3:].numel() // 2
     if key.shape != value.shape or key.shape[0] < num_tokens or key.shape[1:] != (num_kv_heads, head_size):
         raise ValueError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} do not fit {num_tokens} slots "
