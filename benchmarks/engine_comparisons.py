@@ -52,7 +52,7 @@ def options(name: str, cases: Sequence[str] = ()) -> list[str]:
 
 
 class Place(NamedTuple):
-    """Where a comparison runs. variables: of its environment, beside those of this process."""
+    """Where a comparison runs. Its processes get these environment variables beside those of this process."""
 
     variables: dict[str, str]
     cores: set[int]

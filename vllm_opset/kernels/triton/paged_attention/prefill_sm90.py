@@ -110,6 +110,7 @@ def attend_prefill_sm90(
     values_source = (
         cache, num_pages, value_boxes, full_values, empty_values, scheduler, block_table, table_strides, split_blocks,
     )  # fmt: skip
+    # Gluon takes partitions only as a list that is written out.
     if ATTENDING == 2:
         gl.warp_specialize(
             [
