@@ -24,6 +24,8 @@ KIB, GIB = 2**10, 2**30
 # Bytes of one token, from the published configurations.
 KV_BYTES = {
     "bloom-7b1": 480,
+    "eagle3-llama-3.1-8b": 4,
+    "ernie-4.5-21b-a3b": 56,
     "gemma-2-9b": 336,
     "gpt-oss-20b": 48,
     "llama-3.1-8b": 128,
@@ -86,6 +88,8 @@ def command_here(*words: str):
 
 # Stock vLLM alone serves these, where Hugging Face's classes for images are installed, too.
 ON_STOCK = ("qwen3-next-80b-a3b", "qwen3-vl-8b")
+# It drafts for another, and answers nothing by itself.
+DRAFT = "eagle3-llama-3.1-8b"
 
 
 @pytest.mark.parametrize("name", ON_STOCK)
@@ -100,7 +104,7 @@ def test_vllm_reads_the_shapes_that_it_serves_alone(name, tmp_path):
     assert 4 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim == KV_BYTES[name] * KIB
 
 
-@pytest.mark.parametrize("name", [name for name in shapes.names() if name not in ON_STOCK])
+@pytest.mark.parametrize("name", [name for name in shapes.names() if name not in (*ON_STOCK, DRAFT)])
 def test_vllm_takes_every_other_shape_with_the_arguments_of_the_engines(name, tmp_path):
     from vllm.engine.arg_utils import EngineArgs
 
@@ -129,13 +133,14 @@ def test_a_shape_has_what_it_shares_with_its_base():
     assert shape.name == "Qwen3-8B in block fp8" and shape.cases == base.cases
 
 
-def test_a_shape_may_draft_for_another(tmp_path):
-    drafts = {"method": "draft_model", "model": "llama-3.2-1b", "num_speculative_tokens": 3}
+@pytest.mark.parametrize(("method", "name"), [("draft_model", "llama-3.2-1b"), ("eagle3", DRAFT)])
+def test_a_shape_may_draft_for_another(method, name, tmp_path):
+    drafts = {"method": method, "model": name, "num_speculative_tokens": 3}
     given = {"max_num_seqs": 4, "speculative_config": drafts}
     found = shapes.with_draft(given, tmp_path)
     folder = Path(found["speculative_config"]["model"])
     assert found == given | {"speculative_config": drafts | {"model": str(folder)}}
-    assert json.loads((folder / "config.json").read_text()) == shapes.load("llama-3.2-1b").config
+    assert json.loads((folder / "config.json").read_text()) == shapes.load(name).config
     by_n_grams = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     assert shapes.with_draft(by_n_grams, tmp_path) == by_n_grams and shapes.with_draft({}, tmp_path) == {}
 

@@ -11,6 +11,8 @@ import torch
 from engines import counter, tokens
 from safetensors.torch import save_file
 
+from vllm_opset.platform import second_runner
+
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: runs on one"),
@@ -66,6 +68,8 @@ def test_drafts_of_a_model_change_no_token(method, arguments, engine, tmp_path, 
     speculative = drafting.config(method, draft, num_tokens=3)
     with engine(target, speculative_config=speculative, **arguments) as llm:
         compiled = compiled_in(monkeypatch, OPSET)  # vLLM compiles kernels that verify drafts with the first request
+        captures = method == "draft_model" and not arguments and second_runner.draft_by.bridge.needed()
+        assert ("_run_model" in vars(engines.runner(llm).speculator)) is captures, "graphs of a draft model"
         assert tokens(generate(llm, prompts)) == expected
         accepted, drafted = (counter(llm, f"spec_decode_num_{what}_tokens") for what in ("accepted", "draft"))
         assert accepted / drafted >= drafting.ACCEPTED.get(method, 0)

@@ -12,6 +12,7 @@ from vllm_opset.platform.refusals import Rule
 BUFFERS = "vllm.v1.worker.gpu.buffer_utils"
 PINNED_VIEW = f"{BUFFERS}.get_accelerator_view_from_cpu_tensor"
 TABLES = "vllm.v1.worker.gpu.block_table.BlockTables"
+DRAFT_MODEL = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator.StandaloneARSpeculator"
 OVERRIDES = "vllm.platforms.interface.Platform.register_triton_kernel_overrides"
 # Whether vLLM asks its platform for implementations of the Triton kernels that it launches (0.31 and later).
 replaces_triton_kernels = has(OVERRIDES)
@@ -181,6 +182,22 @@ def sample_by(runner, sample: Callable[..., tuple]) -> None:
     Parameters: runner is a `GPUModelRunner`. sample replaces its method, and calls it in all other steps.
     """
     runner.sample = sample
+
+
+@patch(
+    has(DRAFT_MODEL),
+    first=(0, 32),
+    ends="vLLM captures draft models in CUDA graphs",
+    worker=("cuda", "native"),
+)
+def draft_by(speculator, run_model: Callable[..., torch.Tensor]) -> None:
+    """Let captured graphs run a draft model in vLLM's second model runner.
+
+    Its method `_run_model` launches each kernel from Python. It has no hook.
+
+    Parameters: speculator is a `StandaloneARSpeculator`. run_model replaces its method, and calls it in other steps.
+    """
+    speculator._run_model = run_model
 
 
 @patch(

@@ -54,6 +54,7 @@ MODELS: dict[str, tuple[str, dict]] = {
         },
     ),
     "multimodal": ("qwen3_vl", {}),
+    "drafts": ("qwen3", {}),  # the model drafts for itself
 }
 VISION = {
     "depth": 2,
@@ -108,11 +109,19 @@ def answers(llm: LLM, order: list[int], sampled: list[int] = EVERYONE, **params)
     return [found[index] for index in sorted(found)]
 
 
+def counter(llm: LLM, name: str) -> int:
+    """One of vLLM's metrics."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
+
+
 def main(kind: str = "dense", **arguments) -> None:
     if kind == "multimodal":
         arguments["limit_mm_per_prompt"] = {"image": 0, "video": 0}  # vLLM then needs no processor of images
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, kind)
+        if kind == "drafts":
+            drafts = {"method": "draft_model", "model": folder, "num_speculative_tokens": 3}
+            arguments |= {"speculative_config": drafts, "disable_log_stats": False}
         llm = LLM(
             folder,
             skip_tokenizer_init=True,
@@ -135,6 +144,9 @@ def main(kind: str = "dense", **arguments) -> None:
         "worker": config.parallel_config.worker_cls,
         "longest step in pieces": config.compilation_config.max_cudagraph_capture_size,
     }
+    if kind == "drafts":
+        accepted, drafted = (counter(llm, f"spec_decode_num_{what}_tokens") for what in ("accepted", "draft"))
+        about["accepted"] = accepted / drafted
     if "opset" in about["worker"]:
         about["kernels"] = {row["op"]: row["kernel"] for row in llm.collective_rpc("opset_report")[0]}
     print(json.dumps({**about, **found}))

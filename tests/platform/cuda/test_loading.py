@@ -49,14 +49,15 @@ def test_what_follows_vllms_warm_up(platform, monkeypatch):
     monkeypatch.setattr(worker.warm_up, "sampler", lambda runner: None, raising=False)
     monkeypatch.setattr(worker.compat, "own_warm_up", lambda kernels: contextlib.nullcontext())
     monkeypatch.setattr(kind, "check_choices", lambda self: None)
-    for module, name in (("logits_graphs", "capture"), ("replays", "build_no_metadata")):
+    captures = (("logits_graphs", "capture"), ("draft_graphs", "capture"), ("replays", "build_no_metadata"))
+    for module, name in captures:
         monkeypatch.setattr(getattr(starting, module), name, lambda worker, module=module: ran.append(module))
     assert made.compile_or_warm_up_model() == "times"
-    assert ran == ["warm", "logits_graphs", "replays", "assumed"]
+    assert ran == ["warm", *(module for module, _ in captures), "assumed"]
 
 
 @pytest.mark.parametrize("platform", ["cuda", "native"])
-def test_graphs_of_the_lm_head_end_before_vllms_runner(platform, monkeypatch):
+def test_graphs_end_before_vllms_runner(platform, monkeypatch):
     from vllm.v1.worker.gpu_worker import Worker
 
     from vllm_opset.platform.cuda import starting
@@ -64,6 +65,7 @@ def test_graphs_of_the_lm_head_end_before_vllms_runner(platform, monkeypatch):
     worker, ended = importlib.import_module(f"vllm_opset.platform.{platform}.worker"), []
     kind = next(value for name, value in vars(worker).items() if name.lower() == f"opset{platform}worker")
     monkeypatch.setattr(Worker, "shutdown", lambda self: ended.append("vLLM's runner"))
-    monkeypatch.setattr(starting.logits_graphs, "drop", lambda worker: ended.append("graphs"))
+    for module in ("logits_graphs", "draft_graphs"):
+        monkeypatch.setattr(getattr(starting, module), "drop", lambda worker, module=module: ended.append(module))
     kind.__new__(kind).shutdown()
-    assert ended == ["graphs", "vLLM's runner"]
+    assert ended == ["logits_graphs", "draft_graphs", "vLLM's runner"]

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from vllm_opset.bench.compare import CACHES
+from vllm_opset.platform import second_runner
 from vllm_opset.platform.cuda import graphs
 
 pytestmark = pytest.mark.skipif(
@@ -210,3 +211,12 @@ def test_attention_answers_for_other_kinds_of_models(kind):
         found, stock = pool.map(lambda native: ask(native, SECOND, False, kind), (ATTENTION, STOCK))
     assert found["kernels"] == {"reshape_and_cache": "triton", "paged_attention": "triton"}
     assert_close(found, stock)
+
+
+@pytest.mark.skipif(not second_runner.draft_by.bridge.needed(), reason="this vLLM has no draft models: 0.32 and later")
+def test_a_captured_draft_model_drafts_the_tokens_of_its_target():
+    with ThreadPoolExecutor(2) as pool:
+        found, stock = pool.map(lambda native: ask(native, SECOND, False, "drafts"), (ATTENTION, STOCK))
+    assert_close(found, stock)
+    # It is its own target. What is left is rounding, which differs between one token and four.
+    assert found["accepted"] > 0.9 * stock["accepted"] > 0.7

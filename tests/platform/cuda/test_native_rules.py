@@ -34,7 +34,9 @@ EXAMPLES: dict[str, dict] = {
     "speculative decoding": {"speculative_config": SimpleNamespace(method="eagle")},
     "n-gram drafts": {"speculative_config": SimpleNamespace(method="ngram")},
     "drafts by a draft model": {"speculative_config": SimpleNamespace(method="draft_model")},
-    "drafts by EAGLE, MTP and other methods": {"speculative_config": SimpleNamespace(method="eagle")},
+    "drafts by EAGLE": {"speculative_config": SimpleNamespace(method="eagle3")},
+    "drafts by MTP": {"speculative_config": SimpleNamespace(method="mtp")},
+    "drafts by other methods": {"speculative_config": SimpleNamespace(method="medusa")},
     "Mamba, state-space and linear attention": {"model_config__has_inner_state": True},
     "encoder-decoder models": {"model_config__is_encoder_decoder": True},
     "pooling models": {"model_config__runner_type": "pooling"},
@@ -154,7 +156,13 @@ UNSUPPORTED = {
         "weight offloading", "batch invariance",
     ),
 }  # fmt: skip
-DRAFTS = ("n-gram drafts", "drafts by a draft model", "drafts by EAGLE, MTP and other methods")
+DRAFTS = (
+    "n-gram drafts",
+    "drafts by a draft model",
+    "drafts by EAGLE",
+    "drafts by MTP",
+    "drafts by other methods",
+)
 ENGINES = (
     "Mamba, state-space and linear attention", "encoder-decoder models", "multimodal models",
     "fp8 weights", "quantised weights other than fp8", "mixture-of-experts (MoE) models", "adapters (LoRA)",
@@ -273,7 +281,9 @@ IN_USE = evidence.defaults
         (("multimodal models",), {"attention"}),
         (("ALiBi",), {"attention", "sampler", "linear"}),
         (("drafts by a draft model",), {"attention"}),
-        (("drafts by EAGLE, MTP and other methods",), set()),
+        (("drafts by EAGLE",), set()),
+        (("drafts by MTP",), set()),
+        (("drafts by other methods",), set()),
         (("multimodal models", "encoders with a pooled KV cache (Voxtral Realtime)"), set()),
     ],
 )

@@ -13,6 +13,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset.model.sampler import OpsetSampler
 from vllm_opset.platform import second_runner
+from vllm_opset.platform.cuda.capturing import captured
 from vllm_opset.variants import powers_up_to
 
 # The graphs of 1, 2, 4 … 128 rows keep 255 rows of logits together. In bf16, those of 128,256 tokens take 65 MB, which
@@ -70,7 +71,6 @@ class LogitsGraphs:
     def __init__(self, runner) -> None:
         self._runner, self._sample = runner, runner.sample
         self._hidden_states: torch.Tensor = runner.cudagraph_manager.hidden_states
-        # One stream for all, because PyTorch keeps memory for matrix products on each.
         self._stream = torch.cuda.Stream()
         most = min(MOST_ROWS, runner.max_num_reqs, len(self._hidden_states))
         self._sizes = list(powers_up_to(most))
@@ -83,12 +83,10 @@ class LogitsGraphs:
         The next replay of the model may overwrite the logits, since the pool is shared. All that reads them is launched
         before it, on the same stream.
         """
-        rows, graph = self._hidden_states[:size], torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            self._runner.model.compute_logits(rows)  # compiles the kernel, and makes what it keeps for this stream
-        with torch.cuda.graph(graph, self._runner.cudagraph_manager.pool, stream=self._stream):
-            logits = self._runner.model.compute_logits(rows)
-        return graph, logits
+        rows = self._hidden_states[:size]
+        return captured(
+            lambda: self._runner.model.compute_logits(rows), self._runner.cudagraph_manager.pool, self._stream
+        )
 
     def sample(self, hidden_states: torch.Tensor, input_batch, grammar_output) -> tuple:
         """vLLM's method `sample` of its second model runner."""

@@ -1,8 +1,9 @@
 """A mixin for the workers of `cuda` and `native`: what they do beside vLLM's worker while an engine starts and ends.
 
 vLLM's worker measures memory, makes the KV cache and captures graphs. The mixin also counts the memory of attention's
-partial results. It captures whole graphs of prompts and graphs of the LM head, where an engine allows them. Steps that
-a whole graph replays then get no attention metadata. If memory is short, its error names the settings to lower.
+partial results. Where an engine allows them, it captures whole graphs of prompts, and graphs of the LM head and of a
+draft model. Steps that a whole graph replays then get no attention metadata. If memory is short, its error names the
+settings to lower.
 """
 
 from vllm.config import VllmConfig
@@ -11,7 +12,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset import selection
 from vllm_opset.platform import refusals
-from vllm_opset.platform.cuda import device, logits_graphs, replays, whole_graphs, workspace
+from vllm_opset.platform.cuda import device, draft_graphs, logits_graphs, replays, whole_graphs, workspace
 from vllm_opset.platform.report import Reporting
 
 
@@ -32,11 +33,13 @@ class Starting(Reporting):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()
         logits_graphs.capture(self)
+        draft_graphs.capture(self)
         replays.build_no_metadata(self)
         return times
 
     def shutdown(self) -> None:
         logits_graphs.drop(self)
+        draft_graphs.drop(self)
         super().shutdown()
 
     def check_choices(self) -> None:

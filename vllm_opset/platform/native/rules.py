@@ -116,7 +116,7 @@ def _drafts_by(*methods: str) -> Callable[["VllmConfig"], bool]:
 
 
 def _drafts_otherwise(config: "VllmConfig") -> bool:
-    return config.speculative_config is not None and not _drafts_by("ngram", "draft_model")(config)
+    return config.speculative_config is not None and not any(drafts(config) for _, drafts in _WAYS_TO_DRAFT)
 
 
 def _soft_caps(model) -> bool:
@@ -158,10 +158,15 @@ _OFFLOADS = Rule("weight offloading", "leave out --cpu-offload-gb and --offload-
 
 # opset was first compared with stock vLLM on one GPU, with unquantised language models without experts. Each of these
 # kinds of models and engines needs evidence of its own.
+_WAYS_TO_DRAFT = (
+    ("n-gram drafts", _drafts_by("ngram")),
+    ("drafts by a draft model", _drafts_by("draft_model")),
+    ("drafts by EAGLE", _drafts_by("eagle", "eagle3")),
+    ("drafts by MTP", _drafts_by("mtp")),
+)
 _DRAFTS = (
-    Rule("n-gram drafts", _LEAVE_IT_OUT, _drafts_by("ngram")),
-    Rule("drafts by a draft model", _LEAVE_IT_OUT, _drafts_by("draft_model")),
-    Rule("drafts by EAGLE, MTP and other methods", _LEAVE_IT_OUT, _drafts_otherwise),
+    *(Rule(kind, _LEAVE_IT_OUT, drafts) for kind, drafts in _WAYS_TO_DRAFT),
+    Rule("drafts by other methods", _LEAVE_IT_OUT, _drafts_otherwise),
 )
 _OTHER_KINDS = (
     _HYBRID,
