@@ -10,9 +10,10 @@ from commands import command
 from readme import ROOT, block
 
 from vllm_opset import devices, kernel, ops
-from vllm_opset.cli import demo
+from vllm_opset.cli import arguments, demo, parity
 from vllm_opset.cli.parity import OUTCOMES
 from vllm_opset.kernel import kernels_of
+from vllm_opset.parity import Check
 
 # A kernel that parity must reject, and one that states its limits.
 USERS_KERNELS = """
@@ -107,6 +108,17 @@ def test_parity_counts_what_a_kernel_does_not_support_apart(users_kernels):
     assert [found[outcome] for outcome in OUTCOMES] == [outcomes.count(outcome) for outcome in OUTCOMES]
     assert found["failed"] and found["passed"]
     assert found["skipped"] == 2 * len(outcomes) / 3
+
+
+@pytest.mark.parametrize(
+    ("found", "device"), [(["cpu"], "cpu"), (["cpu", "cuda"], "cuda"), (["cpu", "npu"], "npu"), (["cpu", "mps"], "cpu")]
+)
+def test_parity_checks_the_kernels_of_the_accelerator(found, device, command_here, monkeypatch):
+    monkeypatch.setattr(arguments, "here", lambda: found)
+    monkeypatch.setattr(parity, "require_device", lambda *_: None)
+    monkeypatch.setattr(parity, "_check", lambda *checked: [Check(*checked)])
+    finished = command_here("parity", "rms_norm", "--kernel", "reference", "--json")
+    assert json.loads(finished.output)["device"] == device
 
 
 def test_parity_of_nothing_is_an_error(command_here, monkeypatch):

@@ -22,6 +22,11 @@ def known(name: str, names: Collection[str], hint: str) -> str:
     return name
 
 
+def device_here(devices: Collection[str]) -> str:
+    """The accelerator of this machine if it is one of `devices`; else the CPU."""
+    return next((device for device in reversed(here()) if device in devices), "cpu")
+
+
 def require_device(device: str, devices: Collection[str]) -> None:
     """Refuse a device that is not one of `devices`, or on which no tensor can be created here."""
     if device not in devices:

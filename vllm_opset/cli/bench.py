@@ -19,7 +19,7 @@ from vllm_opset.bench.pictures import draw_ops
 from vllm_opset.bench.plan import Plan, Work
 from vllm_opset.bench.report import LEGEND, Report, device_name, page
 from vllm_opset.cli import outputs
-from vllm_opset.cli.arguments import DTYPES, known, require_device
+from vllm_opset.cli.arguments import DTYPES, device_here, known, require_device
 from vllm_opset.cli.ended import ended_by_sigterm
 from vllm_opset.cli.show import print_table
 from vllm_opset.kernel import kernels_of
@@ -53,7 +53,7 @@ def bench(
     jobs: Annotated[
         int, typer.Option(min=1, help="Processes that call all cases once before they are timed, to compile kernels.")
     ] = 1,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; what there is without it.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default the GPU, or the CPU without one.")] = None,
     conditions: outputs.Conditions = None,
     from_files: outputs.From = None,
     json_file: outputs.Json = None,
@@ -89,7 +89,7 @@ def _measured(
     conditions: str | None, drawn: Mapping[str, int] | None, jobs: int,
 ) -> tuple[Report, int]:  # fmt: skip
     """Measure, as the options of `bench` say. Returns the number of measurements that were left, too."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or device_here(DEVICES)
     require_device(device, DEVICES)
     if alone and against:
         raise typer.BadParameter("--alone leaves out the peers that --against asks for", param_hint="--alone")

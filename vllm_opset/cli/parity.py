@@ -11,7 +11,7 @@ import typer
 from rich.progress import track
 
 from vllm_opset import ops, selection
-from vllm_opset.cli.arguments import DTYPES, known, missing, require_device
+from vllm_opset.cli.arguments import DTYPES, device_here, known, missing, require_device
 from vllm_opset.cli.show import AsJson, print_json, print_table
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.ops.contract import Op
@@ -24,7 +24,9 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 def check(
     names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to check; all without one.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or npu.")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or npu; by default the accelerator, or the CPU without one.")
+    ] = None,
     kernel: Annotated[str | None, typer.Option(help="Only the kernels of this name.")] = None,
     dtype: Annotated[
         list[str] | None, typer.Option(help=f"Only this one of {', '.join(DTYPES)}; may be repeated.")
@@ -35,6 +37,7 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Check kernels against the references; exit with 1 if one disagrees, or if no case was checked."""
+    device = device or device_here(DEVICES)
     found = _chosen(names or list(ops.BY_NAME), device, kernel)
     wanted = {DTYPES[known(name, DTYPES, "--dtype")] for name in dtype or ()}
     every = [(op.name, candidate.name, one) for op, candidate in found for one in op.dtypes]

@@ -348,9 +348,13 @@ def test_graphs_capture_no_reference_that_may_read_lengths(choice, refused):
         check_graphs([made])
 
 
-@pytest.mark.parametrize(("method", "expected"), [("ngram", {"attention"}), ("eagle", set())])
-def test_drafts_have_vllms_own_sampler_and_attention_where_it_was_measured(method, expected, config):
-    assert on(config(speculative_config=SimpleNamespace(method=method))) == expected
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "mtp"])
+def test_drafts_have_vllms_own_sampler_and_linear_layers(method, config):
+    assert on(config(speculative_config=SimpleNamespace(method=method))) == {"attention"}
+
+
+def test_drafts_that_were_not_measured_have_vllms_own_attention_too(config):
+    assert on(config(speculative_config=SimpleNamespace(method="medusa"))) == set()
 
 
 def test_an_older_gpu_is_refused(config, monkeypatch):

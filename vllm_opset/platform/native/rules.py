@@ -107,8 +107,12 @@ def _caches_fp8(config: "VllmConfig") -> bool:
     return str(config.cache_config.cache_dtype).startswith("fp8")
 
 
+def _in_mxfp4(model) -> bool:
+    return model.quantization == "gpt_oss_mxfp4"
+
+
 def _weights_otherwise_quantised(model) -> bool:
-    return model.quantization is not None and not in_fp8(model)
+    return model.quantization is not None and not in_fp8(model) and not _in_mxfp4(model)
 
 
 def _drafts_by(*methods: str) -> Callable[["VllmConfig"], bool]:
@@ -145,7 +149,8 @@ _FP32 = Rule("fp32", _LEAVE_IT_OUT, of_model(lambda model: model.dtype == torch.
 _MULTIMODAL = Rule("multimodal models", _LEAVE_IT_OUT, _model("is_multimodal_model"))
 _QUANTISED = (
     Rule("fp8 weights", _LEAVE_IT_OUT, of_model(in_fp8)),
-    Rule("quantised weights other than fp8", _LEAVE_IT_OUT, of_model(_weights_otherwise_quantised)),
+    Rule("gpt-oss's MXFP4 weights", _LEAVE_IT_OUT, of_model(_in_mxfp4)),
+    Rule("weights in other quantised formats", _LEAVE_IT_OUT, of_model(_weights_otherwise_quantised)),
 )
 _MOE = Rule("mixture-of-experts (MoE) models", _LEAVE_IT_OUT, _model("is_moe"))
 _LORA = Rule("adapters (LoRA)", _LEAVE_IT_OUT, given("lora_config"))
