@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from vllm_opset.bench import engines, shapes
 from vllm_opset.bench.cases import GREEDY, Case, Run, Trace
 from vllm_opset.bench.compare import Comparison, Plan, Result
-from vllm_opset.bench.compare_report import Report, as_plain, page, record
+from vllm_opset.bench.compare_report import Report, as_plain, overview, page, record
 from vllm_opset.bench.engines import engine_adapters
 from vllm_opset.bench.format import TIMES
 from vllm_opset.cli import app
@@ -320,6 +320,17 @@ def comparison(**seconds: float) -> Report:
     results = [Result(case, name, run := Run(ttft, 2 * ttft, []), [run], 1) for name, ttft in seconds.items()]
     found = Comparison(plan.engines, started, dict.fromkeys(seconds, 0), results)
     return Report(record(plan, found, "the command"))
+
+
+def test_a_page_begins_with_all_rates_to_stock():
+    first, second = comparison(opset=1.0, stock=2.0), comparison(opset=3.0, stock=2.0)
+    first.run["engines"][0]["env"]["OPSET_PLATFORM"] = "cuda"
+    columns, rows = overview([first, comparison(opset=1.0, other=2.0), second])
+    assert columns == ["comparison", "engine", "1x64/32"]
+    assert [row[1:] for row in rows] == [["opset", f"0.667{TIMES}"], ["opset: `OPSET_PLATFORM=cuda`", f"2.000{TIMES}"]]
+    # The second one has no stock, and the anchor -1 of three equal headings.
+    assert rows[0][0].endswith("-2)") and not rows[1][0].endswith("-1)")
+    assert f"| {rows[1][0]} | {rows[1][1]} |" in page([first], None, None)
 
 
 def test_every_engine_has_its_ratio_to_stock():

@@ -1,18 +1,28 @@
 """Reports of comparisons of engines, made of their JSON: tables for the terminal, and a page of documentation."""
 
 import datetime
+import itertools
+import re
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_opset.bench.compare import Comparison, Plan
-from vllm_opset.bench.format import TIMES, describe_cpu, format_versions, markdown_table, median, median_and_range
+from vllm_opset.bench.format import (
+    TIMES,
+    describe_cpu,
+    format_versions,
+    markdown_table,
+    median,
+    median_and_range,
+)
 from vllm_opset.bench.report import commit, generated
 
 GIB = 2**30
 BASELINE = "stock"
-DIGITS = {"TTFT, s": 4, "TPOT, ms": 3, "output tokens/s": 0}
+RATE = "output tokens/s"
+DIGITS = {"TTFT, s": 4, "TPOT, ms": 3, RATE: 0}
 MORE_DIGITS_BELOW = 100  # of output tokens per second
 LEGEND = (
     "A case is requests x prompt tokens / output tokens, greedy unless sampled. TTFT is the time until every request "
@@ -107,11 +117,33 @@ class Report:
         memory = "PyTorch's allocator" if run["engines"][0]["device"] else "resident in a worker"
         return f"{runs}; {up}. Caches of compiled code were {caches}.{starts} Peak memory: {memory}.{same}{interrupted}"
 
+    @property
+    def heading(self) -> str:
+        return f"{self.title}, at {self.run['commit'] or 'an unknown commit'}"
+
+    def switches(self, name: str) -> str:
+        """An engine's name, with opset's variables in its environment."""
+        (env,) = (engine["env"] for engine in self.run["engines"] if engine["name"] == name)
+        given = " ".join(f"`{variable}={value}`" for variable, value in env.items() if variable.startswith("OPSET_"))
+        return f"{name}: {given}" if given else name
+
+    def rates(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """Each engine beside the baseline, and its output tokens per second to the baseline's, by case."""
+        baseline, *others = self.engines
+        for other in others:
+            yield (
+                other,
+                {
+                    case: _ratio(of[other]["metrics"][RATE], of[baseline]["metrics"][RATE])
+                    for case, of in self.by_case().items()
+                },
+            )
+
     def section(self) -> list[str]:
         """The lines of a page's section: conditions, command, engines and both tables."""
         run = self.run
         return [
-            f"## {self.title}, at {run['commit'] or 'an unknown commit'}",
+            f"## {self.heading}",
             "",
             f"{run['machine']}, {run['date']}. {self.legend()}",
             *(["", run["conditions"]] if run["conditions"] else []),
@@ -155,13 +187,12 @@ class Report:
             row = [text(values, digits)]
             for other in others:
                 theirs = results[other]["metrics"][metric]
-                ratio = statistics.median(theirs) / statistics.median(values)
-                row += [text(theirs, digits), f"{ratio:.3f}{TIMES}"]
+                row += [text(theirs, digits), _ratio(theirs, values)]
             head = metric == next(iter(results[baseline]["metrics"]))
             yield [case if head else "", metric, *row, *([same if head else ""] if others else [])]
 
 
-def page(reports: list[Report], source: str | None, picture: str | None) -> str:
+def page(reports: Sequence[Report], source: str | None, picture: str | None) -> str:
     """A page of documentation with all comparisons. source, picture: the names of files beside it."""
     lines = [
         f"# Engines: {reports[0].run['machine']}",
@@ -171,15 +202,48 @@ def page(reports: list[Report], source: str | None, picture: str | None) -> str:
         *([f"![Engines beside stock vLLM]({picture})", ""] if picture else []),
         LEGEND,
         "",
+        "## Output tokens per second to stock vLLM's",
+        "",
+        "The newest comparisons come first. Each has a section below, which says what its engines are.",
+        "",
+        *markdown_table(*overview(reports)),
+        "",
         *(line for report in reports for line in report.section()),
     ]
     return "\n".join(lines)
+
+
+def overview(reports: Sequence[Report]) -> Table:
+    """(columns, rows): a row for each engine of each comparison with stock vLLM, the newest first; a column by case."""
+    used: Counter[str] = Counter()
+    rows: list[list[tuple[str, str, Mapping[str, str]]]] = []
+    for report in reports:
+        anchor = _anchor(report.heading)
+        link = f"[{report.heading}](#{anchor}{f'-{used[anchor]}' if used[anchor] else ''})"
+        used[anchor] += 1
+        if report.engines[0] == BASELINE:
+            rows.append([(link, report.switches(engine), rates) for engine, rates in report.rates()])
+    newest_first = list(itertools.chain(*reversed(rows)))
+    by_length = sorted((rates for *_, rates in newest_first), key=len, reverse=True)
+    cases = list(dict.fromkeys(itertools.chain(*by_length)))
+    table = [[link, switches, *(rates.get(case, "") for case in cases)] for link, switches, rates in newest_first]
+    return ["comparison", "engine", *cases], table
+
+
+def _anchor(heading: str) -> str:
+    """What GitHub makes of a heading's text."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def as_plain(table: Table) -> list[dict[str, str]]:
     """The rows as dictionaries by column."""
     columns, rows = table
     return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def _ratio(values: Sequence[float], to: Sequence[float]) -> str:
+    """The ratio of two medians."""
+    return f"{statistics.median(values) / statistics.median(to):.3f}{TIMES}"
 
 
 def _counted(kernels: Counter[str]) -> str:
