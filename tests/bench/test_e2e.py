@@ -13,7 +13,7 @@ from readme import ROOT
 from typer.testing import CliRunner
 
 from vllm_opset.bench import engines, shapes
-from vllm_opset.bench.cases import GREEDY, Case, Run, Trace
+from vllm_opset.bench.cases import ACCEPTANCE, GREEDY, Case, Run, Trace
 from vllm_opset.bench.compare import Comparison, Plan, Result
 from vllm_opset.bench.compare_report import Report, as_plain, overview, page, record
 from vllm_opset.bench.engines import engine_adapters
@@ -175,7 +175,9 @@ def test_a_trace_mixes_lengths_and_sampling_and_does_not_fit_at_once():
     kinds = [one.sampling for one in requests]
     assert sum(kind == GREEDY for kind in kinds) == 20 and len({kind.get("seed") for kind in kinds}) == 21
     assert len(trace.lengths_at_once()) == 30
-    assert trace.metrics([Run(None, 2.0, [])]) == {"output tokens/s": [sum(answers) / 2]}
+    steps = 60 + (sum(answers) - 60) // 2
+    metrics = trace.metrics([Run(None, 2.0, [], steps)])
+    assert metrics["output tokens/s"] == [sum(answers) / 2] and metrics[ACCEPTANCE] == [pytest.approx(2, rel=1e-3)]
 
 
 def test_an_engine_inherits_no_setting_and_finds_its_own_packages_first(tmp_path, monkeypatch):
@@ -269,7 +271,7 @@ def test_two_engines_side_by_side(tmp_path):
     for result in report["results"]:
         assert result["first"]["compiled"] == [], "there is nothing to compile on a CPU"
         is_trace = result in traces
-        assert [len(values) for values in result["metrics"].values()] == [2] * (1 if is_trace else 3)
+        assert [len(values) for values in result["metrics"].values()] == [2] * (2 if is_trace else 4)
         assert len(result["runs"]) == 2
         assert all(is_trace or 0 < one["ttft"] < one["total"] for one in result["runs"])
     assert [(trace["case"]["trace"], trace["same"]) for trace in traces] == [(24, None)] * 2
@@ -311,13 +313,17 @@ def test_one_engine_at_a_time_and_what_was_done_before_an_interruption(tmp_path)
     assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
 
 
-def comparison(**seconds: float) -> Report:
-    """The report of engines, by name, that take so many seconds to their first tokens and as many for the others."""
+def comparison(steps: int | None = None, **seconds: float) -> Report:
+    """The report of engines, by name, that take so many seconds to their first tokens and as many for the others.
+
+    steps: of the requests; by default each gives a request one token.
+    """
     shape = shapes.load("tiny")
     case = shape.cases[0]
+    steps = steps or case.batch * case.output
     plan = Plan(shape, [case], [engines.Engine(name) for name in seconds], repetitions=1, cold=False)
     started = {name: engines.Started(1.0, **NOTHING_STARTED) for name in seconds}
-    results = [Result(case, name, run := Run(ttft, 2 * ttft, []), [run], 1) for name, ttft in seconds.items()]
+    results = [Result(case, name, run := Run(ttft, 2 * ttft, [], steps), [run], 1) for name, ttft in seconds.items()]
     found = Comparison(plan.engines, started, dict.fromkeys(seconds, 0), results)
     return Report(record(plan, found, "the command"))
 
@@ -331,6 +337,12 @@ def test_a_page_begins_with_all_rates_to_stock():
     # The second one has no stock, and the anchor -1 of three equal headings.
     assert rows[0][0].endswith("-2)") and not rows[1][0].endswith("-1)")
     assert f"| {rows[1][0]} | {rows[1][1]} |" in page([first], None, None)
+
+
+@pytest.mark.parametrize(("steps", "lengths"), [(None, []), (1 + 31 // 2, ["2.07"])])
+def test_the_mean_acceptance_length_is_shown_where_tokens_were_drafted(steps, lengths):
+    _, rows = comparison(steps, stock=2.0).speed()
+    assert [row[2] for row in rows if row[1] == ACCEPTANCE] == lengths
 
 
 def test_every_engine_has_its_ratio_to_stock():

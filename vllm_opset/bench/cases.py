@@ -23,17 +23,26 @@ class Request(NamedTuple):
     sampling: Mapping = GREEDY
 
 
+ACCEPTANCE = "mean acceptance length"
+
+
 @dataclass(frozen=True)
 class Run:
     """One repetition of a case. total: seconds until all tokens are there.
 
     ttft: seconds until every request has one token, None where that is not measured. compiled: the Triton kernels that
-    were compiled, or loaded from Triton's cache, during it.
+    were compiled, or loaded from Triton's cache, during it. steps: for each request, the steps that gave it tokens; the
+    sum of all requests.
     """
 
     ttft: float | None
     total: float
     compiled: list[str]
+    steps: int
+
+    def acceptance_length(self, requests: int, tokens: int) -> float:
+        """The tokens that a request got from a step, after its first token. It is 1 without drafts."""
+        return (tokens - requests) / (self.steps - requests)
 
 
 @dataclass(frozen=True)
@@ -75,11 +84,16 @@ class Case:
         return [[Request(prompt, tokens, sampling) for prompt in of_round] for of_round, tokens in asked]
 
     def metrics(self, runs: Sequence[Run]) -> dict[str, list[float]]:
-        """For each run: seconds to the first token, milliseconds for each further one, output tokens per second."""
+        """For each run: seconds to the first token, milliseconds for each further one, output tokens per second.
+
+        Then vLLM's mean acceptance length: the tokens of a step, which are accepted drafts and one of the model's own.
+        """
+        tokens = self.batch * self.output
         return {
             "TTFT, s": [run.ttft for run in runs],
             "TPOT, ms": [1e3 * (run.total - run.ttft) / (self.output - 1) for run in runs],
-            "output tokens/s": [self.batch * self.output / run.total for run in runs],
+            "output tokens/s": [tokens / run.total for run in runs],
+            ACCEPTANCE: [run.acceptance_length(self.batch, tokens) for run in runs],
         }
 
 
@@ -123,9 +137,12 @@ class Trace:
         return [[requests[0]._replace(max_tokens=1)], requests]
 
     def metrics(self, runs: Sequence[Run]) -> dict[str, list[float]]:
-        """For each run: output tokens per second."""
+        """For each run: output tokens per second, and the mean acceptance length."""
         tokens = sum(output for _, output in self._sizes())
-        return {"output tokens/s": [tokens / run.total for run in runs]}
+        return {
+            "output tokens/s": [tokens / run.total for run in runs],
+            ACCEPTANCE: [run.acceptance_length(self.trace, tokens) for run in runs],
+        }
 
     def _sizes(self) -> list[tuple[int, int]]:
         """The tokens of each prompt and of its answer, which are the same in every run."""

@@ -176,4 +176,4 @@ def _run(answers: list[Answer]) -> Run:
     """One repetition, from the answers to its rounds."""
     _, *begun, complete = answers
     compiled = [kernel for answer in answers for kernel in answer.compiled]
-    return Run(begun[0].seconds if begun else None, complete.seconds, compiled)
+    return Run(begun[0].seconds if begun else None, complete.seconds, compiled, complete.steps)

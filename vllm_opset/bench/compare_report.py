@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from vllm_opset.bench.cases import ACCEPTANCE
 from vllm_opset.bench.compare import Comparison, Plan
 from vllm_opset.bench.format import (
     TIMES,
@@ -22,11 +23,12 @@ from vllm_opset.bench.report import commit, generated
 GIB = 2**30
 BASELINE = "stock"
 RATE = "output tokens/s"
-DIGITS = {"TTFT, s": 4, "TPOT, ms": 3, RATE: 0}
+DIGITS = {"TTFT, s": 4, "TPOT, ms": 3, RATE: 0, ACCEPTANCE: 2}
 MORE_DIGITS_BELOW = 100  # of output tokens per second
 LEGEND = (
     "A case is requests x prompt tokens / output tokens, greedy unless sampled. TTFT is the time until every request "
-    "has its first token. TPOT is the rest of the time over the rest of the tokens. Weights are random, and there is "
+    "has its first token. TPOT is the rest of the time over the rest of the tokens. The mean acceptance length is the "
+    "number of tokens of a step, if tokens are drafted. Weights are random, and there is "
     "no prefix caching. Before each run, one prompt is answered that does not count. Start-up is measured from the "
     "start of the process. First requests are the run that does not count, of every case. Compiled kernels are "
     "Triton's, also those that come from its cache. bfloat16 does not guarantee that engines give the same tokens."
@@ -182,7 +184,10 @@ class Report:
         text = median_and_range if spread else median
         counted = [result["same"] for name, result in results.items() if name != self._asked_first]
         same = ", ".join(f"{count} of {results[baseline]['case']['batch']}" for count in counted if count is not None)
+        drafts = any(set(of["metrics"].get(ACCEPTANCE, ())) - {1} for of in results.values())
         for metric, values in results[baseline]["metrics"].items():
+            if metric == ACCEPTANCE and not drafts:
+                continue
             digits = DIGITS[metric] or 2 * (statistics.median(values) < MORE_DIGITS_BELOW)
             row = [text(values, digits)]
             for other in others:

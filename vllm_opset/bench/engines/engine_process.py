@@ -3,7 +3,8 @@
 argv[1]: the arguments of `LLM` as JSON, and `adapters`, a number of LoRA adapters that requests take by turns.
 Writes {"versions", "platform", "device", "compiled"} when the engine is up. Then it reads one request a line,
 {"prompts": [[token id]], "sampling": [arguments of SamplingParams]}. It answers each with a line
-{"seconds", "tokens": [[token id]], "compiled", "peak_bytes"}.
+{"seconds", "tokens": [[token id]], "steps", "compiled", "peak_bytes"}. Steps are those that give a request tokens; all
+requests' are added up.
 It needs only vLLM, because it runs in environments without this project.
 """
 
@@ -33,17 +34,32 @@ def serve(engine_args: dict, answers) -> None:
     name = f"{type(current_platform).__module__}.{type(current_platform).__qualname__}"
     found = probe(llm, "device", "compiled")
     print(json.dumps({"versions": versions, "platform": name, **found}), file=answers)
+    steps = Steps(llm.llm_engine.engine_core)
     for line in sys.stdin:
         request = json.loads(line)
         prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
         sampling = [vllm.SamplingParams(**of_one, ignore_eos=True, detokenize=False) for of_one in request["sampling"]]
         lora_request = loras and list(itertools.islice(loras, len(prompts)))
-        begin = time.perf_counter()
+        before, begin = steps.count, time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora_request)
         seconds = time.perf_counter() - begin
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         found = probe(llm, "compiled", "peak_bytes")
-        print(json.dumps({"seconds": seconds, "tokens": tokens, **found}), file=answers)
+        answer = {"seconds": seconds, "tokens": tokens, "steps": steps.count - before, **found}
+        print(json.dumps(answer), file=answers)
+
+
+class Steps:
+    """Counts the steps that give a request tokens, for all requests. core: vLLM's client of its engine."""
+
+    def __init__(self, core) -> None:
+        self.count, self._get = 0, core.get_output
+        core.get_output = self._counted
+
+    def _counted(self):
+        step = self._get()
+        self.count += sum(bool(request.new_token_ids) for request in step.outputs)
+        return step
 
 
 def probe(llm, *what: str) -> dict:
