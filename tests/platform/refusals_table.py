@@ -6,10 +6,11 @@ from vllm_opset.bench.format import TIMES
 from vllm_opset.platform.cpu import refusals as cpu
 from vllm_opset.platform.cuda import refusals as cuda
 from vllm_opset.platform.native import evidence
-from vllm_opset.platform.native.rules import PARTS
+from vllm_opset.platform.native.rules import PARTS, SINKS
 from vllm_opset.platform.npu import refusals as npu
 from vllm_opset.platform.refusals import Settings
 
+HOPPER = 90  # the compute capability of the only GPUs on which parts are on by default
 PLATFORMS = {"CPU": cpu, "NVIDIA GPU": cuda, "Ascend NPU": npu}
 OF_SETTINGS = "leave out what the message names"
 
@@ -26,11 +27,12 @@ def refused() -> list[str]:
 
 
 def parts() -> list[str]:
-    """The configurations in which a part of opset is off on vLLM's own wheel for CUDA."""
+    """The configurations that decide whether a part of opset is on, on vLLM's own wheel for CUDA and Hopper GPUs."""
     found: dict[str, dict[str, str]] = {}
     for name, part in PARTS.items():
-        for rule in part.kinds:
-            found.setdefault(rule.feature, {})[name] = "off by default"
+        for kind in (*(rule.feature for rule in part.kinds), *([SINKS] if name == "attention" else [])):
+            measured = evidence.of_kind(name, kind, HOPPER)
+            found.setdefault(kind, {})[name] = f"{'on' if measured and measured.on else 'off'} by default"
         for rule in part.unsupported:
             found.setdefault(rule.feature, {})[name] = "unsupported"
     return list(_table(("configuration", *PARTS), ((feature, *map(of.get, PARTS)) for feature, of in found.items())))
