@@ -36,6 +36,20 @@ def test_the_longest_rows_get_as_many_threads_as_a_gpu_allows(target, warps):
         assert _rows.enough_warps(4, 64) == 4
 
 
+@pytest.mark.parametrize("target", ["nvidia/sm80", "nvidia/sm90", "nvidia/sm120", "amd/gfx942"])
+def test_a_warm_up_reaches_all_parameters(target):
+    largest = 20_000
+    with targets.instead(Target(*target.split("/"))):
+        _launch.entries.cache_clear()
+        warm = _launch.warm_sizes(CPU, largest)
+        for launch in _launch.table():
+            served = [_launch.parameters(launch, CPU, size) for size in range(1, largest, 7)]
+            reached = [_launch.parameters(launch, CPU, size) for size in warm]
+            assert all(values in reached for values in served), launch
+    _launch.entries.cache_clear()
+    assert warm[0] == 1 and warm[-1] == largest
+
+
 def test_a_bound_belongs_to_its_entry():
     first, second = (values for _, values in _launch.entries("rms_norm", CPU))
     bound = int(_launch.entries("rms_norm", CPU)[0][0])

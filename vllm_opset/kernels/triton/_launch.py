@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from vllm_opset import targets
 from vllm_opset.kernels.triton import INTERPRETED, launched_for
 from vllm_opset.targets import Target
+from vllm_opset.variants import powers_up_to
 
 Parameters = Mapping[str, float]
 Entry = tuple[float, Parameters]  # the largest size that it serves, and the parameters
@@ -51,6 +52,12 @@ def entries(launch: str, device: torch.device) -> tuple[Entry, ...]:
     """The entries for a device, by rising size."""
     rows = targets.nearest(target(device), table()[launch]["targets"])
     return tuple((row.pop("up_to", float("inf")), row) for row in map(dict, rows))
+
+
+def warm_sizes(device: torch.device, largest: int) -> list[int]:
+    """Sizes from 1 to the largest that reach all entries of all launches: powers of two, and bounds between them."""
+    bounds = {bound for launch in table() for bound, _ in entries(launch, device) if bound < largest}
+    return sorted({*powers_up_to(largest), *map(int, bounds)})
 
 
 def target(device: torch.device) -> Target:

@@ -1,7 +1,7 @@
 """A warm-up that compiles every kernel variant that serving can launch, before the first request needs it.
 
-Launch parameters change only at powers of two (kernels/triton/launch.yaml), so only these sizes matter. Attention's
-launches also depend on the number of queries and requests (`_batches`).
+Steps have the numbers of tokens that reach all launch parameters (kernels/triton/launch.yaml). Launches of attention also
+depend on the number of queries and requests (`_attention`).
 """
 
 import itertools
@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset.attention.impl import OpsetAttentionImpl
+from vllm_opset.kernels.triton._launch import warm_sizes
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import linear
 from vllm_opset.model.warm_up import sampler
@@ -68,7 +69,7 @@ def takes_any_values(runner) -> bool:
 
 
 def _steps(runner, most_tokens: int) -> None:
-    for num_tokens in powers_up_to(most_tokens):
+    for num_tokens in warm_sizes(runner.device, most_tokens):
         _step(runner, num_tokens)
         if runner.lora_config is not None and num_tokens > 1:
             _step(runner, num_tokens - 1)  # Triton compiles vLLM's kernels for adapters anew for multiples of 16
