@@ -1,7 +1,7 @@
 """A warm-up that compiles every kernel variant that serving can launch, before the first request needs it.
 
-Steps have the numbers of tokens that reach all launch parameters (kernels/triton/launch.yaml). Launches of attention also
-depend on the number of queries and requests (`_attention`).
+Steps have the numbers of tokens that reach all launch parameters (kernels/triton/launch.yaml). Attention's launches
+depend on the number of queries and requests, too (`_attention`).
 """
 
 import itertools
