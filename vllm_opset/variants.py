@@ -40,11 +40,13 @@ class Variant:
     """One way to run a call.
 
     can: whether the variant is able to run it. suits: whether it is the variant to take, where no override says so.
+    plans_on_device: whether one captured graph of it serves all lengths of requests, since the device plans the call.
     """
 
     name: str
     can: Callable[[Any], bool] = always
     suits: Callable[[Any], bool] = always
+    plans_on_device: bool = False
 
 
 class Variants:

@@ -229,7 +229,7 @@ def test_calls_do_not_share_their_operands():
 
 
 @pytest.mark.parametrize("name", peers.NAMES)
-def test_theirshave_the_signatures_of_the_ops(name):
+def test_peers_have_the_signatures_of_the_ops(name):
     for op in ops.ALL:
         function = peers.implementation(name, op)
         if inspect.isfunction(function) and not hasattr(peers.peer(name), "any_op"):

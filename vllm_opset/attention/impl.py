@@ -11,8 +11,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm_opset import ops, selection
 from vllm_opset.attention.metadata import OpsetMetadata
 from vllm_opset.ops.attention.paged_batch import PagedBatch, packed_cache
-
-FP8 = torch.float8_e4m3fn  # vLLM's fp8
+from vllm_opset.ops.schemes import FP8
 
 
 class Deferred(Protocol):

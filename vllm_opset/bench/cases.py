@@ -23,7 +23,7 @@ class Request(NamedTuple):
     sampling: Mapping = GREEDY
 
 
-ACCEPTANCE = "mean acceptance length"
+RATE, ACCEPTANCE = "output tokens/s", "mean acceptance length"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Case:
         return {
             "TTFT, s": [run.ttft for run in runs],
             "TPOT, ms": [1e3 * (run.total - run.ttft) / (self.output - 1) for run in runs],
-            "output tokens/s": [tokens / run.total for run in runs],
+            RATE: [tokens / run.total for run in runs],
             ACCEPTANCE: [run.acceptance_length(self.batch, tokens) for run in runs],
         }
 
@@ -140,7 +140,7 @@ class Trace:
         """For each run: output tokens per second, and the mean acceptance length."""
         tokens = sum(output for _, output in self._sizes())
         return {
-            "output tokens/s": [tokens / run.total for run in runs],
+            RATE: [tokens / run.total for run in runs],
             ACCEPTANCE: [run.acceptance_length(self.trace, tokens) for run in runs],
         }
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_opset.bench.cases import ACCEPTANCE
+from vllm_opset.bench.cases import ACCEPTANCE, RATE
 from vllm_opset.bench.compare import Comparison, Plan
 from vllm_opset.bench.format import (
     TIMES,
@@ -22,7 +22,6 @@ from vllm_opset.bench.report import commit, generated
 
 GIB = 2**30
 BASELINE = "stock"
-RATE = "output tokens/s"
 DIGITS = {"TTFT, s": 4, "TPOT, ms": 3, RATE: 0, ACCEPTANCE: 2}
 MORE_DIGITS_BELOW = 100  # of output tokens per second
 LEGEND = (

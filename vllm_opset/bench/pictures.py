@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_opset.bench.cases import RATE
 from vllm_opset.bench.compare_report import BASELINE, Report
 from vllm_opset.bench.format import TIMES
 from vllm_opset.bench.report import Report as OpsReport
@@ -17,7 +18,6 @@ ENOUGH_CASES = 3
 # The ends of the colours: few ratios of tokens per second to stock's lie beyond.
 LEAST, MOST = 0.8, 1.5
 COLOURS = "RdBu"
-RATE = "output tokens/s"
 SHORT = 7  # characters of a commit
 BLUE, ORANGE = "#1b6ca8", "#e08214"
 # The modes of an engine by the module of its vLLM platform.

@@ -6,6 +6,7 @@ and the position of the token. So a seeded request draws the same tokens in any 
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -231,8 +232,11 @@ def _parameters(cls: type, method: str) -> tuple[str, ...]:
     return tuple(inspect.signature(found).parameters)[1:] if found else ()
 
 
-def install(runner) -> bool:
-    """Replace the sampler of a runner whose model was loaded, and return whether the sampler's class is a known one."""
+def install(runner, replaced: Callable[[Sampler], "OpsetSampler"] | None = None) -> bool:
+    """Replace the sampler of a runner whose model was loaded, and return whether the sampler's class is a known one.
+
+    replaced: makes the sampler of vLLM's second runner from vLLM's own; by default an OpsetSampler.
+    """
     kind = type(runner.sampler)
     if kind.__module__ == FIRST:
         from vllm_opset.model.v1 import sampler as first
@@ -240,7 +244,8 @@ def install(runner) -> bool:
         first.install(runner)
         return True
     if kind is Sampler and fits():
-        runner.sampler = OpsetSampler(runner.sampler, runner.model_config.dtype, runner.device)
+        make = replaced or (lambda stock: OpsetSampler(stock, runner.model_config.dtype, runner.device))
+        runner.sampler = make(runner.sampler)
         return True
     if kind is Sampler:
         logger.warning_once("vllm-opset's sampler does not serve: that of this vLLM release takes other parameters")

@@ -1,6 +1,6 @@
 """The releases of vLLM that this package supports.
 
-No other module reads vLLM's version. All others look at the modules and signatures that vLLM has (`bridges`).
+No other module decides by vLLM's version. All others look at the modules and signatures that vLLM has (`bridges`).
 """
 
 import functools

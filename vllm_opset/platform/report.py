@@ -7,6 +7,7 @@ from vllm.platforms import current_platform
 
 from vllm_opset import selection
 from vllm_opset.kernel import why_unavailable
+from vllm_opset.platform import refusals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,6 +33,12 @@ class Reporting:
         """Log the choices. All are made once the weights are loaded and the layers built."""
         if self.rank == 0:
             logger.info("%s", table(self.choices))
+
+    def check_choices(self) -> None:
+        """Log the choices, and raise Refusal for one that cannot be captured in a graph."""
+        self.log_choices()
+        if refusals.captures(self.vllm_config):
+            refusals.check_graphs(selection.choices(self.choices))
 
     def opset_report(self) -> list[dict]:
         """The kernel that serves each op in this worker: `llm.collective_rpc("opset_report")`."""

@@ -15,7 +15,8 @@ pytestmark = [
     ),
 ]
 
-SIZES, MOST_REQUESTS = [1, 2, 4, 8, 16], 8
+DRAFTS = 3
+SIZES = [4, 8, 16, 20, 64]  # of tokens: of 1, 2, 4, 5 and 16 requests with three drafts and one more token each
 
 
 class Derived(OpsetAttentionBackend):
@@ -47,12 +48,15 @@ def worker(monkeypatch):
         world_size: int = 1,
         adapters: object = None,
         sleep_mode: bool = False,
+        most_requests: int = 256,
+        most_tokens: int = 8192,
     ) -> SimpleNamespace:
         speculator = kind.__new__(kind)
         speculator.attn_groups = [[SimpleNamespace(backend=OpsetAttentionBackend)], [SimpleNamespace(backend=backend)]]
         config = SimpleNamespace(
             compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode], cudagraph_capture_sizes=SIZES),
-            scheduler_config=SimpleNamespace(max_num_seqs=MOST_REQUESTS),
+            scheduler_config=SimpleNamespace(max_num_seqs=most_requests, max_num_batched_tokens=most_tokens),
+            speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
             parallel_config=SimpleNamespace(world_size_across_dp=world_size),
             lora_config=adapters,
             model_config=SimpleNamespace(enable_sleep_mode=sleep_mode),
@@ -70,12 +74,30 @@ def is_captured(worker) -> bool:
     return "_run_model" in vars(worker.model_runner.speculator)
 
 
+def sizes(worker) -> list[int]:
+    assert is_captured(worker)
+    speculator, found, pool = worker.model_runner.speculator._run_model.__self__.given
+    assert speculator is worker.model_runner.speculator and pool == "vLLM's pool"
+    return found
+
+
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "FULL"])
-def test_vllms_sizes_are_captured_up_to_the_most_requests(mode, worker):
-    one = worker(mode=mode)
-    assert is_captured(one)
-    graphs = one.model_runner.speculator._run_model.__self__
-    assert graphs.given == (one.model_runner.speculator, [1, 2, 4, 8], "vLLM's pool")
+def test_the_requests_of_vllms_decode_graphs_are_captured(mode, worker):
+    assert sizes(worker(mode=mode)) == [1, 2, 4, 5, 16]
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"most_requests": 10}, [1, 2, 4, 5, 10]),
+        ({"most_requests": 4}, [1, 2, 4]),
+        # A request has a further token in the draft model's first run, and the model compiles no longer step.
+        ({"most_tokens": 64}, [1, 2, 4, 5, 12]),
+        ({"most_tokens": 5}, [1]),
+    ],
+)
+def test_no_graph_is_larger_than_a_step(limits, expected, worker):
+    assert sizes(worker(**limits)) == expected
 
 
 @pytest.mark.parametrize(

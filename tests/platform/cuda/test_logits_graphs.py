@@ -40,11 +40,15 @@ class Stream:
     """Stands for a stream, on which the kernel ran before it is captured."""
 
     def __init__(self) -> None:
-        self.was_used = False
+        self.was_used = self.waited = False
+
+    def wait_stream(self, other: object) -> None:
+        self.waited = True
 
 
 @contextlib.contextmanager
 def using(stream: Stream):
+    assert stream.waited
     stream.was_used = True
     yield
 
@@ -106,6 +110,7 @@ def worker(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", capturing)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", using)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr("vllm_opset.platform.cuda.logits_graphs.OpsetSampler", Sampler)
 
     def worker(model: type = Model, sampler: object = None, **changes) -> SimpleNamespace:

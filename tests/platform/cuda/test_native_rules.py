@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_models import QWEN3
 
+from vllm_opset.platform import switches
 from vllm_opset.platform.native import evidence, parts
 from vllm_opset.platform.native.rules import SINKS
 from vllm_opset.platform.refusals import Refusal
@@ -304,6 +305,10 @@ NOISE = 0.005
 MOE = "mixture-of-experts (MoE) models"
 # Kinds that no rule of the part decides on: of single layers, and of all models that have the part.
 BESIDE_RULES = {"attention": {SINKS}, "moe": {MOE}}
+
+
+def test_every_part_has_a_switch():
+    assert tuple(parts.PARTS) == switches.PARTS
 
 
 def test_the_rows_of_evidence_are_well_formed():

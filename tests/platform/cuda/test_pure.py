@@ -10,7 +10,8 @@ import torch
 from small_models import LLAMA
 from vllm.config import CompilationMode
 
-from vllm_opset.platform.cuda.refusals import EARLY_RULES, MODELS_THAT_DRAFT, RULES
+from vllm_opset.platform.cuda.refusals import EARLY_RULES, RULES
+from vllm_opset.platform.drafts import KINDS
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import Refusal, check, fusions
@@ -85,7 +86,7 @@ def test_every_rule_of_its_own_is_tested():
     assert all(any(feature in rule for feature in tried) for rule in own) and len(own) == len(tried)
 
 
-@pytest.mark.parametrize("method", ["ngram", *MODELS_THAT_DRAFT])
+@pytest.mark.parametrize("method", KINDS)
 def test_these_methods_draft(method, config, monkeypatch):
     monkeypatch.setattr(type(config), "use_v2_model_runner", True)
     config.speculative_config = drafts(method)

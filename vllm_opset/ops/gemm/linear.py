@@ -94,13 +94,13 @@ def check_arguments(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias must be [{weight.shape[0]}], not {list(bias.shape)}")
     if weight_scale is not None:
-        _check_quantised(x, weight, weight_scale, x_scale, out_dtype)
+        _check_quantised(x, weight, x_scale, out_dtype)
         quantised(weight, weight_scale, weight_zero_point)
     if weight_zero_point is not None and (weight_scale is None or weight.dtype in (FP8, INT8)):
         raise ValueError(f"only a packed weight has zero points, not one in {weight.dtype}")
 
 
-def _check_quantised(x, weight, weight_scale, x_scale, out_dtype) -> None:
+def _check_quantised(x, weight, x_scale, out_dtype) -> None:
     if out_dtype is None:
         raise ValueError("a quantised weight needs out_dtype")
     if x_scale is None and x.dtype != out_dtype:

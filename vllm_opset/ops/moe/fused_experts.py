@@ -212,14 +212,19 @@ def sizes_of(w2: torch.Tensor) -> dict[str, int]:
     return dict(zip(("num_experts", "hidden_size", "intermediate_size"), values_shape(w2), strict=True))
 
 
+PARTS_OF_WEIGHTS = ("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point")
+
+
 @fused_experts.cost
-def _(hidden_states, w1, w2, topk_weights, topk_ids, *_, w1_scale=None, w2_scale=None, **__) -> Cost:
+def _(hidden_states, w1, w2, topk_weights, topk_ids, activation="silu", w1_bias=None, w2_bias=None, **others) -> Cost:
     """Reads the weights of those experts that have tokens, at most one for each choice."""
     used = min(len(w1), topk_ids.numel())
-    weights = sum(used * part[0].nbytes for part in (w1, w2, w1_scale, w2_scale) if part is not None)
+    of_experts = (w1, w2, w1_bias, w2_bias, *map(others.get, PARTS_OF_WEIGHTS))
+    weights = sum(used * part[0].nbytes for part in of_experts if part is not None)
     values = sum(math.prod(values_shape(weight)[1:]) for weight in (w1, w2))
+    given = (topk_ids, topk_weights, others.get("shared_output"), others.get("expert_map"))
     return Cost(
-        bytes=2 * hidden_states.nbytes + weights + topk_ids.nbytes + topk_weights.nbytes,
+        bytes=2 * hidden_states.nbytes + weights + sum(tensor.nbytes for tensor in given if tensor is not None),
         flops=2 * topk_ids.numel() * values,
     )
 

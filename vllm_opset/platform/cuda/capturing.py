@@ -14,6 +14,7 @@ def captured(
     graphs, because PyTorch keeps memory for matrix products on each.
     """
     graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still write what the function reads
     with torch.cuda.stream(stream):
         run()  # compiles the kernels, and makes what they keep for this stream
     with torch.cuda.graph(graph, pool, stream=stream):

@@ -3,7 +3,7 @@
 A draft model of vLLM runs once for each token that it drafts. Up to 0.33, vLLM captures none of these runs, and the GPU
 waits for Python, which launches each kernel. Here a replay does it. The first run of a step has the tokens that the
 model verified, and one more for each request. Each further run has one token of each request. Steps with prompts take
-vLLM's own way.
+vLLM's own way. vLLM sizes the KV cache before these graphs are captured, and does not count their memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,12 +55,15 @@ def _may_capture(worker: Worker) -> bool:
 
 
 def _sizes(config: VllmConfig) -> list[int]:
-    """The numbers of requests to capture: vLLM's sizes, as far as there may be so many requests."""
-    return [
-        size
-        for size in config.compilation_config.cudagraph_capture_sizes
-        if size <= config.scheduler_config.max_num_seqs
-    ]
+    """The numbers of requests to capture: those of the decode steps that vLLM captures, and the most requests.
+
+    vLLM's sizes are numbers of tokens, of which a request has a verified one for each draft and one more. Here it has
+    yet another one, and vLLM plans no step of more tokens than the scheduler's limit.
+    """
+    scheduler, sizes = config.scheduler_config, config.compilation_config.cudagraph_capture_sizes
+    tokens = config.speculative_config.num_speculative_tokens + 1
+    most = min(scheduler.max_num_seqs, max(sizes) // tokens, scheduler.max_num_batched_tokens // (tokens + 1))
+    return sorted({count for size in sizes if (count := -(-size // tokens)) < most} | ({most} if most else set()))
 
 
 class DraftGraphs:
@@ -91,7 +94,7 @@ class DraftGraphs:
 
     @torch.inference_mode()
     def _capture(self, num_reqs: int, query_len: int) -> torch.cuda.CUDAGraph:
-        """A graph that writes to the first rows of `_hidden_states`. The largest one comes first."""
+        """A graph that writes to the first rows of `_hidden_states`, which the first and largest one allocates."""
         num_tokens = num_reqs * query_len
         ids, positions, slots = self._inputs[query_len]
         slots.fill_(PAD_SLOT_ID)
@@ -143,7 +146,7 @@ class DraftGraphs:
         size = next((size for size in reversed(self._graphs.get(query_len, {})) if size >= num_reqs), None)
         if size is None:
             return self._run(input_ids, positions, attn_metadata, slot_mappings, num_tokens_across_dp)
-        # vLLM has padded all other buffers in the first run, and later runs change no more than their requests' part.
+        # So that padded requests have no tokens. vLLM has set their seq_lens to zero in the first run, and pads slots.
         self._speculator.input_buffers.query_start_loc[num_reqs + 1 : size + 1] = num_tokens
         self._graphs[query_len][size].replay()
         return self._hidden_states[:num_tokens]

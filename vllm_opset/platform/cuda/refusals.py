@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_opset.model.weights import offloads
+from vllm_opset.platform import drafts
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, SIMULATED_ROUTING, WITHOUT_COMPILER, asks_to_compile, unset
 from vllm_opset.platform.quantised_weights import GPT_OSS, QUANTISED_WEIGHTS, unserved
@@ -23,18 +24,10 @@ if TYPE_CHECKING:
 has_experts = of_model(lambda model: model.is_moe)
 is_quantised = of_model(lambda model: model.quantization is not None)
 
-# vLLM's names for ways of drafting by a model that were tried, with the second model runner alone.
-MODELS_THAT_DRAFT = ("draft_model", "eagle", "eagle3", "mtp")
-
-
-def _drafts_by(config: "VllmConfig") -> str:
-    """How tokens are drafted; n-grams if they are not drafted."""
-    return "ngram" if config.speculative_config is None else config.speculative_config.method
-
 
 def _quantises_drafts_otherwise(config: "VllmConfig") -> bool:
     """Whether the model that drafts has quantised weights in a format that is not served, or not that of its target."""
-    if _drafts_by(config) not in MODELS_THAT_DRAFT:
+    if drafts.method(config) not in drafts.MODELS:
         return False
     draft = config.speculative_config.draft_model_config
     alike = draft.quantization == config.model_config.quantization
@@ -69,13 +62,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "speculative decoding by another method",
-        f"give one of the methods ngram, {', '.join(MODELS_THAT_DRAFT)} in --speculative-config, or leave it out",
-        lambda config: _drafts_by(config) not in ("ngram", *MODELS_THAT_DRAFT),
+        f"give one of the methods {', '.join(drafts.KINDS)} in --speculative-config, or leave it out",
+        lambda config: drafts.method(config) not in (None, *drafts.KINDS),
     ),
     Rule(
         "a model that drafts with vLLM's first model runner",
         "unset VLLM_USE_V2_MODEL_RUNNER, take a release whose second one has the method, or draft by ngram",
-        lambda config: _drafts_by(config) in MODELS_THAT_DRAFT and not config.use_v2_model_runner,
+        lambda config: drafts.method(config) in drafts.MODELS and not config.use_v2_model_runner,
     ),
     Rule(
         "a model that drafts with quantised weights of its own",

@@ -10,8 +10,6 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_opset import selection
-from vllm_opset.platform import refusals
 from vllm_opset.platform.cuda import device, draft_graphs, logits_graphs, replays, whole_graphs, workspace
 from vllm_opset.platform.report import Reporting
 
@@ -41,9 +39,3 @@ class Starting(Reporting):
         logits_graphs.drop(self)
         draft_graphs.drop(self)
         super().shutdown()
-
-    def check_choices(self) -> None:
-        """Log the choices, and raise Refusal for one that cannot be captured in a graph."""
-        self.log_choices()
-        if refusals.captures(self.vllm_config):
-            refusals.check_graphs(selection.choices())

@@ -50,7 +50,7 @@ def _needs_pieces(config: VllmConfig) -> bool:
 
 
 def _is_planned_on_gpu(layer: AttentionLayerBase) -> bool:
-    """Whether `prefill_sm90` can attend the layer's prompts."""
+    """Whether a variant of the kernel that plans on the GPU can attend the layer's prompts."""
     # vLLM derives further backends from this one, whose batches it makes on the host.
     if layer.get_attn_backend() is not OpsetAttentionBackend or not layer.impl.variants:
         return False
@@ -58,4 +58,5 @@ def _is_planned_on_gpu(layer: AttentionLayerBase) -> bool:
     query = torch.empty(1, impl.num_heads, impl.head_size, dtype=impl.dtype, device=cache.device)
     one = torch.ones(1, dtype=torch.int32, device=cache.device)
     batch = PagedBatch(torch.cat((one - 1, one)), one, one[None], max_query_len=1, max_seq_len=1)
-    return "prefill_sm90" in impl.able(layer, query, cache, batch)
+    able = impl.able(layer, query, cache, batch)
+    return any(impl.variants.by_name[name].plans_on_device for name in able)

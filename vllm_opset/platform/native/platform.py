@@ -15,15 +15,13 @@ from vllm_opset.attention import BACKEND
 from vllm_opset.platform import compile_cache, forking
 from vllm_opset.platform.cuda import graphs
 from vllm_opset.platform.native import parts
-from vllm_opset.platform.native.rules import SINKS, STOCK_WORKER, WORKER
+from vllm_opset.platform.native.rules import IN_THE_MODEL, PARTS, SINKS, STOCK_WORKER, WORKER
 from vllm_opset.platform.refusals import Refusal, wants_quick_start
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 USUAL_BLOCK_SIZE = 16  # no kernel depends on it
-# The parts whose layers torch.compile traces through.
-SEEN_BY_COMPILER = ("attention", "linear", "ops", "moe")
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -64,7 +62,7 @@ class OpsetNativePlatform(CudaPlatform):
         forking.make_safe()
         if on and parallel.worker_cls in ("auto", STOCK_WORKER):
             parallel.worker_cls = WORKER
-        if seen_by_compiler := [name for name in SEEN_BY_COMPILER if name in on]:
+        if seen_by_compiler := [name for name in PARTS if name in on & IN_THE_MODEL]:
             compile_cache.keep_apart(vllm_config, f"{cls.__qualname__} with {' and '.join(seen_by_compiler)}")
         for name, part in decisions.items():
             logger.info_once(f"vllm-opset's {name} is {'on' if part.on else 'off'}: {part.why}")

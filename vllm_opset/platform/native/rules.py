@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_opset.model.weights import offloads
-from vllm_opset.platform import settings
+from vllm_opset.platform import drafts, settings
 from vllm_opset.platform.early_rules import CACHE_LAYOUT, FLASHINFER_SAMPLER, SIMULATED_ROUTING, TENSOR_DESCRIPTORS
-from vllm_opset.platform.quantised_weights import in_fp8
+from vllm_opset.platform.quantised_weights import GPT_OSS, in_fp8
 from vllm_opset.platform.refusals import (
     EPLB,
     EXPERT_PARALLELISM,
@@ -108,19 +108,16 @@ def _caches_fp8(config: "VllmConfig") -> bool:
 
 
 def _in_mxfp4(model) -> bool:
-    return model.quantization == "gpt_oss_mxfp4"
+    return model.quantization == GPT_OSS
 
 
 def _weights_otherwise_quantised(model) -> bool:
     return model.quantization is not None and not in_fp8(model) and not _in_mxfp4(model)
 
 
-def _drafts_by(*methods: str) -> Callable[["VllmConfig"], bool]:
-    return lambda config: config.speculative_config is not None and config.speculative_config.method in methods
-
-
-def _drafts_otherwise(config: "VllmConfig") -> bool:
-    return config.speculative_config is not None and not any(drafts(config) for _, drafts in _WAYS_TO_DRAFT)
+def _drafts(kind: str | None) -> Callable[["VllmConfig"], bool]:
+    """Whether tokens are drafted in a way of this kind; None stands for a method that was not tried."""
+    return lambda config: config.speculative_config is not None and drafts.KINDS.get(drafts.method(config)) == kind
 
 
 def _soft_caps(model) -> bool:
@@ -163,15 +160,9 @@ _OFFLOADS = Rule("weight offloading", "leave out --cpu-offload-gb and --offload-
 
 # opset was first compared with stock vLLM on one GPU, with unquantised language models without experts. Each of these
 # kinds of models and engines needs evidence of its own.
-_WAYS_TO_DRAFT = (
-    ("n-gram drafts", _drafts_by("ngram")),
-    ("drafts by a draft model", _drafts_by("draft_model")),
-    ("drafts by EAGLE", _drafts_by("eagle", "eagle3")),
-    ("drafts by MTP", _drafts_by("mtp")),
-)
 _DRAFTS = (
-    *(Rule(kind, _LEAVE_IT_OUT, drafts) for kind, drafts in _WAYS_TO_DRAFT),
-    Rule("drafts by other methods", _LEAVE_IT_OUT, _drafts_otherwise),
+    *(Rule(kind, _LEAVE_IT_OUT, _drafts(kind)) for kind in dict.fromkeys(drafts.KINDS.values())),
+    Rule("drafts by other methods", _LEAVE_IT_OUT, _drafts(None)),
 )
 _OTHER_KINDS = (
     _HYBRID,
@@ -274,3 +265,6 @@ PARTS: Mapping[str, Part] = {
         ),
     ),
 }
+
+# Parts that change what a model computes. torch.compile traces through their layers, and the warm-up calls them.
+IN_THE_MODEL = PARTS.keys() - {"sampler"}

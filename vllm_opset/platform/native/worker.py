@@ -15,6 +15,7 @@ from vllm_opset.model import fusion, layers, linear, registration, sampler
 from vllm_opset.platform import compat, compile_cache, quantised_weights, refusals
 from vllm_opset.platform.cuda import device, warm_up
 from vllm_opset.platform.cuda.starting import Starting
+from vllm_opset.platform.native.rules import IN_THE_MODEL
 from vllm_opset.platform.packing import PackingWorker
 
 logger = init_logger(f"vllm.{__name__}")
@@ -77,7 +78,7 @@ class OpsetNativeWorker(Starting, PackingWorker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.check_choices()
         with device.named_out_of_memory():
-            if self.parts & {"attention", "linear", "ops", "moe"}:
+            if self.parts & IN_THE_MODEL:
                 warm_up.model(self)
             if "sampler" in self.parts:
                 warm_up.sampler(self.model_runner)

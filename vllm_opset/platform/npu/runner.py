@@ -6,17 +6,15 @@ Its Triton kernels are replaced in `runner_kernels`.
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_opset.model.sampler import Fp32Sampler
+from vllm_opset.model import sampler
 from vllm_opset.platform.npu.attention import change_blocks, split_kv_cache
 
 
 class OpsetNpuRunner(GPUModelRunner):
     def load_model(self, *args, **kwargs) -> None:
         super().load_model(*args, **kwargs)
-        if type(self.sampler) is Sampler:  # a model for embeddings has none, and some models bring their own
-            self.sampler = Fp32Sampler(self.sampler, self.device)
+        sampler.install(self, lambda stock: sampler.Fp32Sampler(stock, self.device))
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, *args, **kwargs) -> None:
         """Split the KV caches into keys and values after vLLM has allocated and shared their memory among layers."""

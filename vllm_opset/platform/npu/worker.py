@@ -9,8 +9,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 from vllm.v1.worker.worker_base import CompilationTimes
 from vllm.v1.worker.workspace import init_workspace_manager
 
-from vllm_opset import selection
-from vllm_opset.platform import compat, quantised_weights, refusals, second_runner
+from vllm_opset.platform import compat, quantised_weights, second_runner
 from vllm_opset.platform.npu import runner_kernels
 from vllm_opset.platform.npu.memory import Budget
 from vllm_opset.platform.worker import OpsetWorker
@@ -65,9 +64,7 @@ class OpsetNpuWorker(OpsetWorker):
         return self.budget.for_kv_cache(self.model_runner.profile_run)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        self.log_choices()
-        if refusals.captures(self.vllm_config):
-            refusals.check_graphs(selection.choices())
+        self.check_choices()
         with compat.own_warm_up(_one_step):
             return super().compile_or_warm_up_model()
 

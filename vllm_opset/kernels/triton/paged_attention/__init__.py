@@ -60,7 +60,7 @@ def describe(
 
 VARIANTS = Variants(
     describe,
-    Variant("prefill_sm90", prefill_sm90.can_prefill_sm90, prefill_sm90.suits_prefill_sm90),
+    Variant("prefill_sm90", prefill_sm90.can_prefill_sm90, prefill_sm90.suits_prefill_sm90, plans_on_device=True),
     Variant("decode", decode.can_decode),
     Variant("verify", decode.can_verify),
     Variant("prefill"),
