@@ -1,9 +1,11 @@
 """Each bridge says which releases of vLLM need it, and expires with the last of them."""
 
+import functools
+
 import pytest
 
 from vllm_opset.platform import release
-from vllm_opset.platform.bridges import has, lacks, patch, takes, uses
+from vllm_opset.platform.bridges import has, lacks, patch, takes, uses, wrap_once
 from vllm_opset.platform.differences import BRIDGES
 
 SERVED = [(release.OLDEST[0], minor) for minor in range(release.OLDEST[1], release.NEWEST[1] + 1)]
@@ -61,3 +63,24 @@ def test_probes_tell_what_is_there():
     assert lacks("vllm.config.VllmConfig.no_such_field")() and lacks("vllm.no_such_module.name")()
     assert takes("json.dumps", "indent")() and not takes("json.dumps", "indents")() and not takes("json.dumped", "s")()
     assert uses("json.load", "loads")() and not uses("json.load", "dumps")() and not uses("json.loader", "loads")()
+
+
+def test_a_function_is_wrapped_once_whoever_else_wraps_it():
+    class Theirs:
+        def count(self) -> int:
+            return 1
+
+        @staticmethod
+        def fixed() -> int:
+            return 1
+
+    def more(function):
+        return lambda *args: 10 + function(*args)
+
+    Theirs.count = functools.wraps(Theirs.count)(more(Theirs.count))  # another plugin, before
+    for name in ("count", "fixed"):
+        for _ in range(2):
+            wrap_once(Theirs, name, more)
+    Theirs.count = functools.wraps(Theirs.count)(more(Theirs.count))  # and after
+    wrap_once(Theirs, "count", more)
+    assert (Theirs().count(), Theirs().fixed(), Theirs.fixed()) == (31, 11, 11)

@@ -21,6 +21,7 @@ Probe = Callable[[], bool]
 
 PARAMETERS = "Parameters: "  # begins the paragraph of a patch's docstring that is left out of its reason
 _MISSING = object()
+_WRAPPED = "_wrapped_by_vllm_opset"
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,20 @@ def _reason(function: Callable) -> str:
     """The function's docstring without the paragraph about parameters."""
     paragraphs = inspect.getdoc(function).split("\n\n")
     return " ".join(" ".join(text.split()) for text in paragraphs if not text.startswith(PARAMETERS))
+
+
+def wrap_once(owner: object, name: str, around: Callable[[Callable], Callable]) -> None:
+    """Put a function around one of vLLM's, unless this was done before. Other plugins may have wrapped it, too.
+
+    around: takes vLLM's function, and returns the one that takes its place. Another wrapper keeps the mark, because
+    functools.wraps copies attributes.
+    """
+    theirs = getattr(owner, name)
+    if hasattr(theirs, _WRAPPED):
+        return
+    ours = functools.wraps(theirs)(around(theirs))
+    setattr(ours, _WRAPPED, True)
+    setattr(owner, name, staticmethod(ours) if isinstance(inspect.getattr_static(owner, name), staticmethod) else ours)
 
 
 # Probes. Each imports vLLM's modules when it is asked.

@@ -4,13 +4,12 @@ Each is one registered function, whose docstring says why it is needed.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, has, patch, uses
+from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, has, patch, uses, wrap_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -81,17 +80,14 @@ def ask_before_models_are_imported(ask: Callable[[list[str]], None]) -> None:
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
-    registry = type(ModelRegistry)
-    inspect = registry.inspect_model_cls
-    if hasattr(inspect, "__wrapped__"):
-        return
+    def around(inspect: Callable) -> Callable:
+        def asked(self, architectures: str | list[str], *args, **kwargs):
+            ask([architectures] if isinstance(architectures, str) else architectures)
+            return inspect(self, architectures, *args, **kwargs)
 
-    @functools.wraps(inspect)
-    def asked(self, architectures: str | list[str], *args, **kwargs):
-        ask([architectures] if isinstance(architectures, str) else architectures)
-        return inspect(self, architectures, *args, **kwargs)
+        return asked
 
-    registry.inspect_model_cls = asked
+    wrap_once(type(ModelRegistry), "inspect_model_cls", around)
 
 
 @patch(
@@ -108,16 +104,14 @@ def ask_before_arguments_are_checked(ask: Callable[["EngineArgs"], None]) -> Non
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    create = EngineArgs.create_engine_config
-    if hasattr(create, "__wrapped__"):
-        return
+    def around(create: Callable) -> Callable:
+        def asked(self: "EngineArgs", *args, **kwargs) -> "VllmConfig":
+            ask(self)
+            return create(self, *args, **kwargs)
 
-    @functools.wraps(create)
-    def asked(self: "EngineArgs", *args, **kwargs) -> "VllmConfig":
-        ask(self)
-        return create(self, *args, **kwargs)
+        return asked
 
-    EngineArgs.create_engine_config = asked
+    wrap_once(EngineArgs, "create_engine_config", around)
 
 
 @patch(
@@ -134,16 +128,14 @@ def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
     """
     from vllm.config import VllmConfig
 
-    reads = VllmConfig._maybe_enable_breakable_cudagraph
-    if hasattr(reads, "__wrapped__"):
-        return
+    def around(reads: Callable) -> Callable:
+        def asked(config: "VllmConfig") -> bool:
+            ask(config)
+            return reads(config)
 
-    @functools.wraps(reads)
-    def asked(config: "VllmConfig") -> bool:
-        ask(config)
-        return reads(config)
+        return asked
 
-    VllmConfig._maybe_enable_breakable_cudagraph = asked
+    wrap_once(VllmConfig, "_maybe_enable_breakable_cudagraph", around)
 
 
 @patch(
@@ -160,18 +152,16 @@ def leave_capture_sizes_unset() -> None:
     """
     from vllm.model_executor.models.config import GptOssForCausalLMConfig
 
-    verify = GptOssForCausalLMConfig.verify_and_update_config
-    if hasattr(verify, "__wrapped__"):
-        return
+    def around(verify: Callable) -> Callable:
+        def restored(config: "VllmConfig") -> None:
+            compilation = config.compilation_config
+            users_choice = compilation.max_cudagraph_capture_size
+            verify(config)
+            compilation.max_cudagraph_capture_size = users_choice
 
-    @functools.wraps(verify)
-    def restored(config: "VllmConfig") -> None:
-        compilation = config.compilation_config
-        users_choice = compilation.max_cudagraph_capture_size
-        verify(config)
-        compilation.max_cudagraph_capture_size = users_choice
+        return restored
 
-    GptOssForCausalLMConfig.verify_and_update_config = staticmethod(restored)
+    wrap_once(GptOssForCausalLMConfig, "verify_and_update_config", around)
 
 
 @patch(

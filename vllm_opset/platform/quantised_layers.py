@@ -1,11 +1,10 @@
 """The patches that let vLLM build layers with quantised weights without its compiled kernels."""
 
-import functools
 from collections.abc import Callable, Mapping
 
 import torch
 
-from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, uses
+from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, uses, wrap_once
 
 REQUANTISE = "vllm.model_executor.layers.quantization.utils.w8a8_utils.requantize_with_max_scale"
 LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
@@ -119,12 +118,10 @@ def mark_missing_scales() -> None:
     vLLM fills them with 1. It does not notice a missing one either: it loads the scales of all experts as one weight.
     """
     for method in map(find, EXPERTS_METHODS):
-        if not hasattr(method.create_weights, "__wrapped__"):
-            method.create_weights = _with_marked_scales(method.create_weights)
+        wrap_once(method, "create_weights", _with_marked_scales)
 
 
 def _with_marked_scales(create: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(create)
     def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
         create(self, layer, *args, **kwargs)
         for name, parameter in layer.named_parameters(recurse=False):
