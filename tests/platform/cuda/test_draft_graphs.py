@@ -1,5 +1,6 @@
 """Which engines get graphs of a draft model. `tests/engine/test_drafts.py` drafts with emulated ones."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -50,11 +51,12 @@ def worker(monkeypatch):
         sleep_mode: bool = False,
         most_requests: int = 256,
         most_tokens: int = 8192,
+        captured: Sequence[int] = SIZES,
     ) -> SimpleNamespace:
         speculator = kind.__new__(kind)
         speculator.attn_groups = [[SimpleNamespace(backend=OpsetAttentionBackend)], [SimpleNamespace(backend=backend)]]
         config = SimpleNamespace(
-            compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode], cudagraph_capture_sizes=SIZES),
+            compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode], cudagraph_capture_sizes=captured),
             scheduler_config=SimpleNamespace(max_num_seqs=most_requests, max_num_batched_tokens=most_tokens),
             speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
             parallel_config=SimpleNamespace(world_size_across_dp=world_size),
@@ -94,6 +96,9 @@ def test_the_requests_of_vllms_decode_graphs_are_captured(mode, worker):
         # A request has a further token in the draft model's first run, and the model compiles no longer step.
         ({"most_tokens": 64}, [1, 2, 4, 5, 12]),
         ({"most_tokens": 5}, [1]),
+        ({"captured": [1, 2, 30]}, [1, 7]),
+        ({"captured": [3]}, []),
+        ({"captured": []}, []),
     ],
 )
 def test_no_graph_is_larger_than_a_step(limits, expected, worker):

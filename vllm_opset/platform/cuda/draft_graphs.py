@@ -62,8 +62,10 @@ def _sizes(config: VllmConfig) -> list[int]:
     """
     scheduler, sizes = config.scheduler_config, config.compilation_config.cudagraph_capture_sizes
     tokens = config.speculative_config.num_speculative_tokens + 1
-    most = min(scheduler.max_num_seqs, max(sizes) // tokens, scheduler.max_num_batched_tokens // (tokens + 1))
-    return sorted({count for size in sizes if (count := -(-size // tokens)) < most} | ({most} if most else set()))
+    captured_requests = max(sizes, default=0) // tokens
+    most = min(scheduler.max_num_seqs, captured_requests, scheduler.max_num_batched_tokens // (tokens + 1))
+    counts = {-(-size // tokens) for size in sizes}
+    return [*sorted(count for count in counts if count < most), *([most] if most else [])]
 
 
 class DraftGraphs:
