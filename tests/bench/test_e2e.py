@@ -36,6 +36,7 @@ KV_BYTES = {
     "qwen3-0.6b": 112,
     "qwen3-14b": 160,
     "qwen3-30b-a3b": 96,
+    "qwen3-30b-a3b-awq": 96,
     "qwen3-30b-a3b-fp8": 96,
     "qwen3-8b": 144,
     "qwen3-8b-fp8": 144,
