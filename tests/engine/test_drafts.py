@@ -45,7 +45,9 @@ def test_drafts_of_a_model_change_no_token(method, answers):
     assert answer["accepted"] >= drafting.ACCEPTED.get(method, 0)
 
 
-@pytest.mark.skipif(not second_runner.draft_by.bridge.needed(), reason="this vLLM has no draft models: 0.32 and later")
+@pytest.mark.skipif(
+    not second_runner.draft_by.bridge.needed(), reason="this vLLM has no draft models: runs with 0.32 and later"
+)
 def test_graphs_of_a_draft_model_change_no_token(answers):
     """Three requests of unequal length end in one step, so the graphs for four of them replay, and none for fewer."""
     answer = answers["graphs"]

@@ -213,7 +213,9 @@ def test_attention_answers_for_other_kinds_of_models(kind):
     assert_close(found, stock)
 
 
-@pytest.mark.skipif(not second_runner.draft_by.bridge.needed(), reason="this vLLM has no draft models: 0.32 and later")
+@pytest.mark.skipif(
+    not second_runner.draft_by.bridge.needed(), reason="this vLLM has no draft models: runs with 0.32 and later"
+)
 def test_a_captured_draft_model_drafts_the_tokens_of_its_target():
     with ThreadPoolExecutor(2) as pool:
         found, stock = pool.map(lambda native: ask(native, SECOND, False, "drafts"), (ATTENTION, STOCK))

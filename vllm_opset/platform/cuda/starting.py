@@ -1,8 +1,8 @@
 """A mixin for the workers of `cuda` and `native`: what they do beside vLLM's worker while an engine starts and ends.
 
 vLLM's worker measures memory, makes the KV cache and captures graphs. The mixin also counts the memory of attention's
-partial results. Where an engine allows them, it captures whole graphs of prompts, and graphs of the LM head and of a
-draft model. Steps that a whole graph replays then get no attention metadata. If memory is short, its error names the
+partial results. It captures graphs where an engine allows them: whole ones of prompts, and those of the LM head and of
+a draft model. Steps that a whole graph replays then get no attention metadata. If memory is short, its error names the
 settings to lower.
 """
 
