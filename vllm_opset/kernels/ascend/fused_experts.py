@@ -28,8 +28,8 @@ from vllm_opset.kernels.ascend import _constraints
 from vllm_opset.kernels.ascend._operators import npu
 from vllm_opset.kernels.ascend.gelu_and_mul import gelu_and_mul
 from vllm_opset.kernels.ascend.silu_and_mul import silu_and_mul
-from vllm_opset.ops.moe import _activations
-from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
+from vllm_opset.ops.moe._fused_experts_arguments import FusedExpertsArguments, takes_arguments
+from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
 from vllm_opset.ops.moe.permute import places
 from vllm_opset.ops.schemes import INT8, NONE, PER_ROW, Quantised, Scheme
 
@@ -60,51 +60,24 @@ PREPARE = {"w1_scale": scale_for_results, "w2_scale": scale_for_results}
 
 
 @kernel(ops.fused_experts, name="ascend", supports=supports, prepare=PREPARE)
-def fused_experts(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str = "silu",
-    w1_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-    swiglu_limit: float | None = None,
-    swiglu_alpha: float | None = None,
-    swiglu_beta: float | None = None,
-    shared_output: torch.Tensor | None = None,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    quant_dtype: torch.dtype | None = None,
-    group_shape: list[int] | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    w1_zero_point: torch.Tensor | None = None,
-    w2_zero_point: torch.Tensor | None = None,
-) -> torch.Tensor:
-    act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
-    check_arguments(
-        hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale, w1_zero_point,
-        w2_zero_point,
-    )  # fmt: skip
+@takes_arguments
+def fused_experts(args: FusedExpertsArguments) -> torch.Tensor:
+    act, parameters = args.check()
+    x, weights, topk_ids, num_experts = args.hidden_states, args.topk_weights, args.topk_ids, len(args.w1)
+    dtype = x.dtype
     if not topk_ids.numel():
-        return hidden_states.new_empty(hidden_states.shape)
-    x, weights = hidden_states, topk_weights
-    if apply_router_weight_on_input:
-        x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
-    experts = places(topk_ids, expert_map).int()
+        return x.new_empty(x.shape)
+    if args.apply_router_weight_on_input:
+        x, weights = (x * weights).to(dtype), torch.ones_like(weights)
+    experts = places(topk_ids, args.expert_map).int()
     absent = experts < 0
-    x, rows, ends, x_scale = _sorted(x, experts.masked_fill(absent, len(w1)), len(w1), quant_dtype)
-    middle = _products(x, w1, w1_bias, ends, hidden_states.dtype, w1_scale, x_scale)
+    x, rows, ends, x_scale = _sorted(x, experts.masked_fill(absent, num_experts), num_experts, args.quant_dtype)
+    middle = _products(x, args.w1, args.w1_bias, ends, dtype, args.w1_scale, x_scale)
     middle = ACTIVATIONS.get(act.name, act.reference)(middle, **parameters)
-    middle, scale = (middle, None) if quant_dtype is None else npu.npu_dynamic_quant(middle)
-    results = _products(middle, w2, w2_bias, ends, hidden_states.dtype, w2_scale, scale)
+    middle, scale = (middle, None) if args.quant_dtype is None else npu.npu_dynamic_quant(middle)
+    results = _products(middle, args.w2, args.w2_bias, ends, dtype, args.w2_scale, scale)
     total = _combined(results, rows, weights, absent)
-    return total if shared_output is None else total + shared_output
+    return total if args.shared_output is None else total + args.shared_output
 
 
 def _sorted(

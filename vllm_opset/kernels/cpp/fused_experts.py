@@ -15,9 +15,9 @@ from vllm_opset.kernels.cpp._stored import Weight, can_stay, described
 from vllm_opset.kernels.cpp.rms_norm import supports_type
 from vllm_opset.kernels.cpp.silu_and_mul import silu_and_mul
 from vllm_opset.kernels.cpu import fused_experts as in_torch
-from vllm_opset.ops.moe import _activations
+from vllm_opset.ops.moe._fused_experts_arguments import FusedExpertsArguments, takes_arguments
 from vllm_opset.ops.moe._quantised import as_stored, check_scale
-from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
+from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
 from vllm_opset.ops.schemes import values_shape
 
 up = function("experts_up", INT, *[POINTER] * 6, *[INT] * 7, returns=INT)
@@ -49,53 +49,27 @@ def _can_stay(name: str, weight: torch.Tensor, scale: torch.Tensor | None, zero_
 
 
 @kernel(ops.fused_experts, name="cpp", supports=supports, prepare={"w1": stored_w1, "w2": stored_w2})
-def fused_experts(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str = "silu",
-    w1_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-    swiglu_limit: float | None = None,
-    swiglu_alpha: float | None = None,
-    swiglu_beta: float | None = None,
-    shared_output: torch.Tensor | None = None,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    quant_dtype: torch.dtype | None = None,
-    group_shape: list[int] | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    w1_zero_point: torch.Tensor | None = None,
-    w2_zero_point: torch.Tensor | None = None,
-) -> torch.Tensor:
-    act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
-    check_arguments(
-        hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale, w1_zero_point,
-        w2_zero_point,
-    )  # fmt: skip
-    x = hidden_states
-    if apply_router_weight_on_input:
+@takes_arguments
+def fused_experts(args: FusedExpertsArguments) -> torch.Tensor:
+    act, parameters = args.check()
+    x, topk_weights, topk_ids = args.hidden_states, args.topk_weights, args.topk_ids
+    if args.apply_router_weight_on_input:
         x, topk_weights = (x * topk_weights).to(x.dtype), torch.ones_like(topk_weights)
-    x = as_stored(x, quant_dtype, group_shape, a1_scale)
+    x = as_stored(x, args.quant_dtype, args.group_shape, args.a1_scale)
+    expert_map = args.expert_map
     chosen = (
         topk_ids.data_ptr(), _address(expert_map), 0 if expert_map is None else len(expert_map), *topk_ids.shape,
-        len(w1),
+        len(args.w1),
     )  # fmt: skip
-    first, second = described(w1, w1_scale, w1_zero_point), described(w2, w2_scale, w2_zero_point)
-    middle = _up(x, first, values_shape(w1), w1_bias, chosen, topk_ids)
+    first = described(args.w1, args.w1_scale, args.w1_zero_point)
+    second = described(args.w2, args.w2_scale, args.w2_zero_point)
+    middle = _up(x, first, values_shape(args.w1), args.w1_bias, chosen, topk_ids)
     middle = silu_and_mul(middle) if act is ops.silu_and_mul else act(middle, **parameters)
-    middle = as_stored(middle, quant_dtype, group_shape, a2_scale)
+    middle = as_stored(middle, args.quant_dtype, args.group_shape, args.a2_scale)
     y = torch.empty(x.shape, dtype=x.dtype)
     down(
-        TYPES[x.dtype], middle.data_ptr(), ctypes.byref(second), _address(w2_bias), topk_weights.data_ptr(),
-        _address(shared_output), y.data_ptr(), *chosen, values_shape(w2)[2], w2.shape[1],
+        TYPES[x.dtype], middle.data_ptr(), ctypes.byref(second), _address(args.w2_bias), topk_weights.data_ptr(),
+        _address(args.shared_output), y.data_ptr(), *chosen, values_shape(args.w2)[2], args.w2.shape[1],
     )  # fmt: skip
     return y
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.ops.moe import _activations
+from vllm_opset.ops.moe._fused_experts_arguments import FusedExpertsArguments, takes_arguments
 from vllm_opset.ops.moe._quantised import as_stored, check_scale, weight_of
-from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
+from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
 from vllm_opset.ops.moe.permute import places
 from vllm_opset.ops.schemes import FP4, FP8, INT8, UINT4, values_shape
 
@@ -49,53 +49,24 @@ def _dequantised(
 
 
 @kernel(ops.fused_experts, name="cpu", supports=supports, prepare={"w1": dequantised_w1, "w2": dequantised_w2})
-def fused_experts(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str = "silu",
-    w1_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-    swiglu_limit: float | None = None,
-    swiglu_alpha: float | None = None,
-    swiglu_beta: float | None = None,
-    shared_output: torch.Tensor | None = None,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    quant_dtype: torch.dtype | None = None,
-    group_shape: list[int] | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    w1_zero_point: torch.Tensor | None = None,
-    w2_zero_point: torch.Tensor | None = None,
-) -> torch.Tensor:
-    act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
-    check_arguments(
-        hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale, w1_zero_point,
-        w2_zero_point,
-    )  # fmt: skip
+@takes_arguments
+def fused_experts(args: FusedExpertsArguments) -> torch.Tensor:
+    act, parameters = args.check()
     # The absent expert −1 comes first; its choices keep a result of zero.
-    order, sizes = _by_expert(places(topk_ids, expert_map).flatten() + 1, len(w1) + 1)
-    x = hidden_states[order // topk_ids.shape[1]]
-    weights = topk_weights.flatten()
-    if apply_router_weight_on_input:
-        x *= weights[order].unsqueeze(1)
-    x = as_stored(x, quant_dtype, group_shape, a1_scale)
-    middle = act(_products(x, w1, w1_bias, sizes), **parameters)
-    middle = as_stored(middle, quant_dtype, group_shape, a2_scale)
-    results = hidden_states.new_empty(x.shape)
-    results[order] = _products(middle, w2, w2_bias, sizes)
-    results = results.view(*topk_ids.shape, results.shape[1]).float()
-    if not apply_router_weight_on_input:
-        results *= topk_weights.unsqueeze(-1)
+    order, sizes = _by_expert(places(args.topk_ids, args.expert_map).flatten() + 1, len(args.w1) + 1)
+    x = args.hidden_states[order // args.topk_ids.shape[1]]
+    if args.apply_router_weight_on_input:
+        x *= args.topk_weights.flatten()[order].unsqueeze(1)
+    x = as_stored(x, args.quant_dtype, args.group_shape, args.a1_scale)
+    middle = act(_products(x, args.w1, args.w1_bias, sizes), **parameters)
+    middle = as_stored(middle, args.quant_dtype, args.group_shape, args.a2_scale)
+    results = x.new_empty(x.shape)
+    results[order] = _products(middle, args.w2, args.w2_bias, sizes)
+    results = results.view(*args.topk_ids.shape, results.shape[1]).float()
+    if not args.apply_router_weight_on_input:
+        results *= args.topk_weights.unsqueeze(-1)
     total = results.sum(dim=1)
-    return (total if shared_output is None else total.add_(shared_output)).to(hidden_states.dtype)
+    return (total if args.shared_output is None else total.add_(args.shared_output)).to(args.hidden_states.dtype)
 
 
 def _by_expert(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:

@@ -6,7 +6,7 @@ If the scheme quantises activations, quantise comes before each product. After S
 - `prefill`: more choices, in larger blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -36,8 +36,9 @@ from vllm_opset.kernels.triton.silu_and_mul_quant import silu_and_mul_quant
 from vllm_opset.kernels.triton.silu_and_mul_with_clamp import silu_and_mul_with_clamp
 from vllm_opset.kernels.triton.swigluoai_and_mul import swigluoai_and_mul
 from vllm_opset.kernels.triton.swiglustep_and_mul import swiglustep_and_mul
-from vllm_opset.ops.moe import _activations
-from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_arguments
+from vllm_opset.ops.contract import Op
+from vllm_opset.ops.moe._fused_experts_arguments import FusedExpertsArguments, takes_arguments
+from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
 from vllm_opset.ops.quantisation.quantise import QuantiseProblem
 from vllm_opset.ops.schemes import PACKED, PER_TENSOR, is_mxfp4
 from vllm_opset.variants import Variant, Variants
@@ -59,16 +60,15 @@ class Call(NamedTuple):
     device: torch.device
 
 
-def describe(
-    hidden_states, w1, w2, topk_weights, topk_ids, activation="silu", w1_bias=None, w2_bias=None, expert_map=None,
-    apply_router_weight_on_input=False, swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None, shared_output=None,
-    w1_scale=None, *_, **__,
-) -> Call:  # fmt: skip
+def describe_arguments(args: FusedExpertsArguments) -> Call:
     launch = "fused_experts"
     # Packed weights have their own where a Hopper GPU's kernels take them.
-    if w1.dtype is PACKED and _packed_experts_sm90.can(hidden_states, w1, w1_scale):
-        launch = f"{'mxfp4' if is_mxfp4(w1, w1_scale) else 'int4'}_fused_experts"
-    return Call(_launch.cdiv(topk_ids.numel(), len(w1)), launch, topk_ids.device)
+    if args.w1.dtype is PACKED and _packed_experts_sm90.can(args.hidden_states, args.w1, args.w1_scale):
+        launch = f"{'mxfp4' if is_mxfp4(args.w1, args.w1_scale) else 'int4'}_fused_experts"
+    return Call(_launch.cdiv(args.topk_ids.numel(), len(args.w1)), launch, args.topk_ids.device)
+
+
+describe = takes_arguments(describe_arguments)
 
 
 def suits_decode(call: Call) -> bool:
@@ -126,59 +126,40 @@ PREPARE = {"w1_scale": w1_scale_by_columns, "w2_scale": w2_scale_by_columns}
 
 
 @kernel(ops.fused_experts, name="triton", supports=supports, prepare=PREPARE, variants=VARIANTS)
-def fused_experts(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str = "silu",
-    w1_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-    swiglu_limit: float | None = None,
-    swiglu_alpha: float | None = None,
-    swiglu_beta: float | None = None,
-    shared_output: torch.Tensor | None = None,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    quant_dtype: torch.dtype | None = None,
-    group_shape: list[int] | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    w1_zero_point: torch.Tensor | None = None,
-    w2_zero_point: torch.Tensor | None = None,
-    variant: str | None = None,
-) -> torch.Tensor:
-    act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
-    check_arguments(
-        hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale, w1_zero_point,
-        w2_zero_point,
-    )  # fmt: skip
-    call = describe(hidden_states, w1, w2, topk_weights, topk_ids, w1_scale=w1_scale)
+@takes_arguments
+def fused_experts(args: FusedExpertsArguments, variant: str | None = None) -> torch.Tensor:
+    act, parameters = args.check()
+    call = describe_arguments(args)
     block_size = launch_parameters(call, VARIANTS.pick(call, variant))["block"]
-    order = permute(topk_ids, len(w1), block_size, expert_map)
-    x, weights = hidden_states, topk_weights
-    if apply_router_weight_on_input:
+    topk_ids = args.topk_ids
+    order = permute(topk_ids, len(args.w1), block_size, args.expert_map)
+    x, weights = args.hidden_states, args.topk_weights
+    if args.apply_router_weight_on_input:
         x, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
+    x_scale = None
+    if args.quant_dtype is not None:
+        x, x_scale = quantise(x, args.quant_dtype, args.group_shape, args.a1_scale)
+    middle = _memory_for_products(args, args.w1)
+    of_tokens, of_choices = Order(*order, topk_ids.shape[1]), Order(*order, 1)
+    write_products(middle, x, args.w1, of_tokens, args.w1_bias, args.w1_scale, x_scale, args.w1_zero_point)
+    middle, middle_scale = _activated(args, act, middle, parameters)
+    results = _memory_for_products(args, args.w2)
+    write_products(results, middle, args.w2, of_choices, args.w2_bias, args.w2_scale, middle_scale, args.w2_zero_point)
+    results = results.view(*topk_ids.shape, args.hidden_states.shape[1])
+    return combine(results, weights, args.shared_output, topk_ids, args.expert_map)
 
-    def fresh(weight: torch.Tensor) -> torch.Tensor:
-        """Memory for a product. The rows of choices whose experts are not here hold anything, to the last product."""
-        return hidden_states.new_empty((topk_ids.numel(), weight.shape[1]))
 
-    x, x_scale = (x, None) if quant_dtype is None else quantise(x, quant_dtype, group_shape, a1_scale)
-    middle = fresh(w1)
-    write_products(middle, x, w1, Order(*order, topk_ids.shape[1]), w1_bias, w1_scale, x_scale, w1_zero_point)
-    if quant_dtype is not None and act is ops.silu_and_mul:
-        middle, middle_scale = silu_and_mul_quant(middle, quant_dtype, group_shape, a2_scale)
-    else:
-        middle, middle_scale = ACTIVATIONS[act.name](middle, **parameters), None
-        if quant_dtype is not None:
-            middle, middle_scale = quantise(middle, quant_dtype, group_shape, a2_scale)
-    results = fresh(w2)
-    write_products(results, middle, w2, Order(*order, 1), w2_bias, w2_scale, middle_scale, w2_zero_point)
-    results = results.view(*topk_ids.shape, hidden_states.shape[1])
-    return combine(results, weights, shared_output, topk_ids, expert_map)
+def _memory_for_products(args: FusedExpertsArguments, weight: torch.Tensor) -> torch.Tensor:
+    """A row for each choice. Those of choices whose experts are not here hold anything, to the last product."""
+    return args.hidden_states.new_empty((args.topk_ids.numel(), weight.shape[1]))
+
+
+def _activated(
+    args: FusedExpertsArguments, act: Op, x: torch.Tensor, parameters: Mapping[str, float | str]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the second product multiplies, and its scales if it is quantised."""
+    if args.quant_dtype is None:
+        return ACTIVATIONS[act.name](x, **parameters), None
+    if act is ops.silu_and_mul:
+        return silu_and_mul_quant(x, args.quant_dtype, args.group_shape, args.a2_scale)
+    return quantise(ACTIVATIONS[act.name](x, **parameters), args.quant_dtype, args.group_shape, args.a2_scale)

@@ -16,6 +16,7 @@ from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulato
 from vllm_opset.ops.gemm._quantised import BLOCK, ROUNDED_FACTORS, TOKEN_BLOCK
 from vllm_opset.ops.moe import _activations, _experts_draws, _quantised
 from vllm_opset.ops.moe._experts_inputs import experts_arguments
+from vllm_opset.ops.moe._fused_experts_arguments import FusedExpertsArguments, takes_arguments
 from vllm_opset.ops.moe.permute import ABSENT, choices, map_of_half, places
 from vllm_opset.ops.schemes import (
     FP4,
@@ -58,31 +59,8 @@ class FusedExpertsProblem(Problem):
 
 
 @op(problem=FusedExpertsProblem, prepared=PREPARED, tolerances=TOLERANCES)
-def fused_experts(
-    hidden_states: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str = "silu",
-    w1_bias: torch.Tensor | None = None,
-    w2_bias: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    apply_router_weight_on_input: bool = False,
-    swiglu_limit: float | None = None,
-    swiglu_alpha: float | None = None,
-    swiglu_beta: float | None = None,
-    shared_output: torch.Tensor | None = None,
-    w1_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    quant_dtype: torch.dtype | None = None,
-    group_shape: list[int] | None = None,
-    a1_scale: torch.Tensor | None = None,
-    a2_scale: torch.Tensor | None = None,
-    w1_zero_point: torch.Tensor | None = None,
-    w2_zero_point: torch.Tensor | None = None,
-) -> torch.Tensor:
+@takes_arguments
+def fused_experts(args: FusedExpertsArguments) -> torch.Tensor:
     """y[t] = Σ_k topk_weights[t, k] · expert(e = topk_ids[t, k])(hidden_states[t]) + shared_output[t].
 
     expert(e)(x) = w2[e] · act(w1[e] · x + w1_bias[e]) + w2_bias[e]. With apply_router_weight_on_input, x is multiplied
@@ -110,80 +88,28 @@ def fused_experts(
     of hidden_states' shape and dtype. Zero rows are allowed. Raises ValueError for shapes, dtypes or scales that do not
     fit, and for an activation or parameters of it that do not exist.
     """
-    act, parameters = _activations.find(activation, swiglu_limit, swiglu_alpha, swiglu_beta)
-    check_arguments(
-        hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-        shared_output, w1_scale, w2_scale, out_dtype, quant_dtype, group_shape, a1_scale, a2_scale, w1_zero_point,
-        w2_zero_point,
-    )  # fmt: skip
-    wide = accumulator(hidden_states)
-    x, weights, experts = hidden_states.to(wide), topk_weights.to(wide), places(topk_ids, expert_map)
-    total = torch.zeros_like(x) if shared_output is None else shared_output.to(wide)
-    for expert in range(len(w1)):
+    act, parameters = args.check()
+    wide = accumulator(args.hidden_states)
+    x, weights = args.hidden_states.to(wide), args.topk_weights.to(wide)
+    experts = places(args.topk_ids, args.expert_map)
+    total = torch.zeros_like(x) if args.shared_output is None else args.shared_output.to(wide)
+    for expert in range(len(args.w1)):
         chosen = experts == expert
         weight = torch.where(chosen, weights, 0).sum(dim=1, keepdim=True)
-        given = x * weight if apply_router_weight_on_input else x
-        given = _quantised.as_stored(given, quant_dtype, group_shape, a1_scale)
-        own = _quantised.weight_of(w1, w1_scale, expert, wide, w1_zero_point)
-        middle = act(F.linear(given, own, _of(w1_bias, expert, wide)), **parameters)
-        middle = _quantised.as_stored(middle, quant_dtype, group_shape, a2_scale)
-        own = _quantised.weight_of(w2, w2_scale, expert, wide, w2_zero_point)
-        result = F.linear(middle, own, _of(w2_bias, expert, wide))
-        result = result if apply_router_weight_on_input else result * weight
+        given = x * weight if args.apply_router_weight_on_input else x
+        given = _quantised.as_stored(given, args.quant_dtype, args.group_shape, args.a1_scale)
+        own = _quantised.weight_of(args.w1, args.w1_scale, expert, wide, args.w1_zero_point)
+        middle = act(F.linear(given, own, _of(args.w1_bias, expert, wide)), **parameters)
+        middle = _quantised.as_stored(middle, args.quant_dtype, args.group_shape, args.a2_scale)
+        own = _quantised.weight_of(args.w2, args.w2_scale, expert, wide, args.w2_zero_point)
+        result = F.linear(middle, own, _of(args.w2_bias, expert, wide))
+        result = result if args.apply_router_weight_on_input else result * weight
         total = total + torch.where(chosen.any(dim=1, keepdim=True), result, 0)
-    return total.to(hidden_states.dtype).contiguous()
+    return total.to(args.hidden_states.dtype).contiguous()
 
 
 def _of(bias: torch.Tensor | None, expert: int, dtype: torch.dtype) -> torch.Tensor | None:
     return None if bias is None else bias[expert].to(dtype)
-
-
-def check_arguments(
-    hidden_states, w1, w2, topk_weights, topk_ids, activation, w1_bias, w2_bias, apply_router_weight_on_input,
-    shared_output, w1_scale=None, w2_scale=None, out_dtype=None, quant_dtype=None, group_shape=None, a1_scale=None,
-    a2_scale=None, w1_zero_point=None, w2_zero_point=None,
-) -> None:  # fmt: skip
-    dtype, (num_tokens, hidden_size), (num_experts, rows, _) = hidden_states.dtype, hidden_states.shape, w1.shape
-    halves = 2 if activation in _activations.GATED else 1
-    width = rows // halves
-    if (w1_scale is None) != (w2_scale is None):
-        raise ValueError("both weights must have scales, or none")
-    if (w1_zero_point is None) != (w2_zero_point is None):
-        raise ValueError("both weights must have zero points, or none")
-    _quantised.check_weight("w1", w1, w1_scale, (num_experts, halves * width, hidden_size), dtype, w1_zero_point)
-    _quantised.check_weight("w2", w2, w2_scale, (num_experts, hidden_size, width), dtype, w2_zero_point)
-    if w1_scale is not None and out_dtype != dtype:
-        raise ValueError(f"quantised weights need out_dtype {dtype}, that of hidden_states, not {out_dtype}")
-    _check_activations(w1_scale, quant_dtype, group_shape, a1_scale, a2_scale)
-    expected = {
-        "w1_bias": (w1_bias, (num_experts, rows)),
-        "w2_bias": (w2_bias, (num_experts, hidden_size)),
-        "shared_output": (shared_output, (num_tokens, hidden_size)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
-            raise ValueError(f"{name} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")
-    if topk_ids.ndim != 2 or len(topk_ids) != num_tokens or topk_weights.shape != topk_ids.shape:
-        raise ValueError(
-            f"no experts {list(topk_ids.shape)} and weights {list(topk_weights.shape)} for {num_tokens} tokens"
-        )
-    if apply_router_weight_on_input and topk_ids.shape[1] != 1:
-        raise ValueError(f"the input can have the weight of one expert a token, not of {topk_ids.shape[1]}")
-
-
-def _check_activations(w1_scale, quant_dtype, group_shape, a1_scale, a2_scale) -> None:
-    if quant_dtype is None:
-        if group_shape is not None or a1_scale is not None or a2_scale is not None:
-            raise ValueError("scales of activations need the dtype to which these are quantised")
-        return
-    if w1_scale is None or group_shape is None:
-        raise ValueError("activations are quantised for quantised weights, in groups of some shape")
-    static = [scale is not None for scale in (a1_scale, a2_scale)]
-    one_scale = tuple(group_shape) == PER_TENSOR
-    if static != [one_scale, one_scale]:
-        raise ValueError("one scale for all tokens must be given for both products; others come from each token")
-    if not one_scale and group_shape[0] != 1:
-        raise ValueError(f"groups of activations have one row, not those of {list(group_shape)}")
 
 
 def check_expert_map(expert_map: torch.Tensor, num_experts: int, name: str = "expert_map") -> None:
@@ -199,12 +125,11 @@ def check_expert_map(expert_map: torch.Tensor, num_experts: int, name: str = "ex
 
 
 @fused_experts.problem_of
-def _(
-    hidden_states, w1, w2, *_, w1_scale=None, quant_dtype=None, group_shape=None, w1_zero_point=None, **__
-) -> FusedExpertsProblem:
-    activation = None if quant_dtype is None else Quantised(quant_dtype, GroupShape(*group_shape))
-    scheme = _quantised.scheme_of(w1, w1_scale, activation, w1_zero_point)
-    return FusedExpertsProblem(hidden_states.device.type, hidden_states.dtype, scheme, **sizes_of(w2))
+@takes_arguments
+def _(args: FusedExpertsArguments) -> FusedExpertsProblem:
+    activation = None if args.quant_dtype is None else Quantised(args.quant_dtype, GroupShape(*args.group_shape))
+    scheme = _quantised.scheme_of(args.w1, args.w1_scale, activation, args.w1_zero_point)
+    return FusedExpertsProblem(args.hidden_states.device.type, args.hidden_states.dtype, scheme, **sizes_of(args.w2))
 
 
 def sizes_of(w2: torch.Tensor) -> dict[str, int]:
@@ -212,20 +137,21 @@ def sizes_of(w2: torch.Tensor) -> dict[str, int]:
     return dict(zip(("num_experts", "hidden_size", "intermediate_size"), values_shape(w2), strict=True))
 
 
-PARTS_OF_WEIGHTS = ("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point")
-
-
 @fused_experts.cost
-def _(hidden_states, w1, w2, topk_weights, topk_ids, activation="silu", w1_bias=None, w2_bias=None, **others) -> Cost:
+@takes_arguments
+def _(args: FusedExpertsArguments) -> Cost:
     """Reads the weights of those experts that have tokens, at most one for each choice."""
-    used = min(len(w1), topk_ids.numel())
-    of_experts = (w1, w2, w1_bias, w2_bias, *map(others.get, PARTS_OF_WEIGHTS))
+    used = min(len(args.w1), args.topk_ids.numel())
+    of_experts = (
+        args.w1, args.w1_bias, args.w1_scale, args.w1_zero_point,
+        args.w2, args.w2_bias, args.w2_scale, args.w2_zero_point,
+    )  # fmt: skip
     weights = sum(used * part[0].nbytes for part in of_experts if part is not None)
-    values = sum(math.prod(values_shape(weight)[1:]) for weight in (w1, w2))
-    given = (topk_ids, topk_weights, others.get("shared_output"), others.get("expert_map"))
+    values = sum(math.prod(values_shape(weight)[1:]) for weight in (args.w1, args.w2))
+    given = (args.topk_ids, args.topk_weights, args.shared_output, args.expert_map)
     return Cost(
-        bytes=2 * hidden_states.nbytes + weights + sum(tensor.nbytes for tensor in given if tensor is not None),
-        flops=2 * topk_ids.numel() * values,
+        bytes=2 * args.hidden_states.nbytes + weights + sum(tensor.nbytes for tensor in given if tensor is not None),
+        flops=2 * args.topk_ids.numel() * values,
     )
 
 
