@@ -71,19 +71,23 @@ class PagedCase:
         """Arguments of paged_attention."""
         rng = _samples.generator(seed)
         tokens = self.tokens(rng, device, dtype)
+        options = self.options(rng, device, dtype)
+        if self.cache_dtype is not None:
+            row = torch.tensor([*SCALES.values()], device=device).repeat_interleave(self.head_size)
+            tokens = [(token / row).to(self.cache_dtype) for token in tokens]
+        kv_cache, block_table = self.cache(tokens, _samples.generator(f"{seed}, pages"))
+        batch = self.batch(block_table)
+        return (self.query(rng, device, dtype), kv_cache, batch, self.out(device, dtype)), options
+
+    def options(self, rng: torch.Generator, device: str, dtype: torch.dtype) -> dict[str, object]:
+        """The keyword arguments of paged_attention."""
         options = {"scale": self.head_size**-0.5, "window": self.window, "soft_cap": self.soft_cap}
         if self.alibi:
             slopes = [2 ** (-8 * (head + 1) / self.num_heads) for head in range(self.num_heads)]
             options["alibi_slopes"] = torch.tensor(slopes, dtype=torch.float32, device=device)
         if self.sinks:
             options["sinks"] = _samples.normal((self.num_heads,), dtype, device, rng)
-        if self.cache_dtype is not None:
-            options |= scales(device)
-            row = torch.tensor([*SCALES.values()], device=device).repeat_interleave(self.head_size)
-            tokens = [(token / row).to(self.cache_dtype) for token in tokens]
-        kv_cache, block_table = self.cache(tokens, _samples.generator(f"{seed}, pages"))
-        batch = self.batch(block_table)
-        return (self.query(rng, device, dtype), kv_cache, batch, self.out(device, dtype)), options
+        return options if self.cache_dtype is None else options | scales(device)
 
     @property
     def num_tokens(self) -> int:
@@ -202,6 +206,7 @@ BENCH_SHAPE = {
     "cuda": {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "block_size": 16},
     "cpu": {"num_heads": 16, "num_kv_heads": 8, "head_size": 64, "block_size": 32},
 }
+FP8_CACHE = {"cache_dtype": torch.float8_e4m3fn}
 BENCH_CASES = {
     "cuda": {
         "decode B1 ctx1024": (((1, 1024),), {}),
@@ -232,6 +237,15 @@ BENCH_CASES = {
         "chunk B1 q100 ctx8192": (((100, 8192),), {}),
         "swa4096 decode B64 ctx16384": (((1, 16384),) * 64, {"window": 4096}),
         "swa1024 prefill B1 S16384": (((16384, 16384),), {"window": 1024}),
+        "fp8 cache decode B1 ctx32768": (((1, 32768),), FP8_CACHE),
+        "fp8 cache decode B64 ctx4096": (((1, 4096),) * 64, FP8_CACHE),
+        "fp8 cache decode B64 ctx16384": (((1, 16384),) * 64, FP8_CACHE),
+        "fp8 cache spec B64 q4 ctx4096": (((4, 4096),) * 64, FP8_CACHE),
+        "fp8 cache prefill B8 S2048": (((2048, 2048),) * 8, FP8_CACHE),
+        "soft cap decode B64 ctx4096": (((1, 4096),) * 64, {"soft_cap": 50.0}),
+        "soft cap prefill B1 S4096": (((4096, 4096),), {"soft_cap": 50.0}),
+        "sinks decode B64 ctx4096": (((1, 4096),) * 64, {"sinks": True}),
+        "sinks prefill B8 S2048": (((2048, 2048),) * 8, {"sinks": True}),
     },
     "cpu": {
         "decode B1 ctx200": (((1, 200),), {}),
@@ -266,8 +280,7 @@ def _bench_inputs(case: PagedCase, device: str, dtype: torch.dtype) -> tuple[tup
     pages = torch.randperm(sum(num_pages), generator=rng, device=device).to(torch.int32)
     block_table = torch.nn.utils.rnn.pad_sequence(pages.split(num_pages), batch_first=True)
     cache_shape = (sum(num_pages), case.num_kv_heads, case.block_size, 2 * case.head_size)
-    kv_cache = torch.randn(cache_shape, generator=rng, device=device, dtype=dtype)
+    kv_cache = torch.randn(cache_shape, generator=rng, device=device, dtype=dtype).to(case.cache_dtype or dtype)
     query_shape = (case.num_tokens, case.num_heads, case.head_size)
     query = torch.randn(query_shape, generator=rng, device=device, dtype=dtype)
-    options = {"scale": case.head_size**-0.5, "window": case.window, "soft_cap": case.soft_cap}
-    return (query, kv_cache, case.batch(block_table), torch.empty_like(query)), options
+    return (query, kv_cache, case.batch(block_table), torch.empty_like(query)), case.options(rng, device, dtype)

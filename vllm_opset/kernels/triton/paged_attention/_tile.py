@@ -9,6 +9,10 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e38)  # the maximum of no scores; finite, so that differences of stats are never NaN
+# The log2 of the largest probability in fp16, whose numbers end at 2^16 and 2^-24: so those of rare keys do not vanish.
+FP16_PEAK = tl.constexpr(14)
+EXPONENT_BITS = tl.constexpr(0x7F800000)  # of fp32
+LEAST_NORMAL = tl.constexpr(2.0**-126)  # in fp32
 
 
 @triton.jit
@@ -49,8 +53,14 @@ def attend(
     """The online softmax over the keys first … last - 1. Keys full_first … full_last - 1 are visible to all queries.
 
     first, full_first and full_last are multiples of BLOCK_N. No key before `low` is visible to any query. Returns acc
-    (the weighted sum of the values), m_i and l_i.
+    (the weighted sum of the values), m_i and l_i. A weight is exp2 of its score less m_i, and l_i is their sum.
+
+    An fp8 cache is multiplied in fp16 where queries are in bf16. GPUs convert fp8 to two numbers of fp16 at a time. For
+    bf16, an H200 converts each of these once more, in a unit with a quarter of the rate.
     """
+    row_scale = None
+    if keys.dtype.element_ty.is_fp8() and q.dtype == tl.bfloat16:
+        q, row_scale = _in_fp16(q)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -61,14 +71,14 @@ def attend(
         slope = tl.load(alibi_slopes + head * GROUP + row % GROUP) * LOG2E
     if full_first < full_last:
         acc, m_i, l_i = _attend(
-            acc, m_i, l_i, q, position, slope, scale, soft_cap, keys, cache_strides, pages, page_stride,
+            acc, m_i, l_i, q, row_scale, position, slope, scale, soft_cap, keys, cache_strides, pages, page_stride,
             full_first, full_last, full_last, 0, low, last,
             False, LEFT, RIGHT, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     full = full_last - full_first
     if first < last - full:
         acc, m_i, l_i = _attend(
-            acc, m_i, l_i, q, position, slope, scale, soft_cap, keys, cache_strides, pages, page_stride,
+            acc, m_i, l_i, q, row_scale, position, slope, scale, soft_cap, keys, cache_strides, pages, page_stride,
             first, last - full, full_first, full, low, last,
             True, LEFT, RIGHT, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
@@ -76,8 +86,18 @@ def attend(
 
 
 @triton.jit
+def _in_fp16(q):
+    """The rows of q in fp16, and the powers of two by which they are divided, so that no element exceeds 2."""
+    q = q.to(tl.float32)
+    largest = tl.max(tl.abs(q), 1)
+    power = (largest.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
+    power = tl.maximum(power, LEAST_NORMAL)
+    return (q / power[:, None]).to(tl.float16), power
+
+
+@triton.jit
 def _attend(
-    acc, m_i, l_i, q, position, slope, scale, soft_cap, keys, cache_strides, pages, page_stride,
+    acc, m_i, l_i, q, row_scale, position, slope, scale, soft_cap, keys, cache_strides, pages, page_stride,
     first, last, gap, gap_length, low, high,
     MASKED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -104,6 +124,8 @@ def _attend(
 
         k = _load_rows(place, inside, column, HEAD_SIZE, BLOCK_D).to(q.dtype)
         score = tl.dot(q, k.T, input_precision="ieee")
+        if row_scale is not None:
+            score *= row_scale[:, None]
         scale_log2 = scale * LOG2E
         if soft_cap is not None:  # with tanh as in _formulas
             score = (2 * tl.sigmoid(score * (2 * scale / soft_cap)) - 1) * (soft_cap * LOG2E)
@@ -116,7 +138,10 @@ def _attend(
             visible = is_visible(key_position[None, :] - position[:, None], inside[None, :], LEFT, RIGHT)
             score = tl.where(visible, score, float("-inf"))
 
-        m_new = tl.maximum(m_i, tl.max(score, 1) * scale_log2)
+        peak = tl.max(score, 1) * scale_log2
+        if q.dtype == tl.float16:
+            peak -= FP16_PEAK
+        m_new = tl.maximum(m_i, peak)
         p = tl.exp2(score * scale_log2 - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
