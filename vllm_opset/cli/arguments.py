@@ -51,7 +51,7 @@ def writable(file: Path | None) -> Path | None:
 def picture(file: Path | None) -> Path | None:
     """Return a file for matplotlib to write. Refuse it as `writable` does, without matplotlib, or in another format."""
     if file is not None and importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("matplotlib is not installed: pip install 'vllm-opset[plot]'")
+        raise typer.BadParameter("matplotlib is not installed: pip install '.[plot]' in a clone")
     if file is not None and file.suffix not in PICTURES:
         raise typer.BadParameter(f"{file} has none of the endings {', '.join(PICTURES)}")
     return writable(file)

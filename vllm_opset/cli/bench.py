@@ -47,9 +47,9 @@ def bench(
     case: Annotated[str, typer.Option(help="Only the cases that match this shell pattern.")] = "*",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     random: Annotated[
-        int | None, typer.Option(min=1, help="Time so many random problems instead, and compare implementations.")
+        int | None, typer.Option(min=1, help="Time this many random problems instead of the fixed cases.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the random problems.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of the random problems.")] = 0,
     jobs: Annotated[
         int, typer.Option(min=1, help="Processes that call all cases once before they are timed, to compile kernels.")
     ] = 1,

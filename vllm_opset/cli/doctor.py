@@ -38,7 +38,7 @@ class Fault:
 
 
 def examine(
-    dtype: Annotated[str, typer.Option(help=f"Of the model: one of {', '.join(DTYPES)}.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=f"The model's dtype: one of {', '.join(DTYPES)}.")] = "bfloat16",
     as_json: AsJson = False,
 ) -> None:
     """Report which kernels would run here and why; exit with 1, and name the cure, if vLLM would not use the plugin."""
@@ -143,9 +143,7 @@ def _faults() -> Iterator[Fault]:
             yield Fault(what, cure)
     for group in ENTRY_POINT_GROUPS:
         if not any(point.name == "opset" for point in importlib.metadata.entry_points(group=group)):
-            yield Fault(
-                f"the plugin has no entry point in {group}", "pip install vllm-opset, or pip install -e . in a clone"
-            )
+            yield Fault(f"the plugin has no entry point in {group}", "pip install . in a clone")
     if os.environ.get("OPSET_PLATFORM") == "off":
         yield Fault("OPSET_PLATFORM=off", "unset OPSET_PLATFORM")
     plugins = os.environ.get("VLLM_PLUGINS")

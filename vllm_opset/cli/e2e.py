@@ -35,20 +35,21 @@ def compare(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="stock[=SITE]", help="vLLM without the plugin, here, or with the packages of another folder first."
+            metavar="stock[=SITE]",
+            help="Adds vLLM without the plugin, from this environment, or with the packages of the folder SITE first.",
         ),
     ] = None,
     variant: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=JSON",
-            help="An engine more (or opset or stock, otherwise): arguments of LLM, with env for variables of its "
-            "environment, site for a folder of packages, and adapters for a number of random LoRA adapters, which "
-            'requests take by turns. \'compiled={"compilation_config": {"mode": 3}}\'',
+            help="Adds an engine, or changes the engine opset or stock. The JSON holds arguments of LLM. env sets "
+            "environment variables, site names a folder of packages, and adapters is the number of random LoRA "
+            'adapters, which requests take by turns. \'compiled={"compilation_config": {"mode": 3}}\'',
         ),
     ] = None,
     case: Annotated[list[str] | None, typer.Option(help="Only cases that match this shell pattern.")] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Runs of each engine and case that count.")] = 5,
+    repetitions: Annotated[int, typer.Option(min=1, help="The number of measured runs of each engine and case.")] = 5,
     cold: Annotated[bool, typer.Option("--cold/--warm", help="Start with empty caches of compiled code.")] = True,
     apart: Annotated[
         bool,
