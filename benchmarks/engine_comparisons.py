@@ -72,9 +72,16 @@ def places(gpus: Sequence[str]) -> list[Place]:
 
 
 def run(
-    name: str, folder: Path, limit: int, repetitions: int, conditions: str, cases: Sequence[str], place: Place
+    name: str,
+    folder: Path,
+    limit: int,
+    repetitions: int,
+    conditions: str,
+    cases: Sequence[str],
+    place: Place,
+    running: list[subprocess.Popen],
 ) -> str:
-    """Runs a comparison, and returns how it ended."""
+    """Runs a comparison, and returns how it ended. running: its process is added to this list."""
     os.sched_setaffinity(0, place.cores)  # of this thread, and so of the processes that it starts
     command = [sys.executable, "-m", "vllm_opset", "bench", "e2e", *options(name, cases)]
     command += ["--repetitions", str(repetitions), "--json", str(folder / f"{name}.json")]
@@ -89,6 +96,7 @@ def run(
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+        running.append(process)
         try:
             return f"exit code {process.wait(limit)}"
         except subprocess.TimeoutExpired:
@@ -108,7 +116,8 @@ def main(
     conditions: Annotated[str, typer.Option(help="What readers must know; it is kept with the results.")] = "",
     case: Annotated[list[str] | None, typer.Option(help="Only cases that match this shell pattern.")] = None,
     gpu: Annotated[
-        list[str] | None, typer.Option(help="A GPU, as CUDA_VISIBLE_DEVICES names it. Several run side by side.")
+        list[str] | None,
+        typer.Option(help="A GPU, or several for one comparison as in 0,1. Comparisons on others run beside it."),
     ] = None,
 ) -> None:
     """Run comparisons of whole engines, one after the other on each GPU."""
@@ -118,18 +127,25 @@ def main(
             raise typer.BadParameter(f"unknown: {name!r}; {nearest(name, known)}", param_hint="NAME")
     folder.mkdir(parents=True, exist_ok=True)
     free: Queue[Place] = Queue()
+    running: list[subprocess.Popen] = []
     for place in places(gpu or ()):
         free.put(place)
 
     def ran(name: str) -> str:
         place = free.get()
         try:
-            return run(name, folder, limit, repetitions, conditions, case or (), place)
+            return run(name, folder, limit, repetitions, conditions, case or (), place, running)
         finally:
             free.put(place)
 
     with ThreadPoolExecutor(free.qsize()) as pool:
-        ends = list(pool.map(ran, names))
+        try:
+            ends = list(pool.map(ran, names))
+        except BaseException:  # such as Ctrl-C, which does not reach processes in sessions of their own
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.send_signal(signal.SIGTERM)
+            raise
     table = Table("comparison", "end")
     for name, end in zip(names, ends, strict=True):
         table.add_row(name, end)

@@ -31,8 +31,8 @@ class Run:
     """One repetition of a case. total: seconds until all tokens are there.
 
     ttft: seconds until every request has one token, None where that is not measured. compiled: the Triton kernels that
-    were compiled, or loaded from Triton's cache, during it. steps: for each request, the steps that gave it tokens; the
-    sum of all requests.
+    were compiled, or loaded from Triton's cache, during it. steps: those that gave a request tokens, summed over
+    the requests.
     """
 
     ttft: float | None
@@ -86,7 +86,7 @@ class Case:
     def metrics(self, runs: Sequence[Run]) -> dict[str, list[float]]:
         """For each run: seconds to the first token, milliseconds for each further one, output tokens per second.
 
-        Then vLLM's mean acceptance length: the tokens of a step, which are accepted drafts and one of the model's own.
+        Then the mean acceptance length: the tokens that a step gives a request, which are accepted drafts and one more.
         """
         tokens = self.batch * self.output
         return {

@@ -232,10 +232,10 @@ def _parameters(cls: type, method: str) -> tuple[str, ...]:
     return tuple(inspect.signature(found).parameters)[1:] if found else ()
 
 
-def install(runner, replaced: Callable[[Sampler], "OpsetSampler"] | None = None) -> bool:
+def install(runner, make: Callable[[Sampler], "OpsetSampler"] | None = None) -> bool:
     """Replace the sampler of a runner whose model was loaded, and return whether the sampler's class is a known one.
 
-    replaced: makes the sampler of vLLM's second runner from vLLM's own; by default an OpsetSampler.
+    make: makes the sampler of vLLM's second runner from vLLM's own; by default an OpsetSampler.
     """
     kind = type(runner.sampler)
     if kind.__module__ == FIRST:
@@ -244,7 +244,7 @@ def install(runner, replaced: Callable[[Sampler], "OpsetSampler"] | None = None)
         first.install(runner)
         return True
     if kind is Sampler and fits():
-        make = replaced or (lambda stock: OpsetSampler(stock, runner.model_config.dtype, runner.device))
+        make = make or (lambda stock: OpsetSampler(stock, runner.model_config.dtype, runner.device))
         runner.sampler = make(runner.sampler)
         return True
     if kind is Sampler:

@@ -52,13 +52,16 @@ def worker(monkeypatch):
         most_requests: int = 256,
         most_tokens: int = 8192,
         captured: Sequence[int] = SIZES,
+        quantization: str | None = None,
     ) -> SimpleNamespace:
         speculator = kind.__new__(kind)
         speculator.attn_groups = [[SimpleNamespace(backend=OpsetAttentionBackend)], [SimpleNamespace(backend=backend)]]
         config = SimpleNamespace(
             compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode], cudagraph_capture_sizes=captured),
             scheduler_config=SimpleNamespace(max_num_seqs=most_requests, max_num_batched_tokens=most_tokens),
-            speculative_config=SimpleNamespace(num_speculative_tokens=DRAFTS),
+            speculative_config=SimpleNamespace(
+                num_speculative_tokens=DRAFTS, draft_model_config=SimpleNamespace(quantization=quantization)
+            ),
             parallel_config=SimpleNamespace(world_size_across_dp=world_size),
             lora_config=adapters,
             model_config=SimpleNamespace(enable_sleep_mode=sleep_mode),
@@ -115,6 +118,7 @@ def test_no_graph_is_larger_than_a_step(limits, expected, worker):
         {"world_size": 2},
         {"adapters": "two"},
         {"sleep_mode": True},
+        {"quantization": "awq_marlin"},
     ],
     ids=lambda changes: "-".join(map(str, changes)),
 )

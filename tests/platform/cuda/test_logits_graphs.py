@@ -249,6 +249,16 @@ def test_a_head_in_another_dtype_is_not_copied_into_a_graph(head_dtype, captured
     assert hasattr(one.model_runner.sample, "__self__") is captured
 
 
+def test_a_quantised_head_is_not_captured(worker):
+    """vLLM's kernels for such weights need memory for the stream of the capture, and vLLM allows no more by then."""
+    from vllm_opset.platform.cuda import logits_graphs
+
+    one = worker()
+    one.model_runner.model.lm_head.quant_method = object()
+    logits_graphs.capture(one)
+    assert not hasattr(one.model_runner.sample, "__self__")
+
+
 def test_no_graph_outlives_the_worker(worker):
     """vLLM keeps the runner that it has ended. A graph in its pool would keep all of the pool."""
     from vllm_opset.platform.cuda import logits_graphs

@@ -59,8 +59,8 @@ class Started:
 class Answer:
     """The answers to requests that were asked together. seconds: of the generation, as a user waits for it.
 
-    cpu_seconds: CPU time of all the engine's processes during it. steps: for each request, the steps that gave it
-    tokens; the sum of all requests. compiled: the Triton kernels that were compiled, or loaded from Triton's cache, for
+    cpu_seconds: CPU time of all the engine's processes during it. steps: those that gave a request tokens, summed
+    over the requests. compiled: the Triton kernels that were compiled, or loaded from Triton's cache, for
     them. peak_bytes: the largest memory of one worker so far. On an accelerator that is the memory of PyTorch's
     allocator, and on a CPU resident memory.
     """

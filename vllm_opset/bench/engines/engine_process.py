@@ -3,8 +3,8 @@
 argv[1]: the arguments of `LLM` as JSON, and `adapters`, a number of LoRA adapters that requests take by turns.
 Writes {"versions", "platform", "device", "compiled"} when the engine is up. Then it reads one request a line,
 {"prompts": [[token id]], "sampling": [arguments of SamplingParams]}. It answers each with a line
-{"seconds", "tokens": [[token id]], "steps", "compiled", "peak_bytes"}. Steps are those that give a request tokens; all
-requests' are added up.
+{"seconds", "tokens": [[token id]], "steps", "compiled", "peak_bytes"}. Steps are those that give a request tokens,
+summed over the requests.
 It needs only vLLM, because it runs in environments without this project.
 """
 

@@ -10,8 +10,8 @@ def captured(
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """A graph of `run`, and the tensor that it writes.
 
-    pool: vLLM's pool of memory. The next replay of another graph in it may overwrite the tensor. stream: one for all
-    graphs, because PyTorch keeps memory for matrix products on each.
+    pool: vLLM's pool of memory. If the capture allocates the tensor, the next replay of another graph in the pool may
+    overwrite it. stream: one for all graphs, because PyTorch keeps memory for matrix products on each.
     """
     graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())  # which may still write what the function reads

@@ -2,8 +2,9 @@
 
 A draft model of vLLM runs once for each token that it drafts. Up to 0.33, vLLM captures none of these runs, and the GPU
 waits for Python, which launches each kernel. Here a replay does it. The first run of a step has the tokens that the
-model verified, and one more for each request. Each further run has one token of each request. Steps with prompts take
-vLLM's own way. vLLM sizes the KV cache before these graphs are captured, and does not count their memory.
+model verified, and one more for each request. Each further run has one token of each request. The first run of a step
+with prompts takes vLLM's own way. vLLM sizes the KV cache before these graphs are captured, and does not count their
+memory: that of the graphs, and of what the largest run computes, since a pool's memory is reused on one stream alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,8 @@ def drop(worker: Worker) -> None:
 def _may_capture(worker: Worker) -> bool:
     """Whether a draft model drafts, in one process, with opset's attention, and vLLM captures decode steps whole.
 
-    Adapters have graphs of their own kinds, and vLLM has a pool of its own for graphs whose memory sleeps.
+    Adapters have graphs of their own kinds, and vLLM has a pool of its own for graphs whose memory sleeps. Its kernels
+    for quantised weights keep memory for each stream, and after its own captures it allows no more of that.
     """
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
@@ -48,6 +50,7 @@ def _may_capture(worker: Worker) -> bool:
         and config.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         and config.parallel_config.world_size_across_dp == 1
         and config.lora_config is None
+        and config.speculative_config.draft_model_config.quantization is None
         and not config.model_config.enable_sleep_mode
         # vLLM derives further backends from this one, which write to buffers of their own.
         and all(group.backend is OpsetAttentionBackend for groups in speculator.attn_groups for group in groups)
@@ -57,8 +60,8 @@ def _may_capture(worker: Worker) -> bool:
 def _sizes(config: VllmConfig) -> list[int]:
     """The numbers of requests to capture: those of the decode steps that vLLM captures, and the most requests.
 
-    vLLM's sizes are numbers of tokens, of which a request has a verified one for each draft and one more. Here it has
-    yet another one, and vLLM plans no step of more tokens than the scheduler's limit.
+    vLLM's sizes are numbers of tokens, of which a request has one more than drafts. In the draft model's first run it
+    has two more. vLLM plans no step of more tokens than the scheduler's limit.
     """
     scheduler, sizes = config.scheduler_config, config.compilation_config.cudagraph_capture_sizes
     tokens = config.speculative_config.num_speculative_tokens + 1
@@ -96,7 +99,11 @@ class DraftGraphs:
 
     @torch.inference_mode()
     def _capture(self, num_reqs: int, query_len: int) -> torch.cuda.CUDAGraph:
-        """A graph that writes to the first rows of `_hidden_states`, which the first and largest one allocates."""
+        """A graph that writes to the first rows of `_hidden_states`.
+
+        The run before the first capture, which is the largest one, allocates that tensor. So it is not in the pool, and
+        vLLM's graphs do not overwrite it.
+        """
         num_tokens = num_reqs * query_len
         ids, positions, slots = self._inputs[query_len]
         slots.fill_(PAD_SLOT_ID)

@@ -9,6 +9,7 @@ import inspect
 
 import torch
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset.model.sampler import OpsetSampler
@@ -57,10 +58,16 @@ def _may_capture(worker: Worker) -> bool:
 
 
 def _is_capturable(model: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Whether vLLM's own layer gives the model's logits, and multiplies by the head without a copy of it."""
+    """Whether vLLM's own layer gives the model's logits, and multiplies by the head without a copy of it.
+
+    vLLM's kernels for quantised weights keep memory for each stream, and after its captures vLLM allows no more of it.
+    """
     used = inspect.unwrap(type(model).compute_logits).__code__.co_names
     processor = getattr(model, "logits_processor", None)
     if type(processor) is not LogitsProcessor or not ALLOWED_ATTRIBUTES.issuperset(used):
+        return False
+    method = getattr(getattr(model, "lm_head", None), "quant_method", None)
+    if method is not None and not isinstance(method, UnquantizedEmbeddingMethod):
         return False
     return processor.head_dtype in (None, dtype, torch.float32)
 

@@ -78,7 +78,7 @@ def _steps(runner, most_tokens: int) -> None:
 def _step(runner, num_tokens: int) -> None:
     """Run a step over the most requests it may have. It includes attention if the block table is large enough."""
     num_reqs = min(num_tokens, runner.max_num_reqs)
-    longest = num_tokens // num_reqs + num_tokens % num_reqs  # as vLLM divides the tokens among requests
+    longest = num_tokens // num_reqs + num_tokens % num_reqs  # at most: some releases give one request all that is left
     if longest > runner.max_model_len and hasattr(runner, "block_tables"):
         return  # the second model runner would run attention regardless of force_attention
     runner._dummy_run(

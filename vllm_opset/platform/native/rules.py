@@ -266,5 +266,5 @@ PARTS: Mapping[str, Part] = {
     ),
 }
 
-# Parts that change what a model computes. torch.compile traces through their layers, and the warm-up calls them.
+# Parts whose kernels run within the model. torch.compile traces through their layers, and the warm-up calls them.
 IN_THE_MODEL = PARTS.keys() - {"sampler"}

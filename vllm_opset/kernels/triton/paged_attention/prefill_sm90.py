@@ -149,7 +149,7 @@ def _barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
 
 @functools.cache
 def _rows_of_tile(block_d: int) -> int:
-    """It is remembered, because Triton takes a microsecond to call a function of the device from the host."""
+    """Cached, because Triton takes a microsecond to call a function of the device from the host."""
     return rows_of_tile(block_d)
 
 
