@@ -42,8 +42,8 @@ def kinds() -> list[str]:
     """The parts that were measured with kinds of models or engines, and the conditions."""
     columns = ("kind", "part", "by default", "model", "machine", "versions", "commit")
     rows = (
-        (row.kind, row.part, "on" if row.on else "off", row.model, row.machine, row.versions, row.commit)
-        for row in _evidence()
+        (row.kind, row.part, "on" if row.on else "off", row.model, row.machine, row.versions, _linked(row))
+        for row in rows_of_evidence()
     )
     return list(_table(columns, rows))
 
@@ -51,7 +51,7 @@ def kinds() -> list[str]:
 def ratios() -> list[str]:
     """The measurements, by case: time with the part over time without it."""
     found: dict[tuple[str, str, str], dict[str, str]] = {}
-    for row in _evidence():
+    for row in rows_of_evidence():
         for name, ratio in row.ratios.items():
             quantity, case = name.split(" ", 1)
             found.setdefault((row.kind, row.part, case), {})[quantity] = f"{ratio:.3f}{TIMES}"
@@ -60,8 +60,13 @@ def ratios() -> list[str]:
     return list(_table(("kind", "part", "case", *quantities), rows))
 
 
-def _evidence() -> list[evidence.Evidence]:
+def rows_of_evidence() -> list[evidence.Evidence]:
     return [row for family in evidence.defaults() for row in evidence.evidence(int(family.removeprefix("sm")))]
+
+
+def _linked(row: evidence.Evidence) -> str:
+    """The commit, with a link from the page to the times."""
+    return f"[{row.commit}]({row.data.removeprefix('docs/')})" if row.data else row.commit
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str | None]]) -> Iterator[str]:

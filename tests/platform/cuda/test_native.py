@@ -131,7 +131,7 @@ SLOWER = {
 @pytest.mark.parametrize("row", evidence.defaults().values(), ids=evidence.defaults().keys())
 def test_what_is_on_by_default_was_measured_to_be_faster(row):
     """The results name the parts that are on by default. Engines are slower with them in the cases of SLOWER alone."""
-    # Experts have a page of their own: tests/platform/cuda/test_native_rules.py tests the part for them.
+    # Experts have a page of their own: tests/platform/cuda/test_evidence.py tests the part for them.
     (page,) = {row[part] for part in parts.PARTS if part != "moe"} - {None}
     results = (ROOT / page).with_suffix(".json").read_text()
     (named,) = re.findall(r"native is vLLM with opset's parts of that time: ([a-z, ]+)\.", results)

@@ -12,8 +12,9 @@ import yaml
 class Evidence:
     """One part, measured with one kind of model or engine. kind: the feature that a rule of the part names.
 
-    on: whether the part is on by default with that kind. model, machine, versions, commit: the conditions. ratios: time
-    with the part over time without it, by quantity and case, such as "TPOT 1x1024/32".
+    on: whether the part is on by default with that kind. model, machine, versions, commit: the conditions. data: the
+    file of the repository with the times, or None if they were not kept. ratios: time with the part over time without
+    it, by quantity and case, such as "TPOT 1x1024/32".
     """
 
     part: str
@@ -23,6 +24,7 @@ class Evidence:
     machine: str
     versions: str
     commit: str
+    data: str | None
     ratios: Mapping[str, float]
 
     @property
