@@ -96,7 +96,7 @@ window-light: $(WINDOW:%=window-light-%) ## what needs no engine, on every vLLM 
 $(WINDOW:%=window-light-%): window-light-%: env-%
 	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m "window and not engine and not serve" $(ARGS)
 
-next-release: env-$(NEWEST) ## what drifts with the vLLM of SDIST=..., an sdist or a source tree; ARGS=--engines runs engines too
+next-release: env-$(NEWEST) ## what drifts with the vLLM of SDIST=..., an sdist or a source tree; ARGS=--light starts no engines
 	@test -e "$(SDIST)" || { echo 'SDIST=... names no sdist or source tree of vLLM' >&2; exit 2; }
 	@tools/venv.sh .venv-next next $(NEWEST)
 	@.venv-next/bin/python -u tools/next_release.py .venv-$(NEWEST)/bin/python $(SDIST) $(ARGS)

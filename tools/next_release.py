@@ -1,8 +1,8 @@
 """next_release.py PYTHON SOURCE: builds vLLM from SOURCE in this environment, and lists what drifted.
 
 PYTHON is that of an environment with a release that is served, with which it compares. SOURCE is an sdist or a source
-tree. Afterwards the tests of the window run; --engines adds those that start engines and servers. Further arguments are
-pytest's. The exit status is 1 if anything drifted. Run by `make next-release`.
+tree. Afterwards the tests of the window run; --light leaves out those that start engines and servers. Further arguments
+are pytest's. The exit status is 1 if anything drifted. Run by `make next-release`.
 """
 
 import json
@@ -32,7 +32,7 @@ INSTALL = (
 )
 INSTALL += ("--overrides", "requirements/overrides.txt", "--excludes", "requirements/excludes.txt")
 BUILT = ("build", "vllm.egg-info")
-LIGHT, ENGINES = "window and not engine and not serve", "window and (engine or serve)"
+WHOLE, LIGHT = "window", "window and not engine and not serve"
 ALL = "*"  # of surface.py: the kind could not be listed
 
 
@@ -108,9 +108,8 @@ def main(python: str, source: str, *arguments: str) -> int:
     # Else all that a module uses would be listed as gone if it cannot be imported.
     found = list(drifted(surface_of(python, after["import"]), after))
     show(f"From vLLM {release_of(python)} to {release_of(sys.executable)}", found)
-    failures, engines = [], "--engines" in arguments
-    for marks in (LIGHT, ENGINES)[: 1 + engines]:
-        failures += run_tests(marks, [argument for argument in arguments if argument != "--engines"])
+    marks = LIGHT if "--light" in arguments else WHOLE
+    failures = run_tests(marks, [argument for argument in arguments if argument != "--light"])
     show("Tests", failures)
     print(f"{len(found)} drifted, {len(failures)} tests failed. CONTRIBUTING.md says what to do about each kind.")
     return 1 if found or failures else 0

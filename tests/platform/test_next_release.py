@@ -1,14 +1,21 @@
-"""What `make next-release` lists: a vLLM that is changed here, compared with itself before the change."""
+"""What `make next-release` lists: a vLLM that is changed here, compared with itself before the change, and tests."""
 
-import runpy
+import importlib.util
+import subprocess
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import surface
+from readme import ROOT
 
 from vllm_opset.model import registration
 
-next_release = runpy.run_path(str(Path(__file__).parents[2] / "tools/next_release.py"))
+SCRIPT = ROOT / "tools/next_release.py"
+spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+next_release = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(next_release)
 MODULES = ("vllm_opset.platform.base", "vllm_opset.platform.cpu.worker")
 
 
@@ -24,7 +31,7 @@ def few_modules():
 def drift():
     """`drift()`: what changed since this fixture was made, as (kind, name) and the change."""
     before = surface.surface()
-    return lambda: {(kind, name): change for kind, name, change in next_release["drifted"](before, surface.surface())}
+    return lambda: {(kind, name): change for kind, name, change in next_release.drifted(before, surface.surface())}
 
 
 def test_nothing_drifts_by_itself(drift):
@@ -56,3 +63,80 @@ def test_every_kind_of_drift_is_listed(drift, monkeypatch):
     assert found["variable", "VLLM_BRAND_NEW"] == "new"
     assert found["registration", f"{registration.REGISTRY}: RMSNorm"] == "gone"
     assert found["bridge", "attention backend"] == "needed -> not needed"
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.a" name="test_passes"/>
+<testcase classname="tests.a" name="test_fails"><failure message="assert 1 == 2&#10;and more"/></testcase>
+<testcase classname="tests.b" name="test_errs"><error message="failed on setup"/></testcase>
+<testcase classname="tests.b" name="test_is_skipped"><skipped message="needs a GPU"/></testcase>
+<testcase name="tests.c"><error/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_failures_and_errors_of_a_report_are_listed_by_their_first_lines(tmp_path):
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT)
+    assert list(next_release.failed_tests(report)) == [
+        ("test", "tests.a::test_fails", "assert 1 == 2"),
+        ("test", "tests.b::test_errs", "failed on setup"),
+        ("test", "::tests.c", "failed"),
+    ]
+
+
+def test_the_tests_of_the_window_run_and_those_that_fail_are_listed(tmp_path):
+    file = tmp_path / "test_of_a_window.py"
+    file.write_text("""
+import pytest
+@pytest.mark.window
+def test_passes(): pass
+@pytest.mark.window
+@pytest.mark.engine
+def test_starts_an_engine(): assert not "an engine"
+def test_of_one_release(): assert not "in the window"
+""")
+    arguments = ["-n", "0", "-p", "no:cacheprovider", str(file)]
+    assert next_release.run_tests(next_release.LIGHT, arguments) == []
+    ((kind, name, change),) = next_release.run_tests(next_release.WHOLE, arguments)
+    assert (kind, name.rpartition("::")[2], change) == (
+        "test", "test_starts_an_engine", "AssertionError: assert not 'an engine'",
+    )  # fmt: skip
+    nothing = next_release.run_tests(next_release.WHOLE, [*arguments, "-k", "absent"])
+    assert nothing == [("test", "window", "pytest ended with status 5")]
+
+
+def test_a_source_tree_is_installed_without_what_earlier_builds_left(tmp_path, monkeypatch):
+    for folder in ("vllm/build", "build", "vllm.egg-info"):
+        (tmp_path / folder).mkdir(parents=True)
+    installed = []
+
+    def run(command, **how):
+        assert how["check"]
+        *_, python, requirement = command
+        tree = Path(requirement.removeprefix("vllm @ file://"))
+        installed.append((python, sorted(str(path.relative_to(tree)) for path in tree.rglob("*"))))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    next_release.install(tmp_path)
+    assert installed == [(sys.executable, ["vllm", "vllm/build"])]
+
+
+@pytest.mark.parametrize(("arguments", "marks"), [((), next_release.WHOLE), (("--light",), next_release.LIGHT)])
+@pytest.mark.parametrize("missing", [[], ["a.module"]])
+@pytest.mark.parametrize("failed", [[], [next_release.Drift("test", "tests.a::test_fails", "assert 1 == 2")]])
+def test_the_command_fails_if_anything_drifts_or_a_test_fails(
+    arguments, marks, missing, failed, tmp_path, monkeypatch, capsys
+):
+    """Nothing is built, and no test runs."""
+    after = {"import": dict.fromkeys(missing, "missing")}
+    replaced = Mock()
+    replaced.surface_of.side_effect = lambda python, *without: after if python == sys.executable else {"import": {}}
+    replaced.run_tests.return_value = failed
+    for name in ("install", "surface_of", "release_of", "run_tests"):
+        monkeypatch.setattr(next_release, name, getattr(replaced, name))
+    status = next_release.main("served", str(tmp_path), *arguments, "-k", "words")
+    replaced.install.assert_called_once_with(tmp_path)
+    replaced.surface_of.assert_called_with("served", after["import"])
+    replaced.run_tests.assert_called_once_with(marks, ["-k", "words"])
+    assert status == bool(missing or failed)
+    assert f"{len(missing)} drifted, {len(failed)} tests failed" in capsys.readouterr().out
