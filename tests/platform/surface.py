@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from launched_kernels import launched_kernels
 from signatures import Calls, is_method, method, overridden, parameters, refused, why_not
 
 import vllm_opset
@@ -132,6 +133,11 @@ def hooks() -> Said:
                 yield f"{cls}.{member}", _signature(method(owner, member)) if is_method(value) else ""
 
 
+def kernels() -> Said:
+    """The Triton kernels that vLLM's second model runner launches, with their parameters."""
+    yield from ((name, f"({', '.join(parameters)})") for name, parameters in launched_kernels().items())
+
+
 KINDS: Mapping[str, Callable[[], Said]] = {
     "import": imports,
     "overridden method": signatures,
@@ -141,6 +147,7 @@ KINDS: Mapping[str, Callable[[], Said]] = {
     "setting": configuration,
     "variable": variables,
     "hook": hooks,
+    "kernel": kernels,
 }
 
 

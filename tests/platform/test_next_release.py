@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import surface
+from launched_kernels import launched_kernels
 from readme import ROOT
 
 from vllm_opset.model import registration
@@ -52,6 +53,8 @@ def test_every_kind_of_drift_is_listed(drift, monkeypatch):
     monkeypatch.delattr("vllm.v1.attention.backends.registry.register_backend")
     monkeypatch.delattr("vllm.model_executor.models.registry._MULTIMODAL_MODELS")
     monkeypatch.delitem(AsyncEngineArgs.__dataclass_fields__, "seed")
+    new_kernel = "vllm.v1.worker.gpu.new._kernel"
+    monkeypatch.setattr(surface, "launched_kernels", lambda: launched_kernels() | {new_kernel: ("x_ptr", "size")})
     platform = "vllm.platforms.interface.Platform"
     found = drift()
     assert found["overridden method", f"{platform}.get_attn_backend_cls"] == "gone"
@@ -63,6 +66,7 @@ def test_every_kind_of_drift_is_listed(drift, monkeypatch):
     assert found["variable", "VLLM_BRAND_NEW"] == "new"
     assert found["registration", f"{registration.REGISTRY}: RMSNorm"] == "gone"
     assert found["bridge", "attention backend"] == "needed -> not needed"
+    assert found["kernel", new_kernel] == "new (x_ptr, size)"
 
 
 REPORT = """<testsuites><testsuite>
