@@ -184,14 +184,56 @@ DAMAGES = pytest.mark.parametrize(
 )
 
 
+def damaged(checkpoint: Path, damage, name: str, folder: Path) -> Path:
+    """A copy of a checkpoint in which a tensor is damaged."""
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    weights = quantised.load_file(folder / "model.safetensors")
+    damage(weights, name)
+    quantised.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 @DAMAGES
 def test_a_damaged_scale_is_named(damage, checkpoints, engine, tmp_path):
-    shutil.copytree(checkpoints["channelwise"], tmp_path, dirs_exist_ok=True)
-    weights = quantised.load_file(tmp_path / "model.safetensors")
-    damage(weights, "model.layers.1.mlp.down_proj.weight_scale")
-    quantised.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    named = r"model\.layers\.1\.mlp\.down_proj\.weight_scale holds NaN, infinity or the lowest number"
-    with pytest.raises(Exception, match=named), engine(tmp_path, dtype="bfloat16"):
+    folder = damaged(checkpoints["channelwise"], damage, "model.layers.1.mlp.down_proj.weight_scale", tmp_path)
+    named = r"model\.layers\.1\.mlp\.down_proj\.weight_scale holds NaN: the checkpoint is damaged, or lacks it"
+    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("channelwise", "weight_scale"),
+        ("static", "weight_scale"),
+        ("static", "input_scale"),
+        ("blockwise", "weight_scale_inv"),
+        ("int8", "weight_scale"),
+        ("static, int8", "weight_scale"),
+        ("awq", "scales"),
+        ("gptq", "scales"),
+        ("int4", "weight_scale"),
+        ("int4, zero points", "weight_scale"),
+    ],
+)
+def test_a_missing_scale_of_a_part_of_a_fused_layer_is_named(name, scale, checkpoints, engine, tmp_path):
+    missing = f"model.layers.1.self_attn.k_proj.{scale}"
+    folder = damaged(checkpoints[name], lambda weights, name: weights.pop(name), missing, tmp_path)
+    named = rf"model\.layers\.1\.self_attn\.qkv_proj\.{scale} holds NaN.*: the checkpoint is damaged, or lacks it"
+    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("channelwise", "weight_scale"), ("blockwise", "weight_scale_inv"), ("awq", "scales")]
+)
+def test_a_scale_of_another_granularity_is_named(name, scale, checkpoints, engine, tmp_path):
+    def shorten(weights: dict[str, torch.Tensor], name: str) -> None:
+        weights[name] = weights[name][:1, :1].contiguous()
+
+    folder = damaged(checkpoints[name], shorten, f"model.layers.1.mlp.down_proj.{scale}", tmp_path)
+    named = rf"model\.layers\.1\.mlp\.down_proj\.{scale} has another granularity than config.json says: \[1, 1\] in"
+    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
         pass
 
 
@@ -268,10 +310,7 @@ def test_experts_quantise_activations_where_the_device_multiplies_them(
     ("name", "scale_name"), [("channelwise", "weight_scale"), ("blockwise", "weight_scale_inv"), ("awq", "scales")]
 )
 def test_a_damaged_scale_of_an_expert_is_named(damage, name, scale_name, mixtures, engine, tmp_path):
-    shutil.copytree(mixtures[name], tmp_path, dirs_exist_ok=True)
-    weights = quantised.load_file(tmp_path / "model.safetensors")
-    damage(weights, f"model.layers.1.mlp.experts.5.down_proj.{scale_name}")
-    quantised.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    folder = damaged(mixtures[name], damage, f"model.layers.1.mlp.experts.5.down_proj.{scale_name}", tmp_path)
     named = rf"model\.layers\.1\.mlp\.experts.*\.w2_{scale_name} holds NaN, .* for expert 5: the checkpoint is damaged"
-    with pytest.raises(Exception, match=named), engine(tmp_path, dtype="bfloat16"):
+    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
         pass

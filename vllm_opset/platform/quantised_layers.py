@@ -1,5 +1,6 @@
 """The patches that let vLLM build layers with quantised weights without its compiled kernels."""
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -24,6 +25,13 @@ EXPERTS_METHODS = (
     f"{QUANTISATION}.fp8.Fp8MoEMethod",
     f"{OF_COMPRESSED_TENSORS}_fp8.CompressedTensorsW8A8Fp8MoEMethod",
     f"{OF_COMPRESSED_TENSORS}_int8.CompressedTensorsW8A8Int8MoEMethod",
+)
+STEPS_OF_LOADING = ("create_weights", "process_weights_after_loading")
+LINEAR_METHODS = (
+    f"{QUANTISATION}.fp8.Fp8LinearMethod",
+    f"{QUANTISATION}.compressed_tensors.compressed_tensors.CompressedTensorsLinearMethod",
+    f"{QUANTISATION}.auto_gptq.AutoGPTQLinearMethod",
+    f"{QUANTISATION}.auto_awq.AutoAWQLinearMethod",
 )
 
 
@@ -124,11 +132,66 @@ def mark_missing_scales() -> None:
 def _with_marked_scales(create: Callable[..., None]) -> Callable[..., None]:
     def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
         create(self, layer, *args, **kwargs)
-        for name, parameter in layer.named_parameters(recurse=False):
-            if "scale" in name:
-                parameter.data.fill_(torch.nan)
+        for parameter in _scales_of(layer).values():
+            parameter.data.fill_(torch.nan)
 
     return create_weights
+
+
+def _scales_of(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in layer.named_parameters(recurse=False) if "scale" in name}
+
+
+@patch(
+    lambda: all(has(f"{method}.{name}")() for method in LINEAR_METHODS for name in STEPS_OF_LOADING),
+    ends="vLLM raises for scales that a checkpoint lacks, and names those that do not fit",
+    changes=tuple(f"{method}.{name}" for method in LINEAR_METHODS for name in STEPS_OF_LOADING),
+    worker=WITHOUT_KERNELS,
+)
+def check_scales_of_linear_layers() -> None:
+    """Name the scales of a linear layer that a checkpoint lacks, and those whose shape does not fit the layer.
+
+    vLLM takes a missing scale for what was in memory, or for the scale of another part of a fused layer, and the engine
+    answers with wrong tokens. For a shape that does not fit, it raises an error without a name.
+    """
+    for method in map(find, LINEAR_METHODS):
+        wrap_once(method, "create_weights", _with_named_scales)
+        wrap_once(method, "process_weights_after_loading", _with_checked_scales)
+
+
+def _with_named_scales(create: Callable[..., None]) -> Callable[..., None]:
+    marked = _with_marked_scales(create)
+
+    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+        marked(self, layer, *args, **kwargs)
+        for name, parameter in _scales_of(layer).items():
+            parameter.weight_loader = _named(parameter.weight_loader, f"{layer.prefix}.{name}")
+
+    return create_weights
+
+
+def _named(load: Callable[..., None], name: str) -> Callable[..., None]:
+    """A parameter's loader whose errors have the name of the parameter."""
+
+    @functools.wraps(load)
+    def named(parameter: torch.nn.Parameter, loaded: torch.Tensor, *args, **kwargs) -> None:
+        try:
+            load(parameter, loaded, *args, **kwargs)
+        except (AssertionError, RuntimeError) as error:
+            shapes = f"{list(loaded.shape)} in the checkpoint, for {list(parameter.shape)} here"
+            raise ValueError(f"{name} has another granularity than config.json says: {shapes}") from error
+
+    return named
+
+
+def _with_checked_scales(process: Callable[..., None]) -> Callable[..., None]:
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        for name, parameter in _scales_of(layer).items():
+            if parameter.isnan().any():
+                raise ValueError(f"{layer.prefix}.{name} holds NaN: the checkpoint is damaged, or lacks it")
+        process(self, layer)
+
+    return process_weights_after_loading
 
 
 @patch(

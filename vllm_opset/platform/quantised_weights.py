@@ -1,7 +1,7 @@
 """Quantised weights without vLLM's kernels: which are served, by its registrations, and why the others are refused."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,9 +21,13 @@ OF_EXPERTS = {
     "float": (("tensor", "tensor"), ("channel", "token"), ("block", "group")),
     "int": (("channel", "token"),),
 }
+# The least rows and columns of a block of fp8 weights: kernels take scales for so many columns, and vLLM quantises as
+# many columns of activations together as a block has rows.
+LEAST_BLOCK = 32
 CURE = (
     "choose a checkpoint in float32, bfloat16 or float16, alone or with --quantization fp8, or one whose linear layers "
-    "and experts are in fp8 e4m3 with scales per tensor, per channel or by blocks, in symmetric int8 with scales per "
+    "and experts are in fp8 e4m3 with scales per tensor, per channel or by blocks whose sizes are powers of two from "
+    f"{LEAST_BLOCK} on, in symmetric int8 with scales per "
     "tensor or per channel, or in int4 by groups (AWQ, symmetric GPTQ, or compressed-tensors, without act-order by "
     "groups), or gpt-oss with experts in MXFP4"
 )
@@ -78,6 +82,7 @@ def unserved(model: "ModelConfig") -> Iterator[str]:
     checkpoint = _checkpoint(model)
     if checkpoint.get("store_dtype"):
         yield f"experts in {checkpoint['store_dtype']}"
+    yield from _unserved_blocks(checkpoint.get("weight_block_size"))
     if model.quantization == "compressed-tensors":
         yield from _unserved_by_compressed_tensors(checkpoint, model.is_moe)
     elif model.quantization in int4_weights.AWQ:
@@ -98,6 +103,8 @@ def _unserved_by_compressed_tensors(checkpoint: Mapping, has_experts: bool) -> I
             yield from int4_weights.unserved_by_compressed_tensors(group, checkpoint.get("format", ""))
         elif not _is_stored(weights, kind) or weights.get("strategy") not in STRATEGIES.get(kind, ()):
             yield f"{_described(weights)} weights ({name} of compressed-tensors)"
+        elif any(blocks := [*_unserved_blocks(weights.get("block_structure"))]):
+            yield from blocks
         elif activations is None or not _is_stored(activations, kind):
             of_x = "unquantised" if activations is None else _described(activations)
             yield f"{_described(weights)} weights for {of_x} activations ({name} of compressed-tensors)"
@@ -106,6 +113,12 @@ def _unserved_by_compressed_tensors(checkpoint: Mapping, has_experts: bool) -> I
                 f"experts of {_described(weights)} weights for {_described(activations)} activations "
                 f"({name} of compressed-tensors)"
             )
+
+
+def _unserved_blocks(sizes: Sequence[int] | None) -> Iterator[str]:
+    """sizes: the rows and columns of weights that share a scale; None for other granularities."""
+    if sizes and any(size < LEAST_BLOCK or size.bit_count() != 1 for size in sizes):
+        yield f"fp8 blocks of {' x '.join(map(str, sizes))}"
 
 
 def _is_stored(tensor: Mapping, kind: str | None) -> bool:
@@ -158,6 +171,7 @@ def _register_linear() -> None:
     register_linear_kernel(OpsetFp8LinearKernel, PlatformEnum.OOT, "fp8")
     register_linear_kernel(OpsetInt8LinearKernel, PlatformEnum.OOT, "int8")
     register_linear_kernel(OpsetInt4LinearKernel, PlatformEnum.OOT)
+    quantised_layers.check_scales_of_linear_layers()
     quantised_layers.serve_gptq_without_marlin()
     quantised_layers.serve_awq(OpsetAwqLinearMethod)
     quantised_layers.register_fp8_block_kernel(OpsetFp8LinearKernel)
