@@ -1,7 +1,10 @@
 """vLLM's second model runner on a CPU, without Triton, gives the answers of the first one."""
 
+import itertools
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import models
@@ -10,7 +13,7 @@ import torch
 from engines import NUM_TOKENS, generate, is_first_runner, runner, tokens
 from processes import run
 
-from vllm_opset.platform import second_runner
+from vllm_opset.platform import runners, second_runner
 
 pytestmark = [
     pytest.mark.engine,
@@ -30,12 +33,21 @@ REQUESTS = {
     "several answers": {**SAMPLED, "n": 3, "top_k": 40, "top_p": 0.9},
     "min-p": {**SAMPLED, "min_p": 0.05},
     "penalties": {**SAMPLED, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.2},
-    "log-probabilities": {**SAMPLED, "logprobs": 5, "prompt_logprobs": 3},
-    "of these tokens": {"logprob_token_ids": [7, 9, 11]},
     "bias": {"logit_bias": {5: 20.0, 6: -100.0}, **SAMPLED},
     "allowed tokens": {"allowed_token_ids": [10, 20, 30], **SAMPLED},
     "at least": {"min_tokens": 20, "stop_token_ids": list(range(3, 100)), "ignore_eos": False},
     "bad words": {"bad_words": ["a", "b", "c d"], **SAMPLED},
+}
+MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+# Raw and processed logits differ. The filter keeps token 7 and takes others away, whose processed logits are -inf.
+PROCESSED = {**SAMPLED, "logit_bias": {7: 9.0}, "repetition_penalty": 1.3, "top_k": 20}
+# Requests for log-probabilities.
+SCORED = {
+    "greedy": {"logprobs": 3},
+    "sampled": {**SAMPLED, "logprobs": 5, "prompt_logprobs": 3},
+    "processed": {**PROCESSED, "logprobs": 5},
+    "of these tokens": {"logprob_token_ids": [7, 9, 11]},
+    "of these tokens, processed": {**PROCESSED, "logprob_token_ids": [7, 9, 11]},
 }
 # The second runner has room for 128, and vLLM adds the tokenizer's own end.
 TOO_MANY = {"min_tokens": 2, "stop_token_ids": list(range(3, 131))}
@@ -44,27 +56,51 @@ STRUCTURED = {"regex": r"[a-f]{4}-\d{3}"}
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory, engine) -> dict[str, dict[str, list]]:
-    """The outputs of both runners for the same requests, by the module of the runner."""
+def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("qwen3")
     models.build("qwen3", folder)
     models.add_tokenizer(folder)
-    return dict(asked(folder, engine, variable) for variable in "01")
+    return folder
 
 
-def asked(folder, engine, variable: str) -> tuple[str, dict[str, list]]:
-    """The module of the runner that this value of vLLM's variable selects, and its answers."""
+@pytest.fixture(scope="module")
+def answers(folder, engine) -> dict[str, dict[str, list]]:
+    """The outputs of both runners for the same requests, by the module of the runner."""
     from vllm.sampling_params import StructuredOutputsParams
 
     structured = {"structured_outputs": StructuredOutputsParams(**STRUCTURED), "ignore_eos": False, **SAMPLED}
-    requests = {**REQUESTS, "structured": structured}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_USE_V2_MODEL_RUNNER", variable)
-        with engine(folder, **LIMITS) as llm:
+    found = {}
+    for variable in "01":
+        with serving(folder, engine, variable) as llm:
             if not is_first_runner(llm):
                 assert_a_bad_request_is_refused(llm)
-            answers = {name: generate(llm, models.prompts() * 2, **sampling) for name, sampling in requests.items()}
-            return type(runner(llm)).__module__, answers
+            found[type(runner(llm)).__module__] = asked(llm, REQUESTS | {"structured": structured})
+    return found
+
+
+@pytest.fixture(scope="module")
+def scores(folder, engine) -> dict[str, list[dict[str, list]]]:
+    """The outputs of the first and of the second runner, by the mode of their log-probabilities."""
+    found = {mode: [] for mode in MODES}
+    for mode, variable in itertools.product(MODES, "01"):
+        with serving(folder, engine, variable, logprobs_mode=mode) as llm:
+            found[mode].append(asked(llm, SCORED, max_tokens=8))
+    return found
+
+
+@contextmanager
+def serving(folder, engine, variable: str, **arguments) -> Iterator:
+    """An engine with the model runner that this value of vLLM's variable selects."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(runners.VARIABLE, variable)
+        with engine(folder, **LIMITS, **arguments) as llm:
+            yield llm
+
+
+def asked(llm, requests: dict[str, dict], max_tokens: int = NUM_TOKENS) -> dict[str, list]:
+    """The outputs of an engine, by the names of the requests."""
+    prompts = models.prompts() * 2
+    return {name: generate(llm, prompts, max_tokens=max_tokens, **sampling) for name, sampling in requests.items()}
 
 
 def assert_a_bad_request_is_refused(llm) -> None:
@@ -88,9 +124,11 @@ def test_both_runners_give_the_same_answers(name, answers):
         assert [answer.token_ids for answer in other.outputs] == [answer.token_ids for answer in one.outputs]
 
 
-@pytest.mark.parametrize("name", ["log-probabilities", "of these tokens"])
-def test_both_runners_give_the_same_log_probabilities(name, answers):
-    first, second = (outputs[name] for outputs in answers.values())
+@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("mode", MODES)
+def test_both_runners_give_the_same_log_probabilities(mode, name, scores):
+    first, second = (outputs[name] for outputs in scores[mode])
+    assert tokens(second) == tokens(first)
     for one, other in zip(first, second, strict=True):
         of_one, of_other = map(log_probabilities, (one, other))
         assert len(of_one) == len(of_other) > 0
@@ -98,6 +136,11 @@ def test_both_runners_give_the_same_log_probabilities(name, answers):
             assert {id: given.rank for id, given in step.items()} == {id: given.rank for id, given in expected.items()}
             values = ([step[id].logprob for id in sorted(step)] for step in (step, expected))
             torch.testing.assert_close(*map(torch.tensor, values), rtol=1e-4, atol=1e-4)
+
+
+def test_no_two_modes_give_the_same(scores):
+    first_steps = [second["processed"][0].outputs[0].logprobs[0] for _, second in scores.values()]
+    assert len({max(given.logprob for given in step.values()) for step in first_steps}) == len(MODES)
 
 
 def log_probabilities(output) -> list[dict]:

@@ -94,9 +94,10 @@ def logits(num_rows: int) -> torch.Tensor:
     return _samples.normal((num_rows, VOCABULARY), torch.float32, "cpu", _samples.generator("native"), 2.5)
 
 
-def test_each_request_gets_what_it_asked_for(sampler):
+@pytest.mark.parametrize("mode", ["processed_logits", "processed_logprobs"])
+def test_each_request_gets_what_it_asked_for(mode, sampler):
     places = list(REQUESTS)
-    tokens, kept = sample(sampler(REQUESTS), places, [17] * len(places), logits(len(places)))
+    tokens, kept = sample(sampler(REQUESTS, mode), places, [17] * len(places), logits(len(places)))
 
     def settings(name: str, off: float) -> torch.Tensor:
         return torch.tensor([REQUESTS[place].get(name, off) for place in places])
@@ -115,9 +116,10 @@ def test_each_request_gets_what_it_asked_for(sampler):
     assert len({int(row.isfinite().sum()) for row in expected}) > 2, "the requests ask for much the same"
 
 
-def test_logits_that_nobody_asked_for_are_not_processed(sampler):
+@pytest.mark.parametrize("mode", ["raw_logits", "raw_logprobs"])
+def test_logits_that_nobody_asked_for_are_not_processed(mode, sampler):
     given = logits(len(REQUESTS))
-    _, kept = sample(sampler(REQUESTS, "raw_logits"), list(REQUESTS), [17] * len(REQUESTS), given)
+    _, kept = sample(sampler(REQUESTS, mode), list(REQUESTS), [17] * len(REQUESTS), given)
     assert torch.equal(kept, given)
 
 
