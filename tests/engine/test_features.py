@@ -122,12 +122,36 @@ def test_structured_output(llm):
             assert re.fullmatch(pattern, text), text
 
 
-def test_bad_words_bias_and_allowed_tokens(llm, greedy):
+def test_bias_and_allowed_tokens(llm, greedy):
     prompt, (banned, *_) = models.prompts()[3], greedy[3]
     (biased,) = generate(llm, [prompt], logit_bias={banned: -100.0})
     assert banned not in biased.outputs[0].token_ids
     (allowed,) = generate(llm, [prompt], allowed_token_ids=[10, 20, 30])
     assert set(allowed.outputs[0].token_ids) <= {10, 20, 30}
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"), [([], "aaaaaa"), (["a"], "bbbbbb"), (["aa"], "ababab"), (["aa", "aba"], "abbabb")]
+)
+def test_bad_words(words, answer, llm):
+    """The model would always say "a". Where that would end a bad word, it says "b"."""
+    tokenizer = llm.get_tokenizer()
+    a, b = tokenizer.encode("ab")
+    asked = {"allowed_token_ids": [a, b], "logit_bias": {a: 100.0}, "bad_words": words, "max_tokens": len(answer)}
+    outputs = generate(llm, models.prompts(), **asked)
+    assert tokens(outputs) == [tokenizer.encode(answer)] * len(outputs)
+
+
+@pytest.mark.parametrize("ends_by", ["a stop token", "the tokenizer's end"])
+def test_an_answer_has_at_least_as_many_tokens_as_asked_for(ends_by, llm):
+    """The model would end its answer at once. As long as that is not allowed, it says "b"."""
+    tokenizer = llm.get_tokenizer()
+    a, b = tokenizer.encode("ab")
+    end = a if ends_by == "a stop token" else tokenizer.eos_token_id
+    asked = {"logit_bias": {end: 200.0, b: 100.0}, "stop_token_ids": [a], "ignore_eos": False}
+    for min_tokens in (0, 1, 5):
+        outputs = generate(llm, models.prompts(), min_tokens=min_tokens, **asked)
+        assert tokens(outputs) == [[*[b] * min_tokens, end]] * len(outputs)
 
 
 def test_the_report_counts(llm):

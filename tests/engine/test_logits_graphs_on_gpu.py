@@ -1,5 +1,7 @@
 """Decode steps whose LM head is captured, and that build no metadata, give the same answers, on GPUs."""
 
+import string
+
 import engines
 import models
 import pytest
@@ -25,6 +27,9 @@ BATCHES = {
     "greedy and sampled": [GREEDY, {**SAMPLED, "top_k": 40, "top_p": 0.9}, {**SAMPLED, "min_p": 0.05}],
     "penalties": [{**GREEDY, "repetition_penalty": 1.3, "presence_penalty": 0.5}, GREEDY],
     "bias": [{**GREEDY, "logit_bias": {5: 20.0, 6: -100.0}}, GREEDY],
+    "allowed tokens": [{**GREEDY, "allowed_token_ids": [10, 20, 30]}, SAMPLED],
+    "at least": [{**GREEDY, "min_tokens": 6, "stop_token_ids": list(range(3, 100)), "ignore_eos": False}, GREEDY],
+    "bad words": [{**GREEDY, "bad_words": [*string.ascii_letters]}, SAMPLED],
     "log-probabilities": [{**GREEDY, "logprobs": 3, "prompt_logprobs": 2}, {**SAMPLED, "logprobs": 0}],
     "structured": [{**GREEDY, "structured_outputs": r"[a-f]{4}-\d{3}"}, GREEDY],
 }
