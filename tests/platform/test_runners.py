@@ -8,7 +8,7 @@ from small_models import LLAMA
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_opset.platform import runners, second_runner
+from vllm_opset.platform import base, runners, second_runner
 from vllm_opset.platform.base import OpsetPlatform
 from vllm_opset.platform.cpu.platform import OpsetCpuPlatform
 from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
@@ -80,6 +80,13 @@ def test_what_the_second_runner_lacks_is_left_to_the_first_one(chooses, monkeypa
     monkeypatch.setattr(VllmConfig, "_get_v2_model_runner_unsupported_features", lambda config: [])
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", False)
     assert why(config) == "this release of vLLM chooses it for this model"
+
+
+def test_the_log_says_which_runner_serves_and_why(chooses, monkeypatch):
+    said = []
+    monkeypatch.setattr(base.logger, "info_once", lambda form, *values: said.append(form % values))
+    config = chooses("0")
+    assert said == [runners.which(config, OpsetCpuPlatform.why_no_second_runner())]
 
 
 @pytest.mark.skipif(second_runner.replaces_triton_kernels(), reason="of releases before 0.31: runs with those")
