@@ -1,6 +1,7 @@
 """Graphs of the emulated NPU, which replays captured calls on the same memory: kernels, and decode steps."""
 
 import sys
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import asking
@@ -8,17 +9,28 @@ import emulated_npu
 import pytest
 import torch
 from conftest import TESTS
-from engines import report
+from engines import is_first_runner, report
 from processes import run
 
 DECODE = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 8]}
 CAPTURES = {"max_num_seqs": 8, "compilation_config": DECODE}  # six prompts are padded to eight
 
 
-@pytest.fixture(autouse=True)
-def first_runner(monkeypatch):
-    """On an NPU, vLLM's first model runner alone replays graphs."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+@pytest.fixture(params=["first runner", "second runner"])
+def captures(request, engine, monkeypatch):
+    """An engine that captures decode steps, for each of vLLM's model runners. vLLM chooses the second one itself."""
+    is_first = request.param == "first runner"
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    if is_first:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+
+    @contextmanager
+    def capturing(path, **arguments):
+        with engine(path, **CAPTURES | arguments) as llm:
+            assert is_first_runner(llm) == is_first
+            yield llm
+
+    return capturing
 
 
 @pytest.fixture
@@ -28,10 +40,9 @@ def replays():
 
     seen, new_lengths = [], graphs.new_lengths
 
-    def noted():
-        lengths = new_lengths()
-        seen.append(len(lengths["context_lens"]))
-        return lengths
+    def noted(seq_lens):
+        seen.append(len(seq_lens))
+        return new_lengths(seq_lens)
 
     with patch.object(graphs, "new_lengths", noted):
         yield seen
@@ -43,12 +54,13 @@ def replays():
         ("qwen3", "ascend", "npu::npu_fused_infer_attention_score"),
         ("qwen3", "ascend_atb", "atb::_npu_paged_attention"),
         ("mistral", "ascend", "npu::npu_fused_infer_attention_score"),
+        ("gemma3", "ascend", "npu::npu_fused_infer_attention_score"),  # two groups of layers, with tables of their own
     ],
 )
-def test_greedy_tokens_equal_those_of_transformers(name, kernel, operator, engine, relaxed, replays, tmp_path):
+def test_greedy_tokens_equal_those_of_transformers(name, kernel, operator, captures, relaxed, replays, tmp_path):
     reference = asking.build(name, tmp_path)
     overrides = {"opset": {"kernels": {"paged_attention": kernel}}}
-    with engine(tmp_path, additional_config=overrides, **CAPTURES) as llm:
+    with captures(tmp_path, additional_config=overrides) as llm:
         before, python_calls = relaxed[operator], calls(llm)
         assert asking.tokens(llm, asking.prompts()) == asking.expected(reference, asking.prompts())
         assert asking.tokens(llm, asking.prompts()[:1]) == asking.expected(reference, asking.prompts()[:1])
@@ -92,34 +104,42 @@ def test_what_reads_from_the_npu_cannot_be_captured():
             read()
 
 
-def test_without_the_new_lengths_tokens_are_others(engine, relaxed, tmp_path):
+def test_without_the_new_lengths_tokens_are_others(captures, relaxed, tmp_path):
     from vllm_opset.platform.npu import graphs
 
     reference = asking.build("qwen3", tmp_path)
     new_lengths = graphs.new_lengths
 
-    def of_the_capture():
-        ones = torch.ones_like(new_lengths()["context_lens"])
-        return {"actual_seq_lengths_kv": ones.tolist(), "context_lens": ones}
+    def of_the_capture(seq_lens):
+        return new_lengths([1] * len(seq_lens))
 
-    with engine(tmp_path, **CAPTURES) as llm, patch.object(graphs, "new_lengths", of_the_capture):
+    with captures(tmp_path) as llm, patch.object(graphs, "new_lengths", of_the_capture):
         assert asking.tokens(llm, asking.prompts()) != asking.expected(reference, asking.prompts())
 
 
-def test_a_graph_that_is_never_updated_would_wait_for_ever(engine, relaxed, tmp_path):
+def test_a_graph_that_is_never_updated_would_wait_for_ever(captures, relaxed, tmp_path):
     from vllm_opset.platform.npu import graphs
 
     asking.build("qwen3", tmp_path)
     with (
-        engine(tmp_path, **CAPTURES) as llm,
+        captures(tmp_path) as llm,
         patch.object(graphs.DecodeGraph, "update", lambda *_, **__: None),
         pytest.raises(RuntimeError, match="waits for an event that nobody has recorded"),
     ):
         asking.tokens(llm, asking.prompts())
 
 
-def test_a_reference_that_would_be_captured_is_refused(engine, relaxed, tmp_path):
+def test_a_step_without_requests_is_replayed_too(captures, relaxed, replays, tmp_path):
+    asking.build("qwen3", tmp_path)
+    with captures(tmp_path) as llm:
+        asking.tokens(llm, asking.prompts())
+        replays.clear()
+        llm.collective_rpc("execute_dummy_batch")
+    assert replays == [1]
+
+
+def test_a_reference_that_would_be_captured_is_refused(captures, relaxed, tmp_path):
     asking.build("gemma2", tmp_path)
     said = "reference of paged_attention cannot be captured in a graph"
-    with pytest.raises(Exception, match=said), engine(tmp_path, **CAPTURES):
+    with pytest.raises(Exception, match=said), captures(tmp_path):
         pass

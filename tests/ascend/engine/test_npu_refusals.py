@@ -18,10 +18,6 @@ ASKED = {
         {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}, "runner": "pooling"},
         "graph capture of pooling models: leave cudagraph_mode out",
     ),
-    "graphs with the second runner": (
-        {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
-        "graph capture with vLLM's second model runner: leave cudagraph_mode out .* set VLLM_USE_V2_MODEL_RUNNER=0",
-    ),
     "compiler": ({"compilation_config": {"mode": 3}}, "torch.compile: leave the mode out"),
     "several NPUs": ({"tensor_parallel_size": 2}, "tensor parallelism: .*use one NPU"),
     "fp8 cache": ({"kv_cache_dtype": "fp8"}, "another dtype than the model's: leave out --kv-cache-dtype"),
@@ -74,10 +70,12 @@ def test_what_is_not_asked_for_is_decided():
     assert config.parallel_config.worker_cls == "vllm_opset.platform.npu.worker.OpsetNpuWorker"
 
 
-def test_graphs_are_taken_only_where_they_are_asked_for_and_with_a_warning(caplog, monkeypatch):
+@pytest.mark.parametrize("runner", [None, "0", "1"])
+def test_graphs_are_taken_only_where_they_are_asked_for_and_with_a_warning(runner, caplog, monkeypatch):
     from vllm.config import CUDAGraphMode
 
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")  # the second model runner replays none
+    if runner is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     config = configuration(compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"})
     assert config.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
     assert [r.getMessage() for r in caplog.records if "graphs" in r.getMessage()] == [

@@ -93,11 +93,6 @@ RULES: tuple[Rule, ...] = (
     *COMMON,
     EXPERT_PARALLELISM,
     second_runner.UNAVAILABLE,
-    Rule(
-        "graph capture with vLLM's second model runner",
-        "leave cudagraph_mode out of --compilation-config, or set VLLM_USE_V2_MODEL_RUNNER=0",
-        lambda config: config.use_v2_model_runner and captures(config),
-    ),
     Rule("adapters (LoRA)", "merge the adapter into the weights, and leave out --enable-lora", given("lora_config")),
     Rule("weight offloading", "leave out --cpu-offload-gb and --offload-*, or take a smaller model", offloads),
     Rule("speculative decoding", "leave out --speculative-config", given("speculative_config")),

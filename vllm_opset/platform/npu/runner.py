@@ -5,6 +5,7 @@ Its Triton kernels are replaced in `runner_kernels`.
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_opset.model import sampler
@@ -30,3 +31,23 @@ class OpsetNpuRunner(GPUModelRunner):
 
     def update_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().update_requests(change_blocks(self, scheduler_output))
+
+    # Graphs of decode steps take lengths from the host (`npu/graphs.py`), which vLLM knows exactly without drafts.
+
+    def capture_model(self, *args, **kwargs) -> int:
+        captured_bytes = super().capture_model(*args, **kwargs)
+        for graph in self.cudagraph_manager.graphs.values():
+            graph.seq_lens = self._prepared_seq_lens
+        return captured_bytes
+
+    def prepare_attn(self, input_batch: InputBatch):
+        self._prepared = input_batch
+        return super().prepare_attn(input_batch)
+
+    def prepare_dummy_attn(self, input_batch: InputBatch, *args, **kwargs):
+        self._prepared = input_batch
+        return super().prepare_dummy_attn(input_batch, *args, **kwargs)
+
+    def _prepared_seq_lens(self) -> list[int]:
+        """The number of keys of each request in the step that vLLM has prepared."""
+        return self._prepared.seq_lens_cpu_upper_bound.tolist()
