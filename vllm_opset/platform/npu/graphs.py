@@ -32,7 +32,7 @@ class DecodeGraph(torch.npu.NPUGraph):
     """A graph for one captured batch size.
 
     seq_lens: returns the number of keys of each request in the step that vLLM is about to run. vLLM's second model
-    runner sets no forward context for a graph, so it replaces this function once it has captured.
+    runner sets no forward context for a graph, so opset's replaces this function once it has captured.
     """
 
     def __init__(self) -> None:

@@ -62,7 +62,7 @@ class OpsetNpuPlatform(OpsetPlatform):
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
-        """vLLM's CUDA graph wrapper captures the NPU's graphs: see `npu/graphs.py`."""
+        """vLLM captures the NPU's graphs as CUDA graphs: see `npu/graphs.py`."""
         return True
 
     def get_global_graph_pool(self) -> tuple[int, int]:
