@@ -168,7 +168,7 @@ def test_a_layer_launches_what_it_should_and_nothing_else(qwen, engine):
 )
 @pytest.mark.parametrize("platform", ["cuda", pytest.param("native", marks=STOCK)])
 def test_the_second_runner_serves_without_the_first_one(platform, qwen):
-    """The day that vLLM removes its first model runner, the folders called `v1` can go, and nothing breaks on a GPU.
+    """The day that vLLM removes its first model runner, `platform/v1` can go, and nothing breaks on a GPU.
 
     The same holds for vLLM's IR.
     """

@@ -112,7 +112,7 @@ def assert_a_bad_request_is_refused(llm) -> None:
 
 
 def test_each_runner_is_a_class_of_its_own(answers):
-    assert list(answers) == ["vllm_opset.model.v1.cpu_runner", "vllm_opset.platform.cpu.runner"]
+    assert list(answers) == ["vllm_opset.platform.v1.cpu_runner", "vllm_opset.platform.cpu.runner"]
 
 
 @pytest.mark.parametrize("name", [*REQUESTS, "structured"])
@@ -149,7 +149,7 @@ def log_probabilities(output) -> list[dict]:
 
 
 def test_the_second_runner_serves_without_the_first_one(tmp_path):
-    """The day that vLLM removes its first model runner, the folders called `v1` can go, and nothing breaks on a CPU.
+    """The day that vLLM removes its first model runner, `platform/v1` can go, and nothing breaks on a CPU.
 
     The same holds for vLLM's IR. Nor does the engine need Triton.
     """

@@ -18,8 +18,7 @@ HIDDEN = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.v1.sample.sampler",
     "vllm_opset.model.ir",
-    "vllm_opset.model.v1",
-    "vllm_opset.platform.npu.v1",
+    "vllm_opset.platform.v1",
 )
 REMOVED = (
     "vllm.v1.worker.block_table.BlockTable",

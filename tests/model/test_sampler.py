@@ -22,7 +22,7 @@ def fresh_choices():
 
 
 def opset_sampler(mode: str = "raw_logprobs"):
-    from vllm_opset.model.v1.sampler import OpsetSampler
+    from vllm_opset.platform.v1.sampler import OpsetSampler
 
     return OpsetSampler(mode, VOCABULARY, CPU)
 
@@ -278,7 +278,7 @@ def test_random_requests_follow_the_default_generator():
 
 def draw(rows: list[int], seeds: list[int], steps: int, temperature: float = 3.0) -> list[list[int]]:
     """The tokens that the rows of one table of logits draw in a batch, by rows."""
-    from vllm_opset.model.v1.sampler import SeededGenerator
+    from vllm_opset.platform.v1.sampler import SeededGenerator
 
     generators = {place: SeededGenerator(seeds[row]) for place, row in enumerate(rows)}
     sampler = opset_sampler()
@@ -299,7 +299,7 @@ def test_a_seeded_request_draws_the_same_whatever_its_batch():
 
 
 def test_every_draw_of_every_seed_has_a_key_of_its_own():
-    from vllm_opset.model.v1.sampler import SeededGenerator, draw_keys
+    from vllm_opset.platform.v1.sampler import SeededGenerator, draw_keys
 
     seeds = (0, 1, 2, 1 << 32, 2 << 32, 1 << 32 | 1, -1)  # some with the same low bits
     generators = {row: SeededGenerator(seed) for row, seed in enumerate(seeds)}
@@ -308,7 +308,7 @@ def test_every_draw_of_every_seed_has_a_key_of_its_own():
 
 
 def test_an_unseeded_neighbour_changes_nothing():
-    from vllm_opset.model.v1.sampler import SeededGenerator
+    from vllm_opset.platform.v1.sampler import SeededGenerator
 
     def seeded_token(neighbours: torch.Tensor) -> int:
         torch.manual_seed(int(neighbours.sum()))
@@ -321,7 +321,7 @@ def test_an_unseeded_neighbour_changes_nothing():
 
 def test_a_draw_that_vllm_takes_back_is_drawn_again():
     """vLLM's runner takes back the draw of a request whose prompt is only partly computed."""
-    from vllm_opset.model.v1.sampler import SeededGenerator, draw_keys
+    from vllm_opset.platform.v1.sampler import SeededGenerator, draw_keys
 
     generator = SeededGenerator(11)
     first = draw_keys(1, {0: generator}, CPU)

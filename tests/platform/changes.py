@@ -29,6 +29,7 @@ MODULES = (
     "vllm.model_executor.hw_agnostic.layers.layernorm",
     "vllm.model_executor.layers.quantization.auto_awq",
     "vllm.model_executor.layers.quantization.auto_gptq",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "vllm.model_executor.layers.rotary_embedding",
     "vllm.model_executor.models.gemma2",
     "vllm.model_executor.models.llama",

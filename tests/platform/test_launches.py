@@ -61,8 +61,8 @@ def test_a_kernel_in_cpp_refuses_tensors_of_another_type():
 
 
 def test_seeded_requests_draw_with_the_keys_of_the_first_runner():
-    from vllm_opset.model.v1 import sampler as first
     from vllm_opset.platform.cpu import sampler
+    from vllm_opset.platform.v1 import sampler as first
 
     for seed in (5, 0, -9, 2**63 - 1):
         generator = first.SeededGenerator(seed)

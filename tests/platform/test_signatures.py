@@ -30,7 +30,7 @@ BUILT_HERE = {
     "vllm_opset.model.bound_experts.BoundExpertsMethod",
     "vllm_opset.model.sampler.OpsetSampler",
     "vllm_opset.model.sampler._States",
-    "vllm_opset.model.v1.sampler.OpsetSampler",
+    "vllm_opset.platform.v1.sampler.OpsetSampler",
     "vllm_opset.model.int4_experts.Int4ExpertsMethod",  # the base of those below; no object is of this class alone
 }
 # Pairs of vLLM's class and this package's, which vLLM builds in its place. Neither is a subclass of the other. They are
@@ -140,10 +140,10 @@ def in_place_of_vllms():
     from vllm.model_executor.models import registry
     from vllm.v1.worker import block_table, gpu_worker
 
-    from vllm_opset.model.v1 import slots
     from vllm_opset.platform import compat
     from vllm_opset.platform.cuda import warm_up
     from vllm_opset.platform.npu import worker as npu_worker
+    from vllm_opset.platform.v1 import slots
 
     yield "_run_in_subprocess", registry, compat._here
     yield "compute_slot_mapping", block_table, slots.compute_slot_mapping.__get__(object())

@@ -30,8 +30,6 @@ USED = ("expanded_idx_mapping", "idx_mapping_np", "pos")
 # Attributes of vLLM's sampler by which it does more than to draw tokens.
 MORE_THAN_TOKENS = ("compute_nans", "trace_replay_state", "return_sampling_mask")
 PROCESSED = ("processed_logits", "processed_logprobs")
-# The module of the first model runner's sampler.
-FIRST = "vllm.v1.sample.sampler"
 # The package of the logits processors that are vLLM's own.
 OF_VLLM = Sampler.__module__.rpartition(".")[0]
 
@@ -233,16 +231,11 @@ def _parameters(cls: type, method: str) -> tuple[str, ...]:
 
 
 def install(runner, make: Callable[[Sampler], "OpsetSampler"] | None = None) -> bool:
-    """Replace the sampler of a runner whose model was loaded, and return whether the sampler's class is a known one.
+    """Replace the sampler of vLLM's second runner, whose model was loaded. Returns whether its class is a known one.
 
-    make: makes the sampler of vLLM's second runner from vLLM's own; by default an OpsetSampler.
+    make: makes the sampler from vLLM's own; by default an OpsetSampler.
     """
     kind = type(runner.sampler)
-    if kind.__module__ == FIRST:
-        from vllm_opset.model.v1 import sampler as first
-
-        first.install(runner)
-        return True
     if kind is Sampler and fits():
         make = make or (lambda stock: OpsetSampler(stock, runner.model_config.dtype, runner.device))
         runner.sampler = make(runner.sampler)

@@ -31,7 +31,6 @@ LINEAR_METHODS = (
     f"{QUANTISATION}.fp8.Fp8LinearMethod",
     f"{QUANTISATION}.compressed_tensors.compressed_tensors.CompressedTensorsLinearMethod",
     f"{QUANTISATION}.auto_gptq.AutoGPTQLinearMethod",
-    f"{QUANTISATION}.auto_awq.AutoAWQLinearMethod",
 )
 
 
@@ -148,13 +147,15 @@ def _scales_of(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     changes=tuple(f"{method}.{name}" for method in LINEAR_METHODS for name in STEPS_OF_LOADING),
     worker=WITHOUT_KERNELS,
 )
-def check_scales_of_linear_layers() -> None:
+def check_scales_of_linear_layers(awq: type) -> None:
     """Name the scales of a linear layer that a checkpoint lacks, and those whose shape does not fit the layer.
 
     vLLM takes a missing scale for what was in memory, or for the scale of another part of a fused layer, and the engine
     answers with wrong tokens. For a shape that does not fit, it raises an error without a name.
+
+    Parameters: awq is opset's subclass of vLLM's method for AWQ, whose scales are checked alike.
     """
-    for method in map(find, LINEAR_METHODS):
+    for method in (awq, *map(find, LINEAR_METHODS)):
         wrap_once(method, "create_weights", _with_named_scales)
         wrap_once(method, "process_weights_after_loading", _with_checked_scales)
 
@@ -178,8 +179,10 @@ def _named(load: Callable[..., None], name: str) -> Callable[..., None]:
         try:
             load(parameter, loaded, *args, **kwargs)
         except (AssertionError, RuntimeError) as error:
-            shapes = f"{list(loaded.shape)} in the checkpoint, for {list(parameter.shape)} here"
-            raise ValueError(f"{name} has another granularity than config.json says: {shapes}") from error
+            raise ValueError(
+                f"{name} has another granularity than config.json says: {list(loaded.shape)} in the checkpoint, "
+                f"for {list(parameter.shape)} here"
+            ) from error
 
     return named
 

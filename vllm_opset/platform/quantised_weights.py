@@ -171,7 +171,7 @@ def _register_linear() -> None:
     register_linear_kernel(OpsetFp8LinearKernel, PlatformEnum.OOT, "fp8")
     register_linear_kernel(OpsetInt8LinearKernel, PlatformEnum.OOT, "int8")
     register_linear_kernel(OpsetInt4LinearKernel, PlatformEnum.OOT)
-    quantised_layers.check_scales_of_linear_layers()
+    quantised_layers.check_scales_of_linear_layers(OpsetAwqLinearMethod)
     quantised_layers.serve_gptq_without_marlin()
     quantised_layers.serve_awq(OpsetAwqLinearMethod)
     quantised_layers.register_fp8_block_kernel(OpsetFp8LinearKernel)

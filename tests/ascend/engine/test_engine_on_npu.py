@@ -100,7 +100,7 @@ def test_both_model_runners_answer_alike(engine, relaxed, tmp_path, monkeypatch)
 
 
 def test_the_second_runner_serves_without_the_first_one(tmp_path):
-    """The day that vLLM removes its first model runner, opset's folders called `v1` can go, and nothing breaks.
+    """The day that vLLM removes its first model runner, `platform/v1` can go, and nothing breaks.
 
     The same holds for vLLM's IR. Nor does the engine need Triton.
     """

@@ -42,7 +42,7 @@ class OpsetCpuWorker(OpsetWorker):
             second_runner.name_cpu_as_cuda()
             from vllm_opset.platform.cpu.runner import OpsetCpuRunner
         else:
-            from vllm_opset.model.v1.cpu_runner import OpsetCpuRunner
+            from vllm_opset.platform.v1.cpu_runner import OpsetCpuRunner
         return OpsetCpuRunner(self.vllm_config, self.device)
 
     def load_model(self, **kwargs) -> None:
@@ -66,7 +66,7 @@ class OpsetCpuWorker(OpsetWorker):
         if self.vllm_config.use_v2_model_runner:
             from vllm_opset.model import warm_up
         else:
-            from vllm_opset.model.v1 import warm_up
+            from vllm_opset.platform.v1 import warm_up
         warm_up.one_step(self.model_runner)
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=0.0, encoder=0.0)

@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_opset.model import sampler
 from vllm_opset.platform.cuda import device, draft_graphs, logits_graphs, replays, whole_graphs, workspace
 from vllm_opset.platform.report import Reporting
 
@@ -18,6 +19,15 @@ class Starting(Reporting):
     """A mixin that comes before vLLM's worker among the bases."""
 
     vllm_config: VllmConfig
+
+    def install_sampler(self) -> bool:
+        """Replace the sampler of the runner, whose model was loaded. Returns whether opset's serves."""
+        if self.vllm_config.use_v2_model_runner:
+            return sampler.install(self.model_runner)
+        from vllm_opset.platform.v1 import sampler as first
+
+        first.install(self.model_runner)
+        return True
 
     def determine_available_memory(self) -> int:
         with device.named_out_of_memory(), workspace.held_while_profiling(self):

@@ -34,7 +34,7 @@ def kernels(worker: Worker) -> None:
     if worker.vllm_config.use_v2_model_runner:
         _scores(runner)
     else:
-        from vllm_opset.model.v1 import warm_up as first
+        from vllm_opset.platform.v1 import warm_up as first
 
         first.beside_the_model(runner)
 
@@ -126,7 +126,7 @@ def _block_table_widths(runner) -> dict[str, int]:
     if hasattr(runner, "block_tables"):  # vLLM's second model runner
         tables = runner.block_tables.input_block_tables
     else:
-        from vllm_opset.model.v1 import slots
+        from vllm_opset.platform.v1 import slots
 
         tables = slots.tables(runner)
     groups = runner.kv_cache_config.kv_cache_groups

@@ -9,7 +9,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.kernels.triton._constants import assume_unchanged
 from vllm_opset.kernels.triton._precompile import precompile
-from vllm_opset.model import fusion, linear, quantised_inputs, sampler, weights
+from vllm_opset.model import fusion, linear, quantised_inputs, weights
 from vllm_opset.model.warm_up import sampler as call_sampler
 from vllm_opset.model.warm_up import step_of_few_tokens
 from vllm_opset.platform import compat, compile_cache, quantised_weights, refusals, second_runner
@@ -33,7 +33,7 @@ class OpsetCudaWorker(Starting, OpsetWorker):
             compat.break_graphs_at_attention()
         quantised_weights.register(self.model_config)
         super().load_model(**kwargs)  # launches kernels that quantise weights, so it compiles none ahead
-        sampler.install(self.model_runner)
+        self.install_sampler()
         with precompile():  # next vLLM measures memory, for which it samples tokens
             call_sampler(self.model_runner)
         for model in self.models:
@@ -48,7 +48,7 @@ class OpsetCudaWorker(Starting, OpsetWorker):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         if not self.vllm_config.use_v2_model_runner:
-            from vllm_opset.model.v1 import slots
+            from vllm_opset.platform.v1 import slots
 
             slots.bind(self.model_runner.input_batch.block_table)
 

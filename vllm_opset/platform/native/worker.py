@@ -11,7 +11,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.kernels.triton._constants import assume_unchanged
 from vllm_opset.kernels.triton._precompile import precompile
-from vllm_opset.model import fusion, layers, linear, registration, sampler
+from vllm_opset.model import fusion, layers, linear, registration
 from vllm_opset.platform import compat, compile_cache, quantised_weights, refusals
 from vllm_opset.platform.cuda import device, warm_up
 from vllm_opset.platform.cuda.starting import Starting
@@ -41,7 +41,7 @@ class OpsetNativeWorker(Starting, PackingWorker):
         if self.parts & {"linear", "ops", "moe"}:
             compile_cache.keep_kernels_apart(self.vllm_config)
         if "sampler" in self.parts:
-            if sampler.install(self.model_runner):
+            if self.install_sampler():
                 with precompile():
                     warm_up.sampler(self.model_runner)
             else:

@@ -52,7 +52,7 @@ class OpsetNpuWorker(OpsetWorker):
         if self.vllm_config.use_v2_model_runner:
             from vllm_opset.platform.npu.runner import OpsetNpuRunner
         else:
-            from vllm_opset.platform.npu.v1.runner import OpsetNpuRunner
+            from vllm_opset.platform.v1.npu_runner import OpsetNpuRunner
         return OpsetNpuRunner(self.vllm_config, self.device)
 
     def load_model(self, **kwargs) -> None:
@@ -74,5 +74,5 @@ def _one_step(worker: Worker) -> None:
     if worker.vllm_config.use_v2_model_runner:
         from vllm_opset.model import warm_up
     else:
-        from vllm_opset.model.v1 import warm_up
+        from vllm_opset.platform.v1 import warm_up
     warm_up.one_step(worker.model_runner)

@@ -4,8 +4,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_opset.model.v1 import sampler, slots
 from vllm_opset.platform.npu.attention import change_blocks, split_kv_cache
+from vllm_opset.platform.v1 import sampler, slots
 
 
 class OpsetNpuRunner(GPUModelRunner):

@@ -4,7 +4,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_opset.model.v1 import sampler, slots
+from vllm_opset.platform.v1 import sampler, slots
 
 
 class OpsetCpuRunner(CPUModelRunner):

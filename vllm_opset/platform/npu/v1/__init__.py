@@ -1,1 +1,0 @@
-"""This package serves vLLM's first model runner on an NPU, and goes with it. It is imported late."""
