@@ -1,5 +1,6 @@
 """Experts of a loaded model that get opset's method, and those that keep vLLM's."""
 
+import re
 import types
 from collections.abc import Callable
 
@@ -82,6 +83,13 @@ def test_weights_that_vllm_loads_again_are_used(layer):
     before = made._apply_quant_method(x, logits, None)[1].clone()
     made.routed_experts.w2_weight.data.mul_(2)
     torch.testing.assert_close(made._apply_quant_method(x, logits, None)[1], 2 * before)
+
+
+def test_a_map_that_names_no_expert_is_refused_by_the_name_of_the_layer(layer):
+    made = layer().routed_experts
+    made._expert_map = torch.full((NUM_EXPERTS,), -1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=re.escape(f"{made.layer_name}.expert_map names no expert")):
+        experts.Experts(made, made.moe_config)
 
 
 def test_the_warm_up_reaches_bound_experts(layer, monkeypatch):
