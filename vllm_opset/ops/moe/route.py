@@ -47,8 +47,9 @@ def route(
 
     - scores = softmax(router_logits) over the experts, or their sigmoid, in fp32.
 
-    - A token's choice goes by scores + e_score_correction_bias. Of equal ones, the lower expert comes first. Without a
-      bias, the choice goes by the logits, which have the order of the scores, so that rounding makes no ties.
+    - A token's choice goes by scores + e_score_correction_bias. Of equal ones, the lower expert comes first. PyTorch's
+      topk leaves that open, so a model's own code may choose others of the same score. Without a bias, the choice goes
+      by the logits, which have the order of the scores, so that rounding makes no ties.
 
     - With several groups of experts, adjacent ones of equal number, only the topk_group best groups of a token
       compete. The value of a group is its largest score or, with a bias, the sum of its two largest.
