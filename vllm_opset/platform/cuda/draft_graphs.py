@@ -3,8 +3,10 @@
 A draft model of vLLM runs once for each token that it drafts. Up to 0.33, vLLM captures none of these runs, and the GPU
 waits for Python, which launches each kernel. Here a replay does it. The first run of a step has the tokens that the
 model verified, and one more for each request. Each further run has one token of each request. The first run of a step
-with prompts takes vLLM's own way. vLLM sizes the KV cache before these graphs are captured, and does not count their
-memory: that of the graphs, and of what the largest run computes, since a pool's memory is reused on one stream alone.
+with prompts takes vLLM's own way.
+
+vLLM sizes the KV cache before these graphs are captured, and does not count their memory. The largest run takes memory
+of its own, too. The pool's is reused on one stream alone, and vLLM captures on another.
 """
 
 from collections.abc import Mapping, Sequence
