@@ -12,6 +12,7 @@ from pathlib import Path
 import models
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 FP8, INT8, INT4 = torch.float8_e4m3fn, torch.int8, torch.uint4
 BLOCK = 128
@@ -19,8 +20,24 @@ BLOCK = 128
 STEPS = {FP8: 2.0**-9, INT8: 2.0**-7, INT4: 2.0**-2}
 INPUT_SCALE = 2.0**-5  # of activations, where the checkpoint gives it
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
-SIZES_OF = {"qwen3": SIZES, "qwen3_moe": SIZES | {"moe_intermediate_size": 128}}
+EXPERTS = SIZES | {"moe_intermediate_size": 128}
+SIZES_OF = {
+    "qwen3": SIZES,
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": EXPERTS | {"head_dim": 32, "shared_expert_intermediate_size": 256},
+}
 ROUTER = "mlp.gate"  # of a mixture of experts, which no checkpoint quantises
+
+
+def build(model: str, folder: Path) -> PreTrainedModel:
+    """Saves a small model with int4 weights, as compressed-tensors stores them in groups with zero points.
+
+    Returns transformers' model of the weights that they stand for.
+    """
+    save_plain(folder, INT4, model)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    save_int4(folder, folder, "compressed-tensors", 32, zero_points=True)
+    return reference.eval()
 
 
 def save_plain(folder: Path, dtype: torch.dtype = FP8, model: str = "qwen3") -> dict[str, torch.Tensor]:

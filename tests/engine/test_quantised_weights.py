@@ -8,6 +8,7 @@ import models
 import pytest
 import quantised
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from engines import generate, report, runner, served, tokens
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 
@@ -27,7 +28,8 @@ INT4 = {
 FORMATS = (
     "plain", "channelwise", "static", "blockwise", "plain, int8", "int8", "static, int8", "plain, int4", *INT4
 )  # fmt: skip
-PROMPTS = models.prompts((1, 7, 40))
+PROMPTS = models.prompts((1, 7, 16, 40, 77))
+NUM_TOKENS = 48
 
 
 def saved(model: str, tmp_path_factory) -> dict[str, Path]:
@@ -46,12 +48,16 @@ def saved(model: str, tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
+def answers(llm) -> list[list[int]]:
+    return tokens(generate(llm, PROMPTS, max_tokens=NUM_TOKENS))
+
+
 def answers_of_plain(folders: dict[str, Path], engine) -> dict[str, list[list[int]]]:
     """The tokens of the weights that each dtype's checkpoints stand for."""
 
     def of(name: str) -> list[list[int]]:
         with engine(folders[name], dtype="bfloat16") as llm:
-            return tokens(generate(llm, PROMPTS))
+            return answers(llm)
 
     return {"float8_e4m3fn": of("plain"), "int8": of("plain, int8"), "uint4": of("plain, int4")}
 
@@ -86,7 +92,7 @@ def expected(checkpoints, engine) -> dict[str, list[list[int]]]:
 )
 def test_quantised_weights_serve_as_what_they_stand_for(name, arguments, dtype, groups, checkpoints, expected, engine):
     with engine(checkpoints[name], dtype="bfloat16", **arguments) as llm:
-        assert tokens(generate(llm, PROMPTS)) == expected[dtype]
+        assert answers(llm) == expected[dtype]
         rows = [row for row in report(llm) if row["op"] == "linear"]
         assert {row["kernel"] for row in rows if dtype in row["problem"]} == {"cpp"}
         schemes = {row["problem"].partition("scheme=")[2] for row in rows if row["calls"]}
@@ -101,7 +107,7 @@ def test_quantised_weights_serve_as_what_they_stand_for(name, arguments, dtype, 
             return
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoints[name])})
         llm.reset_prefix_cache()
-        assert tokens(generate(llm, PROMPTS)) == expected[dtype]
+        assert answers(llm) == expected[dtype]
 
 
 def multiplies_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +134,7 @@ def quantising_layers(monkeypatch: pytest.MonkeyPatch) -> dict:
     return worker | {"additional_config": {"opset": {"kernels": UNFUSED}}}
 
 
-def assert_the_same_without_fusing(llm, answers: list[list[int]]) -> None:
+def assert_the_same_without_fusing(llm, answered: list[list[int]]) -> None:
     """Ask again after the layers were set back, where no graphs were captured before."""
     if torch.cuda.is_available():
         return
@@ -137,7 +143,7 @@ def assert_the_same_without_fusing(llm, answers: list[list[int]]) -> None:
         if isinstance(layer, OpsetLayer):
             layer.forward = layer._forward_method
     llm.reset_prefix_cache()
-    assert tokens(generate(llm, PROMPTS)) == answers
+    assert answers(llm) == answered
 
 
 @pytest.mark.parametrize(
@@ -166,9 +172,9 @@ def test_activations_are_quantised_where_the_device_multiplies_them(
     x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(2)).bfloat16()
     expected = dequantise(*ops.quantise(x, dtype, list(group), x_scale), torch.float32) @ weight.T
     with engine(checkpoints[name], dtype="bfloat16", **arguments, **quantising_layers(monkeypatch)) as llm:
-        answers = tokens(generate(llm, PROMPTS))
+        answered = answers(llm)
         assert served(llm).keys() >= QUANTISING
-        assert_the_same_without_fusing(llm, answers)
+        assert_the_same_without_fusing(llm, answered)
         down_proj = runner(llm).model.get_submodule(layer)
         found = down_proj.quant_method.apply(down_proj, x.to(down_proj.weight.device)).cpu()
         schemes = {row["problem"].partition("scheme=")[2] for row in report(llm) if row["op"] == "linear"}
@@ -269,7 +275,7 @@ def test_quantised_experts_serve_as_what_they_stand_for(
     name, arguments, dtype, group, mixtures, expected_of_mixtures, engine
 ):
     with engine(mixtures[name], dtype="bfloat16", **arguments) as llm:
-        assert tokens(generate(llm, PROMPTS)) == expected_of_mixtures[dtype]
+        assert answers(llm) == expected_of_mixtures[dtype]
         (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
         assert row["kernel"] == "cpp" and row["calls"]
         assert f"scheme={dtype} {group} by activations as they are," in row["problem"]
@@ -280,7 +286,17 @@ def test_quantised_experts_serve_as_what_they_stand_for(
         if name in ("blockwise", "awq"):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(mixtures[name])})
             llm.reset_prefix_cache()
-            assert tokens(generate(llm, PROMPTS)) == expected_of_mixtures[dtype]
+            assert answers(llm) == expected_of_mixtures[dtype]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU multiplies int4 by 16 bits alone: runs without one")
+def test_a_quantised_shared_expert_gives_the_tokens_of_transformers(engine, tmp_path):
+    reference = quantised.build("qwen2_moe", tmp_path)
+    with engine(tmp_path) as llm:
+        assert answers(llm) == [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in PROMPTS]
+        rows = [row for row in report(llm) if "scheme=uint4 1x32 with zero points" in row["problem"]]
+    assert {(row["op"], row["kernel"]) for row in rows if row["calls"]} == {("linear", "cpp"), ("fused_experts", "cpp")}
+    assert any("in_features=256, out_features=128" in row["problem"] for row in rows), "the shared expert's last layer"
 
 
 @pytest.mark.parametrize(
@@ -297,9 +313,9 @@ def test_experts_quantise_activations_where_the_device_multiplies_them(
 ):
     multiplies_in_eight_bits(monkeypatch)
     with engine(mixtures[name], dtype="bfloat16", **quantising_layers(monkeypatch)) as llm:
-        answers = tokens(generate(llm, PROMPTS))
+        answered = answers(llm)
         assert QUANTISING & served(llm).keys() == {"rms_norm_quant", "fused_add_rms_norm_quant"}  # for attention
-        assert_the_same_without_fusing(llm, answers)
+        assert_the_same_without_fusing(llm, answered)
         (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
     kind = str(dtype).removeprefix("torch.")
     assert f"scheme={kind} {weight_group} by {kind} {group}," in row["problem"]
@@ -314,3 +330,11 @@ def test_a_damaged_scale_of_an_expert_is_named(damage, name, scale_name, mixture
     named = rf"model\.layers\.1\.mlp\.experts.*\.w2_{scale_name} holds NaN, .* for expert 5: the checkpoint is damaged"
     with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
         pass
+
+
+def test_int4_checkpoints_are_packed_as_compressed_tensors_packs_them():
+    generator = torch.Generator().manual_seed(3)
+    values, zeros = (torch.randint(0, 16, shape, generator=generator) for shape in ((16, 64), (16, 2)))
+    tensors = quantised.LAYOUTS["compressed-tensors"](values, torch.ones(16, 2), zeros, True)
+    assert torch.equal(tensors["weight_packed"], pack_to_int32((values - 8).to(torch.int8), 4))
+    assert torch.equal(tensors["weight_zero_point"], pack_to_int32((zeros - 8).to(torch.int8), 4, packed_dim=0))
