@@ -1,4 +1,4 @@
-"""Two workers, in processes that a plain script forked or spawned. Each has half of a mixture's experts."""
+"""Two workers, in processes that a plain script forked or spawned. Each has half of the experts, or of each expert."""
 
 import json
 import os
@@ -7,18 +7,22 @@ import sys
 
 import models
 import pytest
+import quantised
 import torch
 from engines import ON_GPU
 
 NUM_TOKENS = 16
 CLOSE = 1e-3  # log-probabilities in fp32, with another order of sums
 MEMORY = ON_GPU if torch.cuda.is_available() else {}
-EXPERTS = {"enable_expert_parallel": True}
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none: runs on two"),
 ]
+
+WITHOUT_GPUS = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU multiplies int4 by 16 bits alone: runs without one"
+)
 
 # The script has no `if __name__ == "__main__"`: it must work without one.
 PLAIN = f"""
@@ -44,16 +48,28 @@ print(json.dumps([greedy, drawn, reports]))
 """
 GUARDED = "def main():" + PLAIN.replace("\n", "\n    ") + '\nif __name__ == "__main__":\n    main()\n'
 
+# How a checkpoint is saved, its model, arguments of the engine, and each worker's experts. GLM-4 has a dense layer too.
+GLM4 = (
+    models.build,
+    "glm4_moe",
+    {"enable_expert_parallel": True},
+    "num_experts=4, hidden_size=64, intermediate_size=48",
+)
+QWEN3 = (models.build, "qwen3_moe", {}, "num_experts=8, hidden_size=64, intermediate_size=24")
+INT4 = (quantised.build, "qwen3_moe", {}, "num_experts=8, hidden_size=128, intermediate_size=64")
+
 
 @pytest.mark.parametrize(
-    ("script", "method", "model", "arguments"),
+    ("script", "method", "checkpoint"),
     [
-        pytest.param(PLAIN, "fork", "glm4_moe", EXPERTS, id="forked, experts", marks=pytest.mark.window),
-        pytest.param(GUARDED, "spawn", "qwen3", {}, id="spawned"),
+        pytest.param(PLAIN, "fork", GLM4, id="forked, expert parallelism", marks=pytest.mark.window),
+        pytest.param(PLAIN, "fork", INT4, id="forked, int4", marks=[pytest.mark.window, WITHOUT_GPUS]),
+        pytest.param(GUARDED, "spawn", QWEN3, id="spawned"),
     ],
 )
-def test_two_workers(script, method, model, arguments, tmp_path):
-    reference = models.build(model, tmp_path)
+def test_two_workers(script, method, checkpoint, tmp_path):
+    build, model, arguments, share = checkpoint
+    reference = build(model, tmp_path)
     prompts = models.prompts()
     (tmp_path / "script.py").write_text(script)
     # Like a user's environment: threads are started.
@@ -81,6 +97,7 @@ def test_two_workers(script, method, model, arguments, tmp_path):
     attention = [row for report in reports for row in report if row["op"] == "paged_attention"]
     assert ["num_heads=2, " in row["problem"] or row["problem"] for row in attention] == [True, True]
     experts = [row for report in reports for row in report if row["op"] == "fused_experts"]
-    assert len(experts) == (2 if model in models.MIXTURES else 0)
+    assert [share in row["problem"] or row["problem"] for row in experts] == [True, True]
+    assert all(("uint4" in row["problem"]) == (build is quantised.build) for row in experts)
     # This includes any process that ends after the answers.
     assert "Traceback" not in process.stderr and "vllm_opset/" not in process.stderr, process.stderr[-4000:]
