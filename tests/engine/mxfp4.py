@@ -11,6 +11,7 @@ from pathlib import Path
 import models
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 EXPERTS = ("gate_up_proj", "down_proj")
@@ -18,10 +19,10 @@ EXPERTS = ("gate_up_proj", "down_proj")
 SIZES = {"hidden_size": 96, "intermediate_size": 64, "num_local_experts": 8, "initializer_range": 0.2}
 
 
-def save(plain: Path, packed: Path) -> None:
-    """A model in both forms. The values and scales are random, and all of both occur."""
-    models.build("gpt_oss", plain, **SIZES)
-    weights, stored = load_file(plain / "model.safetensors"), {}
+def build(folder: Path) -> PreTrainedModel:
+    """Saves a model whose values and scales are random; all of both occur. Returns it with what they stand for."""
+    model = models.build("gpt_oss", folder, **SIZES)
+    weights, stored = load_file(folder / "model.safetensors"), {}
     generator = torch.Generator().manual_seed(0)
     for name in list(weights):
         if name.endswith(EXPERTS):
@@ -29,16 +30,17 @@ def save(plain: Path, packed: Path) -> None:
             blocks = torch.randint(0, 256, (num_experts, rows, columns // 32, 16), generator=generator).byte()
             scales = torch.randint(120, 126, (num_experts, rows, columns // 32), generator=generator).byte()
             stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            weights[name] = values(blocks, scales).mT.contiguous()
+            weights[name] = values(blocks, scales).mT
         else:
             # Biases of experts are in bf16 in either form.
-            weights[name] = weights[name].bfloat16().float()
             stored[name] = weights[name].bfloat16()
-    save_file(weights, plain / "model.safetensors", {"format": "pt"})
-    save_file(stored, packed / "model.safetensors", {"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
+            weights[name] = stored[name].float()
+    model.load_state_dict(weights)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
     quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    return model
 
 
 def values(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -44,13 +44,17 @@ def save_int8(plain: Path, folder: Path) -> None:
     quantised.save_compressed(plain, folder, quantised.INT8)
 
 
+def save_mxfp4(_: Path, folder: Path) -> None:
+    mxfp4.build(folder)
+
+
 # How a checkpoint is saved, and whether its engine compiles and captures graphs.
 FORMATS = {
     "AWQ": (save_int4("awq", 32, True), False),
     "GPTQ": (save_int4("gptq", 64, False), False),
     "compressed-tensors in int4": (save_int4("compressed-tensors", 32, False), True),
     "int8": (save_int8, False),
-    "MXFP4": (mxfp4.save, True),
+    "MXFP4": (save_mxfp4, True),
 }
 
 
