@@ -19,6 +19,7 @@ from readme import ROOT, block
 import vllm_opset
 
 PROGRAMS = Path(sys.executable).parent
+MODEL = Path("examples/tiny-qwen3")
 # The limit for operations that take seconds: only a hang may reach it, not a busy machine.
 PATIENCE = 300
 # The programs that the tests start do not inherit these settings of vLLM and the plugin.
@@ -93,8 +94,10 @@ def wait_until(condition, what: str) -> None:
         time.sleep(0.05)
 
 
-def serve_command() -> list[str]:
-    return shlex.split(block("", "vllm serve examples/tiny-qwen3 ").splitlines()[0])
+def serve_command(model: Path = MODEL) -> list[str]:
+    """The README's command, with its own model or another."""
+    vllm, serve, _, *arguments = shlex.split(block("", f"vllm serve {MODEL} ").splitlines()[0])
+    return [vllm, serve, str(model), *arguments]
 
 
 def free_port() -> int:
@@ -109,7 +112,7 @@ def free_port() -> int:
 class Server:
     """A `vllm serve`, started with the README's command and further arguments. `log` is a file for its output."""
 
-    def __init__(self, log: Path, *arguments: str, **variables: object) -> None:
+    def __init__(self, log: Path, *arguments: str, model: Path = MODEL, **variables: object) -> None:
         port = free_port()
         self.log = log
         address = ["--host", "127.0.0.1", "--port", str(port)]
@@ -117,7 +120,7 @@ class Server:
         variables = {"OMP_NUM_THREADS": 1, **variables}
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [*serve_command(), *address, "--disable-uvicorn-access-log", *arguments],
+                [*serve_command(model), *address, "--disable-uvicorn-access-log", *arguments],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
