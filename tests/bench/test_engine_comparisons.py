@@ -66,7 +66,7 @@ def test_a_comparison_ends_at_its_limit_and_may_report_first(script, end, monkey
     monkeypatch.setattr(
         comparisons.subprocess, "Popen", lambda command, **files: started([sys.executable, "-c", script], **files)
     )
-    assert comparisons.run("qwen-8b", tmp_path, 2, 1, "", (), *comparisons.places(())) == end
+    assert comparisons.run("qwen-8b", tmp_path, 2, 1, "", (), *comparisons.places(()), []) == end
 
 
 SIDE_BY_SIDE = """

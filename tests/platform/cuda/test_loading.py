@@ -23,11 +23,12 @@ def test_kernels_are_launched_while_weights_load(monkeypatch):
     monkeypatch.setattr(worker, "call_sampler", note("sampler"))
     monkeypatch.setattr(worker, "step_of_few_tokens", lambda runner: None)
     for module, name in (
-        ("graphs", "in_pieces"), ("quantised_weights", "register"), ("sampler", "install"), ("fusion", "bind"),
+        ("graphs", "in_pieces"), ("quantised_weights", "register"), ("fusion", "bind"),
         ("weights", "offloads"), ("linear", "bind"), ("compile_cache", "keep_kernels_apart"), ("refusals", "compiles"),
         ("warm_up", "takes_any_values"), ("quantised_inputs", "bind"),
     ):  # fmt: skip
         monkeypatch.setattr(getattr(worker, module), name, lambda *_, **__: False)
+    monkeypatch.setattr(worker.OpsetCudaWorker, "install_sampler", lambda self: True)
     made = worker.OpsetCudaWorker.__new__(worker.OpsetCudaWorker)
     made.vllm_config = SimpleNamespace(use_v2_model_runner=True)
     made.model_config, made.model_runner = None, SimpleNamespace(get_model=lambda: None)
