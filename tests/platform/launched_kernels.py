@@ -39,7 +39,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, str, str]]:
-    """What a module imports from others of vLLM: the other, the name there, and the name here."""
+    """What a module imports from vLLM: for each import, the module, its name for it, and the importer's name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
             yield from ((node.module, alias.name, alias.asname or alias.name) for alias in node.names)

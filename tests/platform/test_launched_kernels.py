@@ -1,4 +1,4 @@
-"""Where vLLM's second model runner has no Triton, every kernel that it launches is implemented, or out of its reach."""
+"""Opset implements every Triton kernel that vLLM's second model runner can launch on a CPU or an NPU."""
 
 from fnmatch import fnmatch
 

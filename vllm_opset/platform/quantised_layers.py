@@ -148,10 +148,10 @@ def _scales_of(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     worker=WITHOUT_KERNELS,
 )
 def check_scales_of_linear_layers(awq: type) -> None:
-    """Name the scales of a linear layer that a checkpoint lacks, and those whose shape does not fit the layer.
+    """Raise an error with a name for a scale of a linear layer that is missing, or whose shape does not fit.
 
-    vLLM takes a missing scale for what was in memory, or for the scale of another part of a fused layer, and the engine
-    answers with wrong tokens. For a shape that does not fit, it raises an error without a name.
+    vLLM does not notice a missing scale. It uses what was in memory, or the scale of another part of a fused layer. The
+    engine then answers with wrong tokens. For a shape that does not fit, vLLM raises an error without a name.
 
     Parameters: awq is opset's subclass of vLLM's method for AWQ, whose scales are checked alike.
     """

@@ -31,8 +31,8 @@ def in_forward_context() -> list[int]:
 class DecodeGraph(torch.npu.NPUGraph):
     """A graph for one captured batch size.
 
-    seq_lens: returns the number of keys of each request in the step that vLLM is about to run. vLLM's second model
-    runner sets no forward context for a graph, so opset's replaces this function once it has captured.
+    seq_lens: a function that returns the number of keys of each request in the next step. vLLM's second model runner
+    sets no forward context for a graph. So opset's runner replaces this function after the capture.
     """
 
     def __init__(self) -> None:
