@@ -53,6 +53,19 @@ CASES = {
     **{f"block size {size}": mixed(block_size=size, window=90) for size in (32, 48, 64, 80, 128)},
     **{layout: mixed(head_size=128, layout=layout) for layout in LAYOUTS},
 }
+FP8 = {"cache_dtype": torch.float8_e4m3fn}
+FP8_CASES = {
+    "plain": mixed(**FP8),
+    "GQA, 7 heads a group": mixed(num_heads=28, **FP8),
+    "far apart scores": mixed(query_std=20.0, **FP8),
+    "window 129": mixed(window=129, **FP8),
+    "soft cap": mixed(soft_cap=30.0, **FP8),
+    "sinks": mixed(sinks=True, **FP8),
+    "non-causal": mixed(causal=False, **FP8),
+    "padded rows and requests, loose bounds": mixed(head_size=128, padded_rows=5, loose_bounds=True, **FP8),
+    **{f"head size {size}": mixed(head_size=size, **FP8) for size in (80, 128, 192, 256)},
+    **{f"block size {size}": mixed(block_size=size, window=90, **FP8) for size in (32, 48, 128)},
+}
 COSTS = {"programs": 4, "split_keys": 128, "split_cost": 0, "combine_cost": 0}
 NO_SPLITS = {**COSTS, "unsplit_keys": 2**30}
 RINGS = ({"keys": 128, "stages": 2, **NO_SPLITS}, {"keys": 64, "stages": 4, **NO_SPLITS})
@@ -66,14 +79,19 @@ SPLIT = {
     "soft cap": few(soft_cap=30.0),
     "non-causal": few(causal=False),
     "head size 256, block size 48": few(head_size=256, block_size=48),
+    "fp8 cache": few(**FP8),
+    "fp8 cache, sinks": few(sinks=True, **FP8),
+    "fp8 cache, head size 256, block size 48": few(head_size=256, block_size=48, **FP8),
 }
 
 
-def hopper_agrees(case: PagedCase, dtype: torch.dtype, values: dict[str, int]) -> None:
-    inputs, options = case.make("hopper", "cuda", dtype)
-    query, kv_cache, batch, out = inputs
+def hopper_agrees(case: PagedCase, dtype: torch.dtype, values: dict[str, int], size: float = 1.0) -> None:
+    """size: queries are multiplied by it, and the scale is divided by it."""
+    (query, kv_cache, batch, out), options = case.make("hopper", "cuda", dtype)
+    inputs = (query * size, kv_cache, batch, out)
+    options["scale"] /= size
     want = out.clone()
-    ops.paged_attention(query, kv_cache, batch, want, **options)
+    ops.paged_attention(query * size, kv_cache, batch, want, **options)
     with _launch.trial("paged_attention_prefill_sm90", values) as asked:
         for _ in range(2):  # the second call finds the memory that the first one left
             kernels_of("paged_attention")["triton"].run(*inputs, **options, variant="prefill_sm90")
@@ -91,6 +109,22 @@ def test_hopper_agrees(name, values):
 @pytest.mark.parametrize("name", ["plain", "window 129", "sinks", "head size 256", "block size 48"])
 def test_hopper_agrees_in_fp16(name):
     hopper_agrees(CASES[name], torch.float16, RINGS[0])
+
+
+@pytest.mark.parametrize("values", RINGS, ids=str)
+@pytest.mark.parametrize("name", FP8_CASES)
+def test_hopper_widens_an_fp8_cache(name, values):
+    hopper_agrees(FP8_CASES[name], torch.bfloat16, values)
+
+
+def test_hopper_widens_an_fp8_cache_for_queries_in_fp16():
+    hopper_agrees(FP8_CASES["plain"], torch.float16, RINGS[0])
+
+
+@pytest.mark.parametrize("size", [2.0**-40, 2.0**40])
+def test_hopper_widens_an_fp8_cache_for_queries_of_any_size(size):
+    """fp16 has neither size: each row of queries becomes fp16 with a power of two of its own."""
+    hopper_agrees(FP8_CASES["head size 128"], torch.bfloat16, RINGS[0], size)
 
 
 @pytest.mark.parametrize("ring", RINGS, ids=str)

@@ -224,6 +224,7 @@ def test_combining_takes_each_row_of_split_tiles():
     # Two split tiles: 6 queries of request 0 from the first one on, and 3 queries of request 2 from the ninth one on.
     split_tiles = torch.tensor([[0, 0, 0, 2], [2, 8, 2, 3]], dtype=torch.int32)
     starts = torch.tensor([0, 6, 7, 18], dtype=torch.int32)
+    v_scale = torch.tensor(1.5)
     out = torch.full((18, num_kv_heads * group, columns), UNTOUCHED)
     want = out.clone()
     for (_, _, partial, number), first_token, num_queries in zip(split_tiles.tolist(), (0, 15), (6, 3), strict=True):
@@ -231,10 +232,10 @@ def test_combining_takes_each_row_of_split_tiles():
         weight = torch.exp2(stats[:, parts, :, :1] - stats[:, parts, :, :1].amax(1, keepdim=True))
         result = (partials[:, parts] * weight).sum(1) / (stats[:, parts, :, 1:] * weight).sum(1)
         for head, row in itertools.product(range(num_kv_heads), range(num_queries * group)):
-            want[first_token + row // group, head * group + row % group] = result[head, row]
+            want[first_token + row // group, head * group + row % group] = result[head, row] * v_scale
     _plan_sm90.combine_prefill_sm90[(3,)](
-        out, out.stride(), starts, None, partials, stats, torch.tensor([1, 0, 2], dtype=torch.int32), split_tiles,
-        most_partials, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_SIZE=columns, ROWS=4, BLOCK_M=rows,
+        out, out.stride(), starts, None, v_scale, partials, stats, torch.tensor([1, 0, 2], dtype=torch.int32),
+        split_tiles, most_partials, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_SIZE=columns, ROWS=4, BLOCK_M=rows,
         BLOCK_D=columns, PDL=False,
     )  # fmt: skip
     torch.testing.assert_close(out, want)

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from vllm_opset.kernels.triton._gluon import reinterpret
 from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     TILE_SLOTS,
     WARPGROUP_ROWS,
@@ -15,7 +16,7 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     start_of,
     steps_of,
 )  # fmt: skip
-from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST, is_visible
+from vllm_opset.kernels.triton.paged_attention._tile import FP16_PEAK, LOG2E, LOWEST, in_fp16, is_visible
 
 CLEARING_WARPGROUPS = gl.constexpr(2)  # the first ones of a program
 
@@ -28,6 +29,12 @@ def attend_tiles(
 ):  # fmt: skip
     """The rows of one warpgroup in each tile that is published, up to one without queries."""
     tensors, queries, ring, scheduler, scales, split_blocks = attended
+    scale, soft_cap, k_scale, v_scale = scales
+    if k_scale is not None:
+        scale *= gl.load(k_scale)
+    if v_scale is not None:
+        v_scale = gl.load(v_scale)
+    scales = (scale, soft_cap, v_scale)
     ROW_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     _, _, empty_tiles = scheduler
     taken, done, num_cleared = 0, 0, 0  # counts of tiles, of key blocks, and of cleared blocks
@@ -77,12 +84,16 @@ def _attend_tile(
     inside = (row < num_queries * GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
     token, query_head = (first_token + row // GROUP).to(gl.int64), head * GROUP + row % GROUP
     place = gl.multiple_of(query + token * query_strides[0] + query_head * query_strides[1], 16)
-    q.store(gl.load(place[:, None] + column[None, :], inside, 0.0))
+    rows = gl.load(place[:, None] + column[None, :], inside, 0.0)
+    scale, soft_cap, v_scale = scales
+    if rows.dtype != q.dtype:
+        rows, row_scale = in_fp16(rows)
+        scale *= gl.convert_layout(row_scale, gl.SliceLayout(1, SCORE_LAYOUT))
+    q.store(rows)
     hopper.fence_async_shared()
 
     row = WARPGROUP_INDEX * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, SCORE_LAYOUT))
     position = first_position + row // GROUP
-    scale, soft_cap = scales
     scale_log2, scale_of_tanh = scale * LOG2E, None
     if soft_cap is not None:
         scale_log2, scale_of_tanh = soft_cap * LOG2E, scale / soft_cap
@@ -130,9 +141,13 @@ def _attend_tile(
             l_i = l_i * alpha + gl.exp2(sink - m_new)
             acc *= gl.convert_layout(alpha, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
         rescale = 1 / gl.where(l_i > 0, l_i, 1.0)  # zeros for a query without visible keys
-        q.store((acc * gl.convert_layout(rescale, gl.SliceLayout(1, ACC_LAYOUT))[:, None]).to(q.dtype))
+        if v_scale is not None:
+            rescale *= v_scale
+        acc *= gl.convert_layout(rescale, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
+        result = reinterpret(q, out.dtype.element_ty, q.shape, q.layout)
+        result.store(acc.to(result.dtype))
         place = gl.multiple_of(out + token * out_strides[0] + query_head * out_strides[1], 16)
-        gl.store(place[:, None] + column[None, :], q.load(ROW_LAYOUT), inside)
+        gl.store(place[:, None] + column[None, :], result.load(ROW_LAYOUT), inside)
     return done, num_cleared
 
 
@@ -221,20 +236,30 @@ def _softmax(
 ):  # fmt: skip
     """The weights of a block, the new m_i and l_i, and alpha.
 
-    scales: the factor of scores in units of log2, and the factor before tanh; None if scores are not capped.
+    scales: the factor of scores in units of log2, and the factor before tanh; None if scores are not capped. A factor
+    is one number, or one for each row.
     """
     scale_log2, scale_of_tanh = scales
     if scale_of_tanh is not None:
-        score = _tanh(score * scale_of_tanh)
+        score = _tanh(score * _of_rows(scale_of_tanh))
     if MASKED:
         key_position = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORE_LAYOUT))
         seen = is_visible(key_position[None, :] - position[:, None], (key_position < seq_len)[None, :], LEFT, RIGHT)
         score = gl.where(seen, score, float("-inf"))
-    m_new = gl.maximum(m_i, gl.max(score, 1) * scale_log2)
-    p = gl.exp2(score * scale_log2 - m_new[:, None])
+    peak = gl.max(score, 1) * scale_log2
+    if dtype == gl.float16:
+        peak -= FP16_PEAK
+    m_new = gl.maximum(m_i, peak)
+    p = gl.exp2(score * _of_rows(scale_log2) - m_new[:, None])
     alpha = gl.exp2(m_i - m_new)
     l_i = l_i * alpha + gl.sum(p, 1)
     return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, ACC_LAYOUT, 2)), m_new, l_i, alpha
+
+
+@gluon.jit
+def _of_rows(factor):
+    """A factor of scores as scores take it: one number, or one for each row."""
+    return factor[:, None] if len(factor.shape) == 1 else factor
 
 
 @gluon.jit

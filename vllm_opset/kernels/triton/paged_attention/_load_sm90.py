@@ -9,7 +9,7 @@ from vllm_opset.kernels.triton.paged_attention._plan_sm90 import ITEM_FIELDS, ke
 from vllm_opset.kernels.triton.paged_attention._tile import seen_by_all
 
 WARPGROUP_ROWS = gl.constexpr(64)  # of a query tile, and so of each wgmma instruction of the warpgroup
-COLUMNS = gl.constexpr(64)  # in a box: 128 bytes, the width of the swizzle of shared memory
+LINE_BITS = 1024  # the widest row of a box: 128 bytes, the width of the swizzle of shared memory
 TILE_SLOTS = gl.constexpr(2)  # published tiles that fit shared memory
 TILE_FIELDS = gl.constexpr(8)  # numbers that describe a tile
 SMALL_HEAD = 64
@@ -25,6 +25,18 @@ def attending_warpgroups(block_d):
 def rows_of_tile(block_d):
     """The rows of a query tile: queries times query heads of a KV head."""
     return attending_warpgroups(block_d) * WARPGROUP_ROWS.value
+
+
+@gluon.constexpr_function
+def box_columns(block_d, bits):
+    """The columns of a box of numbers of so many bits."""
+    return min(block_d, LINE_BITS // bits)
+
+
+@gluon.constexpr_function
+def box_layout(block_d, bits, rank):
+    """How boxes lie in shared memory, and blocks of boxes: boxes of rows, then the next columns."""
+    return gl.NVMMASharedLayout(box_columns(block_d, bits) * bits // 8, bits, rank=rank)
 
 
 @gluon.jit
@@ -130,6 +142,7 @@ def _load_tile(
     Returns the count of all blocks so far.
     """
     BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
+    COLUMNS: gl.constexpr = cache.block_type.shape[3]
     pages = block_table + request.to(gl.int64) * table_strides[0]
     low, high, num_blocks, num_right, _ = blocks(first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
     first, last = steps_of(split, split_blocks, num_blocks)

@@ -199,7 +199,7 @@ def keys_of(
 
 @triton.jit(do_not_specialize=["most_partials"])
 def combine_prefill_sm90(
-    out, out_strides, query_start_loc, sinks, partials, stats, sizes, split_tiles, most_partials,
+    out, out_strides, query_start_loc, sinks, v_scale, partials, stats, sizes, split_tiles, most_partials,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -221,7 +221,7 @@ def combine_prefill_sm90(
         if first_row < num_queries * GROUP:
             combine_rows(
                 first_row, partials, stats, head * most_partials + tl.load(place + 2), tl.load(place + 3),
-                num_queries * GROUP, out, out_strides, first_token, head, sinks, None,
+                num_queries * GROUP, out, out_strides, first_token, head, sinks, v_scale,
                 GROUP, HEAD_SIZE, ROWS, BLOCK_M, BLOCK_D,
             )  # fmt: skip
 
@@ -282,7 +282,8 @@ def launch_combine(call: Call, made: Plan, partials: tuple, num_partials: int, r
     programs = COMBINING_PROGRAMS * _launch.multiprocessors(device)
     _launch.launch(
         combine_prefill_sm90, (programs,),
-        call.out, call.out.stride(), call.batch.query_start_loc, call.sinks, *partials, made.sizes, made.split_tiles,
-        num_partials, NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, ROWS=COMBINED_ROWS,
-        BLOCK_M=rows, BLOCK_D=call.block_d, num_warps=WARPGROUP, **_launch.launch_options(device),
+        call.out, call.out.stride(), call.batch.query_start_loc, call.sinks, call.v_scale, *partials, made.sizes,
+        made.split_tiles, num_partials,
+        NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, ROWS=COMBINED_ROWS, BLOCK_M=rows,
+        BLOCK_D=call.block_d, num_warps=WARPGROUP, **_launch.launch_options(device),
     )  # fmt: skip

@@ -60,7 +60,7 @@ def attend(
     """
     row_scale = None
     if keys.dtype.element_ty.is_fp8() and q.dtype == tl.bfloat16:
-        q, row_scale = _in_fp16(q)
+        q, row_scale = in_fp16(q)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -86,13 +86,13 @@ def attend(
 
 
 @triton.jit
-def _in_fp16(q):
+def in_fp16(q):
     """The rows of q in fp16, and the powers of two by which they are divided, so that no element exceeds 2."""
     q = q.to(tl.float32)
     largest = tl.max(tl.abs(q), 1)
     power = (largest.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
     power = tl.maximum(power, LEAST_NORMAL)
-    return (q / power[:, None]).to(tl.float16), power
+    return (q * (1 / power)[:, None]).to(tl.float16), power
 
 
 @triton.jit

@@ -11,6 +11,7 @@ partial results, which another launch combines.
 import functools
 import math
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import NVMMASharedLayout
@@ -23,45 +24,61 @@ from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import available, is_aligned
 from vllm_opset.kernels.triton.paged_attention import _call
 from vllm_opset.kernels.triton.paged_attention._attend_sm90 import attend_tiles
-from vllm_opset.kernels.triton.paged_attention._call import MIN_ROWS, WARPGROUP, Call, thresholds
+from vllm_opset.kernels.triton.paged_attention._call import MIN_ROWS, ROW_BYTES, WARPGROUP, Call, thresholds
 from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
-    COLUMNS,
     TILE_FIELDS,
     TILE_SLOTS,
     WARPGROUP_ROWS,
     attending_warpgroups,
+    box_columns,
+    box_layout,
     load_keys,
     load_values,
     rows_of_tile,
 )
 from vllm_opset.kernels.triton.paged_attention._plan_sm90 import launch_combine, make_plan, most_partials
+from vllm_opset.kernels.triton.paged_attention._widen_sm90 import widen_tiles
 
-BOX_LAYOUT = NVMMASharedLayout(128, 16, rank=4)
 ELEMENT_BYTES = 2  # wgmma multiplies queries and keys of 16 bits here
-# Registers of a thread, by the number of attending warpgroups. With a warpgroup for the loading warps, they use up
-# those of a multiprocessor, which runs one program of this kernel: 64 Ki registers hold 128 threads * (2 * 232 + 40)
-# and 128 * (3 * 160 + 32).
-ATTENDING_REGISTERS = {2: 232, 3: 160}
-LOADING_REGISTERS = {2: 40, 3: 32}
+LEAST_HEAD = 64  # columns: a line of shared memory in 16 bits
+# Registers of a thread, by the number of attending warpgroups: of these, and of the warpgroup of all other warps. They
+# use up those of a multiprocessor, which runs one program of this kernel: 64 Ki registers hold 128 threads *
+# (2 * 232 + 40) and 128 * (3 * 160 + 32). Threads that convert an fp8 cache need more than those that load.
+REGISTERS = {2: (232, 40), 3: (160, 32)}
+REGISTERS_FP8 = {2: (216, 72), 3: (160, 32)}
+WIDENED_ELEMENTS = {2: 4096, 3: 1024}
 
 
 @gluon.constexpr_function
-def _worker_warps(block_d):
+def _worker_warps(block_d, widens):
     """The warps of each partition but the first one, which is a warpgroup."""
-    return [WARPGROUP] * (attending_warpgroups(block_d) - 1) + [1, 1]
+    return [WARPGROUP] * (attending_warpgroups(block_d) - 1) + [1, 1] * widens + [1, 1]
 
 
 @gluon.constexpr_function
-def _worker_registers(block_d):
+def _worker_registers(block_d, widens):
     """The registers of a thread of each partition but the first one, which has those that are left."""
-    attending = attending_warpgroups(block_d)
-    return [ATTENDING_REGISTERS[attending]] * (attending - 1) + [LOADING_REGISTERS[attending]] * 2
+    number = attending_warpgroups(block_d)
+    attending, others = (REGISTERS_FP8 if widens else REGISTERS)[number]
+    return [attending] * (number - 1) + [others] * (2 + 2 * widens)
+
+
+@gluon.constexpr_function
+def _widened_elements(block_d):
+    """The elements of a block that a warp converts at a time: as many as the registers of its threads hold."""
+    return WIDENED_ELEMENTS[attending_warpgroups(block_d)]
+
+
+@gluon.constexpr_function
+def _loaded_stages(stages, block_d):
+    """The places of a ring of blocks in fp8. For heads above 128, more would not fit shared memory."""
+    return stages if block_d * ELEMENT_BYTES <= ROW_BYTES else stages // 2
 
 
 @gluon.jit(do_not_specialize=["num_pages", "most_partials"])
 def attend_prefill_sm90(
     query, query_strides, cache, num_pages, out, out_strides,
-    query_start_loc, seq_lens, block_table, table_strides, scale, soft_cap, sinks,
+    query_start_loc, seq_lens, block_table, table_strides, scale, soft_cap, sinks, k_scale, v_scale,
     partials, stats, sizes, items, most_partials, ticket,
     NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
@@ -77,50 +94,86 @@ def attend_prefill_sm90(
     """
     split_blocks, num_items = gl.load(sizes), gl.load(sizes + 1)
     pdl_wait(PDL)
-    dtype: gl.constexpr = query.dtype.element_ty
+    WIDENS: gl.constexpr = cache.dtype.is_fp8()
+    dtype: gl.constexpr = gl.float16 if WIDENS else query.dtype.element_ty
     ATTENDING: gl.constexpr = attending_warpgroups(BLOCK_D)
     BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
-    NUM_BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX_ROWS) * (BLOCK_D // COLUMNS)
-    BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)
-    BLOCK: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)  # boxes of rows, then the next columns
-    key_boxes = gl.allocate_shared_memory(dtype, [NUM_BOXES, 1, 1, BOX_ROWS, COLUMNS], BOX)
-    value_boxes = gl.allocate_shared_memory(dtype, [NUM_BOXES, 1, 1, BOX_ROWS, COLUMNS], BOX)
-    keys = reinterpret(key_boxes, dtype, [STAGES, BLOCK_N, BLOCK_D], BLOCK)
-    values = reinterpret(value_boxes, dtype, [STAGES, BLOCK_N, BLOCK_D], BLOCK)
+    LOADED: gl.constexpr = _loaded_stages(STAGES, BLOCK_D) if WIDENS else STAGES
+    BLOCK: gl.constexpr = box_layout(BLOCK_D, dtype.primitive_bitwidth, 2)
+    key_boxes, loaded_keys = _boxes(cache, BLOCK_N, BLOCK_D, LOADED)
+    value_boxes, loaded_values = _boxes(cache, BLOCK_N, BLOCK_D, LOADED)
     queries = gl.allocate_shared_memory(dtype, [ATTENDING, WARPGROUP_ROWS, BLOCK_D], BLOCK)
     tiles = gl.allocate_shared_memory(
         gl.int32, [TILE_SLOTS * TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
     full_keys, empty_keys = _barriers(STAGES, ATTENDING)
     full_values, empty_values = _barriers(STAGES, ATTENDING)
-    full_tiles, empty_tiles = _barriers(TILE_SLOTS, ATTENDING + 1)
+    full_tiles, empty_tiles = _barriers(TILE_SLOTS, ATTENDING + 1 + 2 * WIDENS)
     cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # by all warpgroups
     mbarrier.init(cleared, count=ATTENDING)
     scheduler = (tiles, full_tiles, empty_tiles)
+    keys, full_loaded_keys, empty_loaded_keys = loaded_keys, full_keys, empty_keys
+    values, full_loaded_values, empty_loaded_values = loaded_values, full_values, empty_values
+    if WIDENS:
+        keys = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], BLOCK)
+        values = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], BLOCK)
+        full_loaded_keys, empty_loaded_keys = _barriers(LOADED, 1)
+        full_loaded_values, empty_loaded_values = _barriers(LOADED, 1)
 
     tensors = (query, query_strides, out, out_strides, sinks, partials, stats)
-    scales = (scale, soft_cap)
+    scales = (scale, soft_cap, k_scale, v_scale)
     ring = (keys, values, full_keys, empty_keys, full_values, empty_values, cleared)
     batch = (query_start_loc, seq_lens, block_table, table_strides)
     attended = (tensors, queries, ring, scheduler, scales, split_blocks)
     keys_source = (
-        cache, num_pages, key_boxes, full_keys, empty_keys, scheduler, batch, items, num_items, split_blocks,
-        most_partials, ticket,
+        cache, num_pages, key_boxes, full_loaded_keys, empty_loaded_keys, scheduler, batch, items, num_items,
+        split_blocks, most_partials, ticket,
     )  # fmt: skip
     values_source = (
-        cache, num_pages, value_boxes, full_values, empty_values, scheduler, block_table, table_strides, split_blocks,
+        cache, num_pages, value_boxes, full_loaded_values, empty_loaded_values, scheduler, block_table, table_strides,
+        split_blocks,
     )  # fmt: skip
+    widened_keys = (loaded_keys, full_loaded_keys, empty_loaded_keys, keys, full_keys, empty_keys)
+    widened_values = (loaded_values, full_loaded_values, empty_loaded_values, values, full_values, empty_values)
+    WIDENED: gl.constexpr = _widened_elements(BLOCK_D)
     # Gluon takes partitions only as a list that is written out.
-    if ATTENDING == 2:
+    if ATTENDING == 2 and WIDENS:
         gl.warp_specialize(
             [
                 (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
                 (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (load_keys, (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (widen_tiles, (widened_keys, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
+                (widen_tiles, (widened_values, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
+                (load_keys, (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
+                (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
             ],
-            _worker_warps(BLOCK_D),
-            _worker_registers(BLOCK_D),
+            _worker_warps(BLOCK_D, WIDENS),
+            _worker_registers(BLOCK_D, WIDENS),
+        )
+    elif ATTENDING == 2:
+        gl.warp_specialize(
+            [
+                (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (load_keys, (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
+                (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
+            ],
+            _worker_warps(BLOCK_D, WIDENS),
+            _worker_registers(BLOCK_D, WIDENS),
+        )
+    elif WIDENS:
+        gl.warp_specialize(
+            [
+                (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (attend_tiles, (2, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (widen_tiles, (widened_keys, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
+                (widen_tiles, (widened_values, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
+                (load_keys, (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
+                (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
+            ],
+            _worker_warps(BLOCK_D, WIDENS),
+            _worker_registers(BLOCK_D, WIDENS),
         )
     else:
         gl.warp_specialize(
@@ -128,12 +181,22 @@ def attend_prefill_sm90(
                 (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
                 (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
                 (attend_tiles, (2, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (load_keys, (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (load_keys, (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
+                (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
             ],
-            _worker_warps(BLOCK_D),
-            _worker_registers(BLOCK_D),
+            _worker_warps(BLOCK_D, WIDENS),
+            _worker_registers(BLOCK_D, WIDENS),
         )
+
+
+@gluon.jit
+def _boxes(cache, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr):
+    """A ring in shared memory: its boxes, and the same memory as blocks of keys or values."""
+    BITS: gl.constexpr = cache.dtype.primitive_bitwidth
+    BOX: gl.constexpr = cache.block_type.shape
+    NUM_BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX[2]) * (BLOCK_D // BOX[3])
+    boxes = gl.allocate_shared_memory(cache.dtype, [NUM_BOXES, 1, 1, BOX[2], BOX[3]], box_layout(BLOCK_D, BITS, 4))
+    return boxes, reinterpret(boxes, cache.dtype, [STAGES, BLOCK_N, BLOCK_D], box_layout(BLOCK_D, BITS, 2))
 
 
 @gluon.jit
@@ -153,14 +216,25 @@ def _rows_of_tile(block_d: int) -> int:
     return rows_of_tile(block_d)
 
 
+@functools.cache
+def _box(block_d: int, bits: int) -> tuple[int, NVMMASharedLayout]:
+    """The columns of a box of the cache, and its layout. Cached like `_rows_of_tile`."""
+    return box_columns(block_d, bits), box_layout(block_d, bits, 4)
+
+
+def _widens(call: Call) -> bool:
+    return call.kv_cache.dtype == torch.float8_e4m3fn
+
+
 def can_prefill_sm90(call: Call) -> bool:
     """Whether a Hopper GPU's copy engine and matrix instructions take these inputs."""
     if not available(call.query.device):
         return False
-    plain = call.alibi_slopes is None and call.k_scale is None and call.v_scale is None
-    halves = call.query.element_size() == ELEMENT_BYTES and call.kv_cache.dtype == call.query.dtype
-    boxes = call.head_size >= COLUMNS.value and call.block_size % MIN_ROWS == 0
-    return plain and halves and boxes and all(map(is_aligned, (call.query, call.kv_cache, call.out)))
+    halves = call.query.element_size() == ELEMENT_BYTES
+    same = call.kv_cache.dtype == call.query.dtype and call.k_scale is None and call.v_scale is None
+    boxes = call.head_size >= LEAST_HEAD and call.block_size % MIN_ROWS == 0
+    aligned = all(map(is_aligned, (call.query, call.kv_cache, call.out)))
+    return call.alibi_slopes is None and halves and (same or _widens(call)) and boxes and aligned
 
 
 def suits_prefill_sm90(call: Call) -> bool:
@@ -178,7 +252,8 @@ def launch_prefill_sm90(call: Call) -> None:
     queries = rows // call.group
     values = _launch.parameters("paged_attention_prefill_sm90", device, call.span(queries))
     block_n, num_tiles = call.block_n(values), call.query.shape[0] // queries + call.num_reqs
-    box = [1, 1, math.gcd(call.block_size, block_n), COLUMNS.value]
+    columns, layout = _box(call.block_d, cache.element_size() * 8)
+    box = [1, 1, math.gcd(call.block_size, block_n), columns]
     num_partials, partials = most_partials(call, values, queries), (None, None)
     if num_partials > 0:
         partials = batch.once(_call.workspace, num_partials * call.num_kv_heads, rows, call.block_d)
@@ -186,13 +261,13 @@ def launch_prefill_sm90(call: Call) -> None:
         make_plan, num_tiles, queries, call.num_kv_heads, call.left, call.right, box[2], block_n, num_partials,
         tuple(values.items()),
     )  # fmt: skip
-    descriptor = TensorDescriptor.from_tensor(cache, box, BOX_LAYOUT)
+    descriptor = TensorDescriptor.from_tensor(cache, box, layout)
     _launch.launch(
         attend_prefill_sm90, (min(made.items.shape[0] * call.num_kv_heads, _launch.multiprocessors(device)),),
         call.query, call.query.stride(), descriptor, cache.shape[0], call.out, call.out.stride(),
         batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(),
-        call.scale, call.soft_cap or None, call.sinks, *partials, made.sizes, made.items, num_partials,
-        made.ticket,
+        call.scale, call.soft_cap or None, call.sinks, call.k_scale, call.v_scale, *partials,
+        made.sizes, made.items, num_partials, made.ticket,
         NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, BLOCK_SIZE=call.block_size,
         LEFT=call.left, RIGHT=call.right, BLOCK_N=block_n, BLOCK_D=call.block_d, STAGES=values["stages"],
         num_warps=WARPGROUP, **_launch.launch_options(device),
