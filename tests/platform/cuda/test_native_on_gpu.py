@@ -220,5 +220,7 @@ def test_a_captured_draft_model_drafts_the_tokens_of_its_target():
     with ThreadPoolExecutor(2) as pool:
         found, stock = pool.map(lambda native: ask(native, SECOND, False, "drafts"), (ATTENTION, STOCK))
     assert_close(found, stock)
-    # It is its own target. What is left is rounding, which differs between one token and four.
-    assert found["accepted"] > 0.9 * stock["accepted"] > 0.7
+    # It is its own target, so greedy requests accept all but what rounding changes. Others draw their tokens. On an
+    # H200, stock vLLM accepts 0.47 of the drafts of all.
+    assert stock["accepted"] > 0.3
+    assert found["accepted"] > 0.9 * stock["accepted"]
