@@ -10,6 +10,8 @@ LONG = ("long", "serve", "engine")
 # Tests that share a server or an engine stay in one process if there are several. Keys are the starts of their names.
 TOGETHER = {f"tests/serve/test_{name}.py": "server" for name in ("accuracy", "api", "bad_input", "load")}
 TOGETHER |= {"tests/examples/": "server"}
+# They share what another process has computed for all of them.
+TOGETHER["tests/platform/test_runner_kernels.py"] = "kernels of vLLM's runner"
 ENGINES = (
     "engine/test_features",
     "engine/test_logits_graphs_on_gpu",

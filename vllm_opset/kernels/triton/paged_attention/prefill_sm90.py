@@ -5,7 +5,8 @@ loading warps (`_load_sm90`) have the tensor memory accelerator (TMA) bring keys
 in shared memory. One of them is the scheduler: it draws items and publishes them to the other warps. Two or three
 warpgroups (`_attend_sm90`) attend 64 of a tile's rows each: while one computes exponentials, the matrix products
 (wgmma) of another run. A warpgroup skips a tile that has no rows for it, such as that of a decoded token. Splits leave
-partial results, which another launch combines.
+partial results, which another launch combines. For an fp8 cache, two more warps (`_widen_sm90`) convert keys and values
+to fp16.
 """
 
 import functools
@@ -40,13 +41,14 @@ from vllm_opset.kernels.triton.paged_attention._plan_sm90 import launch_combine,
 from vllm_opset.kernels.triton.paged_attention._widen_sm90 import widen_tiles
 
 ELEMENT_BYTES = 2  # wgmma multiplies queries and keys of 16 bits here
-LEAST_HEAD = 64  # columns: a line of shared memory in 16 bits
-# Registers of a thread, by the number of attending warpgroups: of these, and of the warpgroup of all other warps. They
-# use up those of a multiprocessor, which runs one program of this kernel: 64 Ki registers hold 128 threads *
-# (2 * 232 + 40) and 128 * (3 * 160 + 32). Threads that convert an fp8 cache need more than those that load.
+LEAST_HEAD = 64  # columns: in 16 bits, they fill a line of shared memory
+# By the number of attending warpgroups: the registers of each of their threads, and those of each thread of the other
+# warps, which make one warpgroup. Together they use up a multiprocessor, which runs one program of this kernel: 64 Ki
+# registers hold 128 threads * (2 * 232 + 40) and 128 * (3 * 160 + 32). Threads that convert an fp8 cache need more than
+# those that load.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
 REGISTERS_FP8 = {2: (216, 72), 3: (160, 32)}
-WIDENED_ELEMENTS = {2: 4096, 3: 1024}
+WIDENED_ELEMENTS = {2: 4096, 3: 1024}  # that a warp converts at a time: as many as those registers hold
 
 
 @gluon.constexpr_function
@@ -65,7 +67,7 @@ def _worker_registers(block_d, widens):
 
 @gluon.constexpr_function
 def _widened_elements(block_d):
-    """The elements of a block that a warp converts at a time: as many as the registers of its threads hold."""
+    """The elements of a block that a warp converts at a time."""
     return WIDENED_ELEMENTS[attending_warpgroups(block_d)]
 
 
@@ -86,9 +88,9 @@ def attend_prefill_sm90(
 ):  # fmt: skip
     """Launches at most as many programs as run at a time.
 
-    query, out: rows of aligned 16-byte units. cache: a TMA descriptor of the KV cache with boxes [1, 1, rows, COLUMNS];
-    these rows divide BLOCK_SIZE and BLOCK_N. sizes, items: see `Plan`. partials, stats: None if no tile is split.
-    ticket: zero, and zero again afterwards.
+    query, out: rows of aligned 16-byte units. cache: a TMA descriptor of the KV cache with boxes [1, 1, rows,
+    columns]; these rows divide BLOCK_SIZE and BLOCK_N. sizes, items: see `Plan`. partials, stats: None if no tile is
+    split. ticket: zero, and zero again afterwards.
 
     The loads before `pdl_wait` read the plan, which is older than the preceding kernel.
     """
