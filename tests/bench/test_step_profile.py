@@ -1,0 +1,67 @@
+"""benchmarks/step_profile.py: what it makes of kernels and calls, and an engine on a CPU, whose GPU is idle."""
+
+import json
+import runpy
+
+import pytest
+from readme import ROOT
+
+SCRIPT = runpy.run_path(str(ROOT / "benchmarks" / "step_profile.py"), run_name="step_profile")
+Span = SCRIPT["Span"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("attend_prefill_sm90", "attention"),
+        ("void flash::FlashAttnFwdSm90", "attention"),
+        ("nvjet_sm90_tst_128x256", "products"),
+        ("topkGatingSoftmax", "experts"),
+        ("_topk_topp_kernel", "sampler"),
+        ("fused_add_rms_norm", "norms and activations"),
+        ("Memcpy DtoH", "copies"),
+        ("elementwise_kernel", "others"),
+    ],
+)
+def test_the_kind_of_a_kernel(name, kind):
+    assert SCRIPT["kind_of"](name) == kind
+
+
+def test_time_in_which_two_kernels_run_counts_once():
+    spans = [Span("a", 0, 10), Span("b", 5, 12), Span("c", 6, 7), Span("d", 20, 21)]
+    assert SCRIPT["busy"](spans) == 13
+    assert SCRIPT["busy"]([]) == 0
+
+
+def test_figures_of_kernels_and_calls():
+    kernels = [Span("attend_decode", 1000, 3000), Span("nvjet", 2000, 5000), Span("nvjet", 7000, 8000)]
+    calls = [
+        Span("cudaGraphLaunch", 0, 500),
+        Span("cuLaunchKernelEx", 600, 700),
+        Span("cudaLaunchKernel", 800, 900),
+        Span("cudaMemcpyAsync", 1000, 1100),
+        Span("cudaEventSynchronize", 2000, 8000),
+    ]
+    figures = SCRIPT["describe"](kernels, calls)
+    expected = {
+        "GPU busy, ms": 5.0,
+        "GPU: attention, ms": 2.0,
+        "GPU: products, ms": 4.0,
+        "GPU idle between kernels, ms": 2.0,
+        "host: launches of kernels": 2,
+        "host: launches of graphs": 1,
+        "host: copies": 1,
+        "host: waits, ms": 6.0,
+    }
+    assert {name: figures[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("prompt", [0, 20])
+def test_steps_of_an_engine_are_timed(prompt, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPSET_PLATFORM", "cpu")
+    arguments = json.dumps({"kv_cache_memory_bytes": 64 << 20})
+    SCRIPT["main"]("tiny", 3, prompt, True, 2, arguments, tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["a step, ms"] > 0
+    assert figures["GPU busy, ms"] == figures["host: launches of kernels"] == 0
