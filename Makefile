@@ -92,7 +92,7 @@ $(SECOND_RUNNERS:%=window-second-runner-%): window-second-runner-%: env-%
 	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) tests/engine/test_second_runner.py $(ARGS)
 
 # `make test` runs these on the default release.
-window-light: $(patsubst %,window-light-%,$(filter-out $(RELEASE),$(WINDOW))) ## what needs no engine, on every other vLLM release that is served
+window-light: $(patsubst %,window-light-%,$(filter-out $(RELEASE),$(WINDOW))) ## what needs no engine, on every vLLM release that is served but the default one
 
 $(WINDOW:%=window-light-%): window-light-%: env-%
 	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m "window and not engine and not serve" $(ARGS)

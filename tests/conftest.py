@@ -10,7 +10,7 @@ LONG = ("long", "serve", "engine")
 # Tests that share a server or an engine stay in one process if there are several. Keys are the starts of their names.
 TOGETHER = {f"tests/serve/test_{name}.py": "server" for name in ("accuracy", "api", "bad_input", "load")}
 TOGETHER |= {"tests/examples/": "server"}
-# They share what another process has computed for all of them.
+# They share a fixture that starts another process.
 TOGETHER["tests/platform/test_runner_kernels.py"] = "kernels of vLLM's runner"
 ENGINES = (
     "engine/test_features",

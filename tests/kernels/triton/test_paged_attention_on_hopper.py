@@ -8,6 +8,7 @@ import importlib
 
 import pytest
 import torch
+from rare_keys import rare_keys_count
 from replays import assert_same_bits
 
 from vllm_opset import ops
@@ -62,10 +63,14 @@ FP8_CASES = {
     "soft cap": mixed(soft_cap=30.0, **FP8),
     "sinks": mixed(sinks=True, **FP8),
     "non-causal": mixed(causal=False, **FP8),
+    **{layout: mixed(head_size=128, layout=layout, **FP8) for layout in LAYOUTS},
     "padded rows and requests, loose bounds": mixed(head_size=128, padded_rows=5, loose_bounds=True, **FP8),
     **{f"head size {size}": mixed(head_size=size, **FP8) for size in (80, 128, 192, 256)},
     **{f"block size {size}": mixed(block_size=size, window=90, **FP8) for size in (32, 48, 128)},
 }
+MANY_TILES = {
+    name: CASES[name] for name in ("plain", "window 129", "few queries of many requests", "cross attention")
+} | {f"fp8 cache, {name}": FP8_CASES[name] for name in ("plain", "window 129", "head size 256")}
 COSTS = {"programs": 4, "split_keys": 128, "split_cost": 0, "combine_cost": 0}
 NO_SPLITS = {**COSTS, "unsplit_keys": 2**30}
 RINGS = ({"keys": 128, "stages": 2, **NO_SPLITS}, {"keys": 64, "stages": 4, **NO_SPLITS})
@@ -127,6 +132,24 @@ def test_hopper_widens_an_fp8_cache_for_queries_of_any_size(size):
     hopper_agrees(FP8_CASES["head size 128"], torch.bfloat16, RINGS[0], size)
 
 
+@pytest.mark.parametrize("values", RINGS, ids=str)
+def test_rows_of_zeros_average_the_values_whatever_the_scale_of_keys(values):
+    (query, kv_cache, batch, out), options = FP8_CASES["plain"].make("zeros", "cuda", torch.bfloat16)
+    options["k_scale"] = torch.tensor(2.0**-40, device="cuda")
+    query.zero_()
+    want = out.clone()
+    ops.paged_attention(query, kv_cache, batch, want, **options)
+    with _launch.trial("paged_attention_prefill_sm90", values):
+        kernels_of("paged_attention")["triton"].run(query, kv_cache, batch, out, **options, variant="prefill_sm90")
+    tolerance = TOLERANCES[torch.bfloat16]
+    torch.testing.assert_close(out, want, rtol=tolerance.rtol, atol=tolerance.atol)
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
+def test_keys_of_tiny_probabilities_count_in_fp16(cache_dtype):
+    rare_keys_count(cache_dtype, num_queries=100, num_keys=3000, device="cuda", variant="prefill_sm90")
+
+
 @pytest.mark.parametrize("ring", RINGS, ids=str)
 @pytest.mark.parametrize("name", SPLIT)
 def test_hopper_agrees_when_keys_are_split(name, ring):
@@ -135,11 +158,11 @@ def test_hopper_agrees_when_keys_are_split(name, ring):
 
 @pytest.mark.parametrize("num_programs", [1, 3])
 @pytest.mark.parametrize("values", RINGS, ids=str)
-@pytest.mark.parametrize("name", ["plain", "window 129", "few queries of many requests", "cross attention"])
+@pytest.mark.parametrize("name", MANY_TILES)
 def test_hopper_agrees_when_programs_take_many_tiles(name, values, num_programs, monkeypatch):
     launcher = importlib.import_module("vllm_opset.kernels.triton.paged_attention")
     monkeypatch.setattr(launcher._launch, "multiprocessors", lambda device: num_programs)
-    hopper_agrees(CASES[name], torch.bfloat16, values)
+    hopper_agrees(MANY_TILES[name], torch.bfloat16, values)
 
 
 def test_hopper_gives_the_same_again_and_again():

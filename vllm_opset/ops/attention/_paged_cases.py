@@ -85,6 +85,12 @@ CASES: dict[str, PagedCase] = {
     "cross attention": PagedCase(((3, 40), (6, 2), (1, 19)), causal=False),
     "cross attention to nothing": PagedCase(((2, 0), (1, 5), (2, 7)), causal=False),
     "fp8 cache": PagedCase(MIXED, cache_dtype=torch.float8_e4m3fn),
+    **{
+        f"fp8 cache, long prefill, head size {size}": PagedCase(
+            ((70, 90),), num_heads=2, num_kv_heads=1, head_size=size, cache_dtype=torch.float8_e4m3fn
+        )
+        for size in (64, 256)
+    },
     "fp8 cache, window, soft cap": PagedCase(MIXED, cache_dtype=torch.float8_e4m3fn, window=20, soft_cap=1.5),
     **{f"head size {size}": PagedCase(MIXED, head_size=size) for size in (80, 96, 112, 120, 128, 192, 256)},
     **{f"block size {size}": PagedCase(MIXED, block_size=size, window=40) for size in (32, 48, 64, 80, 128)},

@@ -5,11 +5,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from vllm_opset.kernels.triton._gluon import tma_load
+from vllm_opset.kernels.triton._load_sm90 import LINE
 from vllm_opset.kernels.triton.paged_attention._plan_sm90 import ITEM_FIELDS, keys_of
 from vllm_opset.kernels.triton.paged_attention._tile import seen_by_all
 
 WARPGROUP_ROWS = gl.constexpr(64)  # of a query tile, and so of each wgmma instruction of the warpgroup
-LINE_BITS = 1024  # the widest row of a box: 128 bytes, the width of the swizzle of shared memory
 TILE_SLOTS = gl.constexpr(2)  # published tiles that fit shared memory
 TILE_FIELDS = gl.constexpr(8)  # numbers that describe a tile
 SMALL_HEAD = 64
@@ -30,11 +30,11 @@ def rows_of_tile(block_d):
 @gluon.constexpr_function
 def box_columns(block_d, bits):
     """The columns of a box of numbers of so many bits."""
-    return min(block_d, LINE_BITS // bits)
+    return min(block_d, LINE.value * 8 // bits)
 
 
 @gluon.constexpr_function
-def box_layout(block_d, bits, rank):
+def cache_layout(block_d, bits, rank):
     """How boxes lie in shared memory, and blocks of boxes: boxes of rows, then the next columns."""
     return gl.NVMMASharedLayout(box_columns(block_d, bits) * bits // 8, bits, rank=rank)
 

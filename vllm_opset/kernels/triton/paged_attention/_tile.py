@@ -12,7 +12,8 @@ LOWEST = tl.constexpr(-1e38)  # the maximum of no scores; finite, so that differ
 # The log2 of the largest probability in fp16, whose numbers end at 2^16 and 2^-24: so those of rare keys do not vanish.
 FP16_PEAK = tl.constexpr(14)
 EXPONENT_BITS = tl.constexpr(0x7F800000)  # of fp32
-LEAST_NORMAL = tl.constexpr(2.0**-126)  # in fp32
+# A row of smaller numbers has scores near zero. Products of this one and other factors of scores are not zero.
+LEAST_POWER = tl.constexpr(2.0**-64)
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def in_fp16(q):
     q = q.to(tl.float32)
     largest = tl.max(tl.abs(q), 1)
     power = (largest.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
-    power = tl.maximum(power, LEAST_NORMAL)
+    power = tl.maximum(power, LEAST_POWER)
     return (q * (1 / power)[:, None]).to(tl.float16), power
 
 

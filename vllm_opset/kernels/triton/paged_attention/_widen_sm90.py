@@ -44,19 +44,19 @@ def widen_tiles(
 @gluon.jit
 def _widen(rings, at, ELEMENTS: gl.constexpr):
     """Converts the block `at` of all, once it is loaded and its place in the other ring is free."""
-    loaded, full_loaded, empty_loaded, ring, full, empty = rings
-    LOADED: gl.constexpr = loaded.shape[0]
+    loaded_ring, full_loaded, empty_loaded, ring, full, empty = rings
+    LOADED_STAGES: gl.constexpr = loaded_ring.shape[0]
     STAGES: gl.constexpr = ring.shape[0]
     BLOCK_N: gl.constexpr = ring.shape[1]
     BLOCK_D: gl.constexpr = ring.shape[2]
-    ROWS: gl.constexpr = ELEMENTS // BLOCK_D
+    ROWS: gl.constexpr = min(BLOCK_N, ELEMENTS // BLOCK_D)
     THREADS: gl.constexpr = BLOCK_D // UNIT  # of a row
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, UNIT], [WARP // THREADS, THREADS], [1, 1], [1, 0])
-    mbarrier.wait(full_loaded.index(at % LOADED), at // LOADED & 1)
+    mbarrier.wait(full_loaded.index(at % LOADED_STAGES), at // LOADED_STAGES & 1)
     mbarrier.wait(empty.index(at % STAGES), at // STAGES & 1 ^ 1)
     for row in gl.static_range(0, BLOCK_N, ROWS):
-        rows = loaded.index(at % LOADED).slice(row, ROWS).load(LAYOUT)
+        rows = loaded_ring.index(at % LOADED_STAGES).slice(row, ROWS).load(LAYOUT)
         ring.index(at % STAGES).slice(row, ROWS).store(rows.to(ring.dtype))
     hopper.fence_async_shared()
-    mbarrier.arrive(empty_loaded.index(at % LOADED))
+    mbarrier.arrive(empty_loaded.index(at % LOADED_STAGES))
     mbarrier.arrive(full.index(at % STAGES))

@@ -32,7 +32,7 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     WARPGROUP_ROWS,
     attending_warpgroups,
     box_columns,
-    box_layout,
+    cache_layout,
     load_keys,
     load_values,
     rows_of_tile,
@@ -74,7 +74,7 @@ def _widened_elements(block_d):
 @gluon.constexpr_function
 def _loaded_stages(stages, block_d):
     """The places of a ring of blocks in fp8. For heads above 128, more would not fit shared memory."""
-    return stages if block_d * ELEMENT_BYTES <= ROW_BYTES else stages // 2
+    return stages if block_d * ELEMENT_BYTES <= ROW_BYTES else max(1, stages // 2)
 
 
 @gluon.jit(do_not_specialize=["num_pages", "most_partials"])
@@ -101,7 +101,7 @@ def attend_prefill_sm90(
     ATTENDING: gl.constexpr = attending_warpgroups(BLOCK_D)
     BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
     LOADED: gl.constexpr = _loaded_stages(STAGES, BLOCK_D) if WIDENS else STAGES
-    BLOCK: gl.constexpr = box_layout(BLOCK_D, dtype.primitive_bitwidth, 2)
+    BLOCK: gl.constexpr = cache_layout(BLOCK_D, dtype.primitive_bitwidth, 2)
     key_boxes, loaded_keys = _boxes(cache, BLOCK_N, BLOCK_D, LOADED)
     value_boxes, loaded_values = _boxes(cache, BLOCK_N, BLOCK_D, LOADED)
     queries = gl.allocate_shared_memory(dtype, [ATTENDING, WARPGROUP_ROWS, BLOCK_D], BLOCK)
@@ -146,7 +146,10 @@ def attend_prefill_sm90(
                 (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
                 (widen_tiles, (widened_keys, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
                 (widen_tiles, (widened_values, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
-                (load_keys, (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
+                (
+                    load_keys,
+                    (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED),
+                ),
                 (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
             ],
             _worker_warps(BLOCK_D, WIDENS),
@@ -157,7 +160,10 @@ def attend_prefill_sm90(
             [
                 (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
                 (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (load_keys, (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
+                (
+                    load_keys,
+                    (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED),
+                ),
                 (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
             ],
             _worker_warps(BLOCK_D, WIDENS),
@@ -171,7 +177,10 @@ def attend_prefill_sm90(
                 (attend_tiles, (2, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
                 (widen_tiles, (widened_keys, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
                 (widen_tiles, (widened_values, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
-                (load_keys, (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
+                (
+                    load_keys,
+                    (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED),
+                ),
                 (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
             ],
             _worker_warps(BLOCK_D, WIDENS),
@@ -183,7 +192,10 @@ def attend_prefill_sm90(
                 (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
                 (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
                 (attend_tiles, (2, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (load_keys, (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
+                (
+                    load_keys,
+                    (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED),
+                ),
                 (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
             ],
             _worker_warps(BLOCK_D, WIDENS),
@@ -197,8 +209,8 @@ def _boxes(cache, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.const
     BITS: gl.constexpr = cache.dtype.primitive_bitwidth
     BOX: gl.constexpr = cache.block_type.shape
     NUM_BOXES: gl.constexpr = STAGES * (BLOCK_N // BOX[2]) * (BLOCK_D // BOX[3])
-    boxes = gl.allocate_shared_memory(cache.dtype, [NUM_BOXES, 1, 1, BOX[2], BOX[3]], box_layout(BLOCK_D, BITS, 4))
-    return boxes, reinterpret(boxes, cache.dtype, [STAGES, BLOCK_N, BLOCK_D], box_layout(BLOCK_D, BITS, 2))
+    boxes = gl.allocate_shared_memory(cache.dtype, [NUM_BOXES, 1, 1, BOX[2], BOX[3]], cache_layout(BLOCK_D, BITS, 4))
+    return boxes, reinterpret(boxes, cache.dtype, [STAGES, BLOCK_N, BLOCK_D], cache_layout(BLOCK_D, BITS, 2))
 
 
 @gluon.jit
@@ -221,7 +233,7 @@ def _rows_of_tile(block_d: int) -> int:
 @functools.cache
 def _box(block_d: int, bits: int) -> tuple[int, NVMMASharedLayout]:
     """The columns of a box of the cache, and its layout. Cached like `_rows_of_tile`."""
-    return box_columns(block_d, bits), box_layout(block_d, bits, 4)
+    return box_columns(block_d, bits), cache_layout(block_d, bits, 4)
 
 
 def _widens(call: Call) -> bool:
@@ -233,17 +245,23 @@ def can_prefill_sm90(call: Call) -> bool:
     if not available(call.query.device):
         return False
     halves = call.query.element_size() == ELEMENT_BYTES
-    same = call.kv_cache.dtype == call.query.dtype and call.k_scale is None and call.v_scale is None
+    unscaled = call.k_scale is None and call.v_scale is None
+    cached = _widens(call) or (call.kv_cache.dtype == call.query.dtype and unscaled)
     boxes = call.head_size >= LEAST_HEAD and call.block_size % MIN_ROWS == 0
     aligned = all(map(is_aligned, (call.query, call.kv_cache, call.out)))
-    return call.alibi_slopes is None and halves and (same or _widens(call)) and boxes and aligned
+    return call.alibi_slopes is None and halves and cached and boxes and aligned
 
 
 def suits_prefill_sm90(call: Call) -> bool:
-    """Whether no other variant is faster: for more rows than `verify` takes, and for drafts that fill the GPU."""
+    """Whether no other variant is faster: for more rows than `verify` takes, and for drafts that fill the GPU.
+
+    For drafts with an fp8 cache, that was not measured, and `verify` reads half of the bytes.
+    """
     num_programs, table = _launch.multiprocessors(call.query.device), thresholds(call.query.device)
     many = call.num_reqs * call.num_kv_heads >= table["verify_tiles_sm90"] * num_programs
-    drafts = call.most_rows > MIN_ROWS and many and call.batch.max_seq_len <= table["verify_keys_sm90"]
+    drafts = (
+        not _widens(call) and call.most_rows > MIN_ROWS and many and call.batch.max_seq_len <= table["verify_keys_sm90"]
+    )
     return call.most_rows > table["verify_rows"] or drafts
 
 
