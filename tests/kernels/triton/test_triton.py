@@ -20,8 +20,8 @@ OPS = [module.name for module in pkgutil.iter_modules(triton.__path__) if not mo
 # start.
 ALONE = ("paged_attention", "top_k_top_p_sample", "qk_norm_rope_cache", "rope_cache", "fused_experts")
 INTERPRET = str(Path(__file__).with_name("interpret.py"))
-# The interpreter runs all samples of such an op in fp32. In bf16, it runs every fourth, and those that need bf16.
-EVERY = 4
+# The interpreter runs all samples of such an op in fp32. In bf16, it runs every eighth, and those that need bf16.
+EVERY = 8
 ON_AMPERE = """
 import json, torch
 from vllm_opset import ops, parity, targets
