@@ -1,4 +1,4 @@
-"""What a step of an engine takes: the kernels of the GPU by kind, and what the host does meanwhile.
+"""Measures a step of an engine: the time of the GPU's kernels by kind, and the host's calls of CUDA.
 
     OPSET_PLATFORM=off python benchmarks/step_profile.py gemma-2-9b --decoding 64 --prompt 2500 [--sampled]
 
