@@ -44,9 +44,9 @@ ELEMENT_BYTES = 2  # wgmma multiplies queries and keys of 16 bits here
 LEAST_HEAD = 64  # columns, which fill a line of shared memory in 16 bits
 
 # The keys are numbers of attending warpgroups. The values are the registers of an attending thread, and those of a
-# thread of the other warps, which make one warpgroup. Together they use up a multiprocessor, which runs one program of this
-# kernel: 64 Ki registers hold 128 threads * (2 * 232 + 40) and 128 * (3 * 160 + 32). Threads that convert an fp8 cache
-# need more than those that load.
+# thread of the other warps, which make one warpgroup. Together they use up a multiprocessor, which runs one program of
+# this kernel: 64 Ki registers hold 128 threads * (2 * 232 + 40) and 128 * (3 * 160 + 32). Threads that convert an fp8
+# cache need more than those that load.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
 REGISTERS_FP8 = {2: (216, 72), 3: (160, 32)}
 WIDENED_ELEMENTS = {2: 4096, 3: 1024}  # that a warp converts at a time: as many as those registers hold
