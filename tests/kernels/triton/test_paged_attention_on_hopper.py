@@ -118,17 +118,20 @@ def test_hopper_agrees_in_fp16(name):
 
 @pytest.mark.parametrize("values", RINGS, ids=str)
 @pytest.mark.parametrize("name", FP8_CASES)
-def test_hopper_widens_an_fp8_cache(name, values):
+def test_hopper_takes_an_fp8_cache(name, values):
     hopper_agrees(FP8_CASES[name], torch.bfloat16, values)
 
 
-def test_hopper_widens_an_fp8_cache_for_queries_in_fp16():
-    hopper_agrees(FP8_CASES["plain"], torch.float16, RINGS[0])
+def test_queries_in_fp16_with_an_fp8_cache_go_to_another_kernel():
+    (query, kv_cache, batch, out), options = FP8_CASES["plain"].make("hopper", "cuda", torch.float16)
+    with _launch.trial("paged_attention_prefill_sm90", RINGS[0]) as asked:
+        kernels_of("paged_attention")["triton"].run(query, kv_cache, batch, out, **options)
+    assert not asked
 
 
 @pytest.mark.parametrize("size", [2.0**-40, 2.0**40])
-def test_hopper_widens_an_fp8_cache_for_queries_of_any_size(size):
-    """fp16 has neither size: each row of queries becomes fp16 with a power of two of its own."""
+def test_hopper_takes_an_fp8_cache_for_queries_of_any_size(size):
+    """e4m3 has neither size: each row of queries becomes e4m3 with a power of two of its own."""
     hopper_agrees(FP8_CASES["head size 128"], torch.bfloat16, RINGS[0], size)
 
 

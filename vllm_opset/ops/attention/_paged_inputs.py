@@ -25,7 +25,7 @@ LAYOUTS = {
     "NHD": lambda n, h, s, w: ((n, s, h, w), lambda storage: storage.transpose(1, 2)),
     "HND, layers interleaved": lambda n, h, s, w: ((n, 3, h, s, w), lambda storage: storage[:, 1]),
     "NHD, layers interleaved": lambda n, h, s, w: ((n, 3, s, h, w), lambda storage: storage[:, 1].transpose(1, 2)),
-    "HND, padded rows": lambda n, h, s, w: ((n, h, s, w + 8), lambda storage: storage[..., :w]),
+    "HND, padded rows": lambda n, h, s, w: ((n, h, s, w + 16), lambda storage: storage[..., :w]),
 }
 # The layout with separate keys and values: a cache [num_blocks, num_kv_heads, block_size, 2, width / 2].
 SPLIT_KV = "split KV layout"

@@ -5,7 +5,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from vllm_opset.kernels.triton._gluon import reinterpret
 from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     TILE_SLOTS,
     WARPGROUP_ROWS,
@@ -16,8 +15,10 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     start_of,
     steps_of,
 )  # fmt: skip
-from vllm_opset.kernels.triton.paged_attention._tile import FP16_PEAK, LOG2E, LOWEST, in_fp16, is_visible
+from vllm_opset.kernels.triton.paged_attention._queries_sm90 import as_scores, coalesced, in_two_fp8
+from vllm_opset.kernels.triton.paged_attention._tile import FP16_PEAK, LOG2E, LOWEST, is_visible
 
+WGMMA_BITS = gl.constexpr(256)  # of each row, which an instruction multiplies
 CLEARING_WARPGROUPS = gl.constexpr(2)  # the first ones of a program
 
 
@@ -25,17 +26,20 @@ CLEARING_WARPGROUPS = gl.constexpr(2)  # the first ones of a program
 def attend_tiles(
     WARPGROUP_INDEX: gl.constexpr, attended,
     BOX_ROWS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """The rows of one warpgroup in each tile that is published, up to one without queries."""
-    tensors, queries, ring, scheduler, scales, split_blocks = attended
+    tensors, queries, results, ring, scheduler, scales, split_blocks = attended
+    PARTS: gl.constexpr = queries.shape[0] // results.shape[0]
+    q = ()
+    for part in gl.static_range(PARTS):
+        q += (queries.index(WARPGROUP_INDEX * PARTS + part),)
     scale, soft_cap, k_scale, v_scale = scales
     if k_scale is not None:
         scale *= gl.load(k_scale)
     if v_scale is not None:
         v_scale = gl.load(v_scale)
     scales = (scale, soft_cap, v_scale)
-    ROW_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     _, _, empty_tiles = scheduler
     taken, done, num_cleared = 0, 0, 0  # counts of tiles, of key blocks, and of cleared blocks
     num_queries = await_tile(scheduler, taken)
@@ -46,14 +50,14 @@ def attend_tiles(
         mbarrier.arrive(empty_tiles.index(taken % TILE_SLOTS))
         if WARPGROUP_INDEX == 0 or num_queries * GROUP > WARPGROUP_INDEX * WARPGROUP_ROWS:
             done, num_cleared = _attend_tile(
-                WARPGROUP_INDEX, tensors, queries.index(WARPGROUP_INDEX), ring, done, num_cleared,
+                WARPGROUP_INDEX, tensors, q, results.index(WARPGROUP_INDEX), ring, done, num_cleared,
                 num_queries, first_token, first_position, seq_len, head, split, partial, scales, split_blocks,
-                BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES, ROW_LAYOUT,
+                BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         else:
             done, num_cleared = _skip_tile(
                 WARPGROUP_INDEX, ring, done, num_cleared, num_queries, first_position, seq_len, split, split_blocks,
-                BOX_ROWS, LEFT, RIGHT, BLOCK_N, STAGES, ROW_LAYOUT,
+                BOX_ROWS, LEFT, RIGHT, BLOCK_N,
             )  # fmt: skip
         taken += 1
         num_queries = await_tile(scheduler, taken)
@@ -61,19 +65,23 @@ def attend_tiles(
 
 @gluon.jit
 def _attend_tile(
-    WARPGROUP_INDEX: gl.constexpr, tensors, q, ring, done, num_cleared,
+    WARPGROUP_INDEX: gl.constexpr, tensors, q, result, ring, done, num_cleared,
     num_queries, first_token, first_position, seq_len, head, split, partial, scales, split_blocks,
     BOX_ROWS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, ROW_LAYOUT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """The online softmax of a warpgroup's rows of a tile over a split, and its result, or partial result.
 
-    q: shared memory for queries and results. Returns the counts so far.
+    q: shared memory for the queries. For keys in fp8, they are sums of two matrices. result: the same memory for the
+    result. Returns the counts so far.
     """
-    SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    WIDTH: gl.constexpr = WGMMA_BITS // q[0].dtype.primitive_bitwidth
+    SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, WIDTH])
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    ROW_LAYOUT: gl.constexpr = coalesced(BLOCK_D) if len(q) == 1 else as_scores(BLOCK_D)
     query, query_strides, out, out_strides, sinks, partials, stats = tensors
     _, values, _, empty_keys, full_values, empty_values, cleared = ring
+    STAGES: gl.constexpr = values.shape[0]
     low, _, num_blocks, num_right, num_masked = blocks(
         first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N
     )
@@ -86,10 +94,13 @@ def _attend_tile(
     place = gl.multiple_of(query + token * query_strides[0] + query_head * query_strides[1], 16)
     rows = gl.load(place[:, None] + column[None, :], inside, 0.0)
     scale, soft_cap, v_scale = scales
-    if rows.dtype != q.dtype:
-        rows, row_scale = in_fp16(rows)
-        scale *= gl.convert_layout(row_scale, gl.SliceLayout(1, SCORE_LAYOUT))
-    q.store(rows)
+    if len(q) == 1:
+        q[0].store(rows)
+    else:
+        high, rest, row_scale = in_two_fp8(rows)
+        q[0].store(high)
+        q[1].store(rest)
+        scale *= gl.convert_layout(row_scale, gl.SliceLayout(1, SCORE_LAYOUT), assert_trivial=True)
     hopper.fence_async_shared()
 
     row = WARPGROUP_INDEX * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, SCORE_LAYOUT))
@@ -102,29 +113,29 @@ def _attend_tile(
     m_i = gl.full([WARPGROUP_ROWS], LOWEST, gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
     l_i = gl.zeros([WARPGROUP_ROWS], gl.float32, gl.SliceLayout(1, SCORE_LAYOUT))
 
-    score = hopper.warpgroup_mma_wait(0, deps=(_score(q, ring, done, BLOCK_N, STAGES, SCORE_LAYOUT),))
+    score = hopper.warpgroup_mma_wait(0, deps=(_score(q, ring, done, BLOCK_N, SCORE_LAYOUT),))
     mbarrier.arrive(empty_keys.index(done % STAGES))
     start = start_of(first, low, num_blocks, num_right, BLOCK_N)
     p, m_i, l_i, _ = _softmax(
         score, m_i, l_i, scales, start, position, seq_len, True, LEFT, RIGHT, BLOCK_N, SCORE_LAYOUT, ACC_LAYOUT,
-        q.dtype,
+        values.dtype,
     )  # fmt: skip
     mbarrier.wait(full_values.index(done % STAGES), done // STAGES & 1)
     if start + BLOCK_N > seq_len:
-        _clear(WARPGROUP_INDEX, values.index(done % STAGES), seq_len - start, cleared, num_cleared, ROW_LAYOUT)
+        _clear(WARPGROUP_INDEX, values.index(done % STAGES), seq_len - start, cleared, num_cleared)
         num_cleared += 1
     for step in range(first + 1, min(num_masked, last)):
         acc, p, m_i, l_i = _step(
             acc, p, m_i, l_i, before + step, q, ring, scales, start_of(step, low, num_blocks, num_right, BLOCK_N),
-            position, seq_len, True, LEFT, RIGHT, BLOCK_N, STAGES, SCORE_LAYOUT, ACC_LAYOUT,
+            position, seq_len, True, LEFT, RIGHT, BLOCK_N, SCORE_LAYOUT, ACC_LAYOUT,
         )  # fmt: skip
     for step in range(max(num_masked, first + 1), last):
         acc, p, m_i, l_i = _step(
             acc, p, m_i, l_i, before + step, q, ring, scales, start_of(step, low, num_blocks, num_right, BLOCK_N),
-            position, seq_len, False, LEFT, RIGHT, BLOCK_N, STAGES, SCORE_LAYOUT, ACC_LAYOUT,
+            position, seq_len, False, LEFT, RIGHT, BLOCK_N, SCORE_LAYOUT, ACC_LAYOUT,
         )  # fmt: skip
     done = before + last
-    acc = _add(acc, p, ring, done - 1, STAGES)
+    acc = _add(acc, p, ring, done - 1)
     acc, _ = hopper.warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(empty_values.index((done - 1) % STAGES))
 
@@ -144,7 +155,6 @@ def _attend_tile(
         if v_scale is not None:
             rescale *= v_scale
         acc *= gl.convert_layout(rescale, gl.SliceLayout(1, ACC_LAYOUT))[:, None]
-        result = reinterpret(q, out.dtype.element_ty, q.shape, q.layout)
         result.store(acc.to(result.dtype))
         place = gl.multiple_of(out + token * out_strides[0] + query_head * out_strides[1], 16)
         gl.store(place[:, None] + column[None, :], result.load(ROW_LAYOUT), inside)
@@ -169,11 +179,11 @@ def _store_partial(
 @gluon.jit
 def _skip_tile(
     WARPGROUP_INDEX: gl.constexpr, ring, done, num_cleared, num_queries, first_position, seq_len, split, split_blocks,
-    BOX_ROWS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    ROW_LAYOUT: gl.constexpr,
+    BOX_ROWS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """Releases the blocks of a tile whose rows all belong to other warpgroups. Returns the counts so far."""
     _, values, full_keys, empty_keys, full_values, empty_values, cleared = ring
+    STAGES: gl.constexpr = values.shape[0]
     low, _, num_blocks, num_right, _ = blocks(first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
     first, last = steps_of(split, split_blocks, num_blocks)
     before = done - first
@@ -184,25 +194,31 @@ def _skip_tile(
         mbarrier.wait(full_values.index(place), phase)
         start = start_of(step, low, num_blocks, num_right, BLOCK_N)
         if (step == 0) & (start + BLOCK_N > seq_len):
-            _clear(WARPGROUP_INDEX, values.index(place), seq_len - start, cleared, num_cleared, ROW_LAYOUT)
+            _clear(WARPGROUP_INDEX, values.index(place), seq_len - start, cleared, num_cleared)
             num_cleared += 1
         mbarrier.arrive(empty_values.index(place))
     return before + last, num_cleared
 
 
 @gluon.jit
-def _score(q, ring, at, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SCORE_LAYOUT: gl.constexpr):
+def _score(q, ring, at, BLOCK_N: gl.constexpr, SCORE_LAYOUT: gl.constexpr):
     """Starts the product of the queries and a block of keys."""
     keys, full_keys = ring[0], ring[2]
+    STAGES: gl.constexpr = keys.shape[0]
     mbarrier.wait(full_keys.index(at % STAGES), at // STAGES & 1)
+    k = keys.index(at % STAGES).permute((1, 0))
     zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORE_LAYOUT)
-    return hopper.warpgroup_mma(q, keys.index(at % STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    score = hopper.warpgroup_mma(q[len(q) - 1], k, zeros, use_acc=False, is_async=True)
+    if len(q) > 1:  # the smaller part was first, because sums of products in fp8 keep some 14 bits
+        score = hopper.warpgroup_mma(q[0], k, score, is_async=True)
+    return score
 
 
 @gluon.jit
-def _add(acc, p, ring, at, STAGES: gl.constexpr):
+def _add(acc, p, ring, at):
     """Starts the product of the weights and a block of values, added to acc."""
     values, full_values = ring[1], ring[4]
+    STAGES: gl.constexpr = values.shape[0]
     mbarrier.wait(full_values.index(at % STAGES), at // STAGES & 1)
     return hopper.warpgroup_mma(p, values.index(at % STAGES), acc, is_async=True)
 
@@ -210,18 +226,19 @@ def _add(acc, p, ring, at, STAGES: gl.constexpr):
 @gluon.jit
 def _step(
     acc, p, m_i, l_i, at, q, ring, scales, start, position, seq_len,
-    MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
     SCORE_LAYOUT: gl.constexpr, ACC_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the previous block's values, and computes the weights of this block's keys meanwhile."""
-    empty_keys, empty_values = ring[3], ring[5]
-    score = _score(q, ring, at, BLOCK_N, STAGES, SCORE_LAYOUT)
-    acc = _add(acc, p, ring, at - 1, STAGES)
+    values, empty_keys, empty_values = ring[1], ring[3], ring[5]
+    STAGES: gl.constexpr = values.shape[0]
+    score = _score(q, ring, at, BLOCK_N, SCORE_LAYOUT)
+    acc = _add(acc, p, ring, at - 1)
     score = hopper.warpgroup_mma_wait(1, deps=(score,))
     mbarrier.arrive(empty_keys.index(at % STAGES))
     following, m_i, l_i, alpha = _softmax(
         score, m_i, l_i, scales, start, position, seq_len, MASKED, LEFT, RIGHT, BLOCK_N, SCORE_LAYOUT, ACC_LAYOUT,
-        q.dtype,
+        values.dtype,
     )  # fmt: skip
     acc, _, following = hopper.warpgroup_mma_wait(0, deps=(acc, p, following))
     mbarrier.arrive(empty_values.index((at - 1) % STAGES))
@@ -270,15 +287,14 @@ def _tanh(x):
 
 
 @gluon.jit
-def _clear(
-    WARPGROUP_INDEX: gl.constexpr, values, num_rows, cleared, num_cleared, ROW_LAYOUT: gl.constexpr
-):  # fmt: skip
+def _clear(WARPGROUP_INDEX: gl.constexpr, values, num_rows, cleared, num_cleared):
     """Stores zeros into a block of values from row num_rows on.
 
     These rows may hold NaN, which a weight of zero would not hide. Each of the first two warpgroups clears half of the
     block. All wait for each other.
     """
     NUM_ROWS: gl.constexpr = values.shape[0] // CLEARING_WARPGROUPS
+    ROW_LAYOUT: gl.constexpr = coalesced(values.shape[1])
     if WARPGROUP_INDEX < CLEARING_WARPGROUPS:
         values = values.slice(WARPGROUP_INDEX * NUM_ROWS, NUM_ROWS)
         row = WARPGROUP_INDEX * NUM_ROWS + gl.arange(0, NUM_ROWS, gl.SliceLayout(1, ROW_LAYOUT))

@@ -12,6 +12,7 @@ LOWEST = tl.constexpr(-1e38)  # the maximum of no scores; finite, so that differ
 # The log2 of the largest probability in fp16, whose numbers end at 2^16 and 2^-24: so those of rare keys do not vanish.
 FP16_PEAK = tl.constexpr(14)
 EXPONENT_BITS = tl.constexpr(0x7F800000)  # of fp32
+SQUARE_OF_ONE = tl.constexpr(0x7F000000)  # twice the exponent bits of 1.0: those of a power of two and of its inverse
 # A row of smaller numbers has scores near zero. Products of this one and other factors of scores are not zero.
 LEAST_POWER = tl.constexpr(2.0**-64)
 
@@ -90,10 +91,17 @@ def attend(
 def in_fp16(q):
     """The rows of q in fp16, and the powers of two by which they are divided, so that no element exceeds 2."""
     q = q.to(tl.float32)
+    power, inverse = power_of_rows(q)
+    return (q * inverse[:, None]).to(tl.float16), power
+
+
+@triton.jit
+def power_of_rows(q):
+    """The largest power of two in each row, in magnitude, and 1 by it, which is exact and takes no division."""
     largest = tl.max(tl.abs(q), 1)
     power = (largest.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
     power = tl.maximum(power, LEAST_POWER)
-    return (q * (1 / power)[:, None]).to(tl.float16), power
+    return power, (-power.to(tl.int32, bitcast=True) + SQUARE_OF_ONE).to(tl.float32, bitcast=True)
 
 
 @triton.jit

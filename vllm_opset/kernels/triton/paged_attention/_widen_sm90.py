@@ -1,7 +1,8 @@
-"""The widening warps of prefill_sm90: they convert an fp8 cache to fp16, in which wgmma multiplies it.
+"""The widening warps of prefill_sm90: they convert the values of an fp8 cache to fp16, in which wgmma multiplies them.
 
-The loading warps bring blocks in fp8 into rings of their own in shared memory. From there, one warp stores keys in fp16
-into the ring of the attending warpgroups, and another one values, while these attend the blocks before.
+Instructions for fp8 take a block's keys as they lie in the cache, but would need its values transposed. The loading
+warp brings values into a ring of their own in shared memory. From there, each of two warps stores half of a block in
+fp16 into the ring of the attending warpgroups, while these attend the blocks before.
 """
 
 from triton.experimental import gluon
@@ -13,14 +14,15 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import TILE_SLOTS, awa
 
 UNIT = gl.constexpr(8)  # numbers that a thread converts at a time: 8 bytes in fp8, and 16 in fp16
 WARP = gl.constexpr(32)
+WIDENING_WARPS = gl.constexpr(2)
 
 
 @gluon.jit
 def widen_tiles(
-    rings, scheduler, split_blocks,
+    PART: gl.constexpr, rings, scheduler, split_blocks,
     ELEMENTS: gl.constexpr, BOX_ROWS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Converts the keys, or the values, of each tile that is published, up to one without queries.
+    """Converts one warp's part of the values of each tile that is published, up to one without queries.
 
     rings: see `_widen`. ELEMENTS: so many are loaded before they are stored, so that their latencies overlap.
     """
@@ -35,26 +37,26 @@ def widen_tiles(
         _, _, num_blocks, _, _ = blocks(first_position, num_queries, seq_len, BOX_ROWS, LEFT, RIGHT, BLOCK_N)
         first, last = steps_of(split, split_blocks, num_blocks)
         for at in range(done, done + last - first):
-            _widen(rings, at, ELEMENTS)
+            _widen(PART, rings, at, ELEMENTS)
         done += last - first
         taken += 1
         num_queries = await_tile(scheduler, taken)
 
 
 @gluon.jit
-def _widen(rings, at, ELEMENTS: gl.constexpr):
-    """Converts the block `at` of all, once it is loaded and its place in the other ring is free."""
+def _widen(PART: gl.constexpr, rings, at, ELEMENTS: gl.constexpr):
+    """Converts a part of the block `at` of all, once it is loaded and its place in the other ring is free."""
     loaded_ring, full_loaded, empty_loaded, ring, full, empty = rings
     LOADED_STAGES: gl.constexpr = loaded_ring.shape[0]
     STAGES: gl.constexpr = ring.shape[0]
-    BLOCK_N: gl.constexpr = ring.shape[1]
+    PART_ROWS: gl.constexpr = ring.shape[1] // WIDENING_WARPS
     BLOCK_D: gl.constexpr = ring.shape[2]
-    ROWS: gl.constexpr = min(BLOCK_N, ELEMENTS // BLOCK_D)
+    ROWS: gl.constexpr = min(PART_ROWS, ELEMENTS // BLOCK_D)
     THREADS: gl.constexpr = BLOCK_D // UNIT  # of a row
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, UNIT], [WARP // THREADS, THREADS], [1, 1], [1, 0])
     mbarrier.wait(full_loaded.index(at % LOADED_STAGES), at // LOADED_STAGES & 1)
     mbarrier.wait(empty.index(at % STAGES), at // STAGES & 1 ^ 1)
-    for row in gl.static_range(0, BLOCK_N, ROWS):
+    for row in gl.static_range(PART * PART_ROWS, (PART + 1) * PART_ROWS, ROWS):
         rows = loaded_ring.index(at % LOADED_STAGES).slice(row, ROWS).load(LAYOUT)
         ring.index(at % STAGES).slice(row, ROWS).store(rows.to(ring.dtype))
     hopper.fence_async_shared()

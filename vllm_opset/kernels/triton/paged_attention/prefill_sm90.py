@@ -5,8 +5,10 @@ loading warps (`_load_sm90`) have the tensor memory accelerator (TMA) bring keys
 in shared memory. One of them is the scheduler: it draws items and publishes them to the other warps. Two or three
 warpgroups (`_attend_sm90`) attend 64 of a tile's rows each: while one computes exponentials, the matrix products
 (wgmma) of another run. A warpgroup skips a tile that has no rows for it, such as that of a decoded token. Splits leave
-partial results, which another launch combines. For an fp8 cache, two more warps (`_widen_sm90`) convert keys and values
-to fp16.
+partial results, which another launch combines.
+
+For an fp8 cache, a warpgroup stores its queries as sums of two matrices in fp8, and wgmma multiplies the keys by both.
+Two more warps (`_widen_sm90`) convert values to fp16.
 """
 
 import functools
@@ -38,9 +40,10 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     rows_of_tile,
 )
 from vllm_opset.kernels.triton.paged_attention._plan_sm90 import launch_combine, make_plan, most_partials
-from vllm_opset.kernels.triton.paged_attention._widen_sm90 import widen_tiles
+from vllm_opset.kernels.triton.paged_attention._widen_sm90 import WIDENING_WARPS, widen_tiles
 
 ELEMENT_BYTES = 2  # wgmma multiplies queries and keys of 16 bits here
+LEAST_KEYS = 64  # of a block
 LEAST_HEAD = 64  # columns, which fill a line of shared memory in 16 bits
 
 # The keys are numbers of attending warpgroups. The values are the registers of an attending thread, and those of a
@@ -48,14 +51,14 @@ LEAST_HEAD = 64  # columns, which fill a line of shared memory in 16 bits
 # this kernel: 64 Ki registers hold 128 threads * (2 * 232 + 40) and 128 * (3 * 160 + 32). Threads that convert an fp8
 # cache need more than those that load.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
-REGISTERS_FP8 = {2: (216, 72), 3: (160, 32)}
-WIDENED_ELEMENTS = {2: 4096, 3: 1024}  # that a warp converts at a time: as many as those registers hold
+REGISTERS_FP8 = {2: (224, 64), 3: (160, 32)}
+WIDENED_ELEMENTS = {2: 2048, 3: 512}  # that a warp converts at a time: as many as those registers hold
 
 
 @gluon.constexpr_function
 def _worker_warps(block_d, widens):
     """The warps of each partition but the first one, which is a warpgroup."""
-    return [WARPGROUP] * (attending_warpgroups(block_d) - 1) + [1, 1] * widens + [1, 1]
+    return [WARPGROUP] * (attending_warpgroups(block_d) - 1) + [1] * (WIDENING_WARPS.value * widens) + [1, 1]
 
 
 @gluon.constexpr_function
@@ -63,7 +66,13 @@ def _worker_registers(block_d, widens):
     """The registers of a thread of each partition but the first one, which has those that are left."""
     number = attending_warpgroups(block_d)
     attending, others = (REGISTERS_FP8 if widens else REGISTERS)[number]
-    return [attending] * (number - 1) + [others] * (2 + 2 * widens)
+    return [attending] * (number - 1) + [others] * (WIDENING_WARPS.value * widens + 2)
+
+
+@gluon.constexpr_function
+def _layout_of(dtype, block_d):
+    """The layout of rows that wgmma multiplies, or that are results."""
+    return cache_layout(block_d, dtype.primitive_bitwidth, 2)
 
 
 @gluon.constexpr_function
@@ -74,7 +83,7 @@ def _widened_elements(block_d):
 
 @gluon.constexpr_function
 def _loaded_stages(stages, block_d):
-    """The places of a ring of blocks in fp8. For heads above 128, more would not fit shared memory."""
+    """The places of the ring of values in fp8. For heads above 128, more would not fit shared memory."""
     return stages if block_d * ELEMENT_BYTES <= ROW_BYTES else max(1, stages // 2)
 
 
@@ -98,58 +107,58 @@ def attend_prefill_sm90(
     split_blocks, num_items = gl.load(sizes), gl.load(sizes + 1)
     pdl_wait(PDL)
     WIDENS: gl.constexpr = cache.dtype.is_fp8()
-    dtype: gl.constexpr = gl.float16 if WIDENS else query.dtype.element_ty
     ATTENDING: gl.constexpr = attending_warpgroups(BLOCK_D)
     BOX_ROWS: gl.constexpr = cache.block_type.shape[2]
     LOADED: gl.constexpr = _loaded_stages(STAGES, BLOCK_D) if WIDENS else STAGES
-    BLOCK: gl.constexpr = cache_layout(BLOCK_D, dtype.primitive_bitwidth, 2)
-    key_boxes, loaded_keys = _boxes(cache, BLOCK_N, BLOCK_D, LOADED)
+    PARTS: gl.constexpr = query.dtype.element_ty.primitive_bitwidth // cache.dtype.primitive_bitwidth  # of queries
+    key_boxes, keys = _boxes(cache, BLOCK_N, BLOCK_D, STAGES)
     value_boxes, loaded_values = _boxes(cache, BLOCK_N, BLOCK_D, LOADED)
-    queries = gl.allocate_shared_memory(dtype, [ATTENDING, WARPGROUP_ROWS, BLOCK_D], BLOCK)
+    queries = gl.allocate_shared_memory(
+        cache.dtype, [ATTENDING * PARTS, WARPGROUP_ROWS, BLOCK_D], _layout_of(cache.dtype, BLOCK_D)
+    )
+    results = reinterpret(
+        queries, out.dtype.element_ty, [ATTENDING, WARPGROUP_ROWS, BLOCK_D], _layout_of(out.dtype.element_ty, BLOCK_D)
+    )
     tiles = gl.allocate_shared_memory(
         gl.int32, [TILE_SLOTS * TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
-    full_keys, empty_keys = _barriers(STAGES, ATTENDING)
-    full_values, empty_values = _barriers(STAGES, ATTENDING)
-    full_tiles, empty_tiles = _barriers(TILE_SLOTS, ATTENDING + 1 + 2 * WIDENS)
+    full_keys, empty_keys = _barriers(STAGES, 1, ATTENDING)
+    full_values, empty_values = _barriers(STAGES, WIDENING_WARPS if WIDENS else 1, ATTENDING)
+    full_tiles, empty_tiles = _barriers(TILE_SLOTS, 1, ATTENDING + 1 + WIDENING_WARPS * WIDENS)
     cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())  # by all warpgroups
     mbarrier.init(cleared, count=ATTENDING)
     scheduler = (tiles, full_tiles, empty_tiles)
-    keys, full_loaded_keys, empty_loaded_keys = loaded_keys, full_keys, empty_keys
-    values, full_loaded_values, empty_loaded_values = loaded_values, full_values, empty_values
+    values, full_loaded, empty_loaded = loaded_values, full_values, empty_values
     if WIDENS:
-        keys = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], BLOCK)
-        values = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], BLOCK)
-        full_loaded_keys, empty_loaded_keys = _barriers(LOADED, 1)
-        full_loaded_values, empty_loaded_values = _barriers(LOADED, 1)
+        values = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_N, BLOCK_D], _layout_of(gl.float16, BLOCK_D))
+        full_loaded, empty_loaded = _barriers(LOADED, 1, WIDENING_WARPS)
 
     tensors = (query, query_strides, out, out_strides, sinks, partials, stats)
     scales = (scale, soft_cap, k_scale, v_scale)
     ring = (keys, values, full_keys, empty_keys, full_values, empty_values, cleared)
     batch = (query_start_loc, seq_lens, block_table, table_strides)
-    attended = (tensors, queries, ring, scheduler, scales, split_blocks)
+    attended = (tensors, queries, results, ring, scheduler, scales, split_blocks)
     keys_source = (
-        cache, num_pages, key_boxes, full_loaded_keys, empty_loaded_keys, scheduler, batch, items, num_items,
+        cache, num_pages, key_boxes, full_keys, empty_keys, scheduler, batch, items, num_items,
         split_blocks, most_partials, ticket,
     )  # fmt: skip
     values_source = (
-        cache, num_pages, value_boxes, full_loaded_values, empty_loaded_values, scheduler, block_table, table_strides,
+        cache, num_pages, value_boxes, full_loaded, empty_loaded, scheduler, block_table, table_strides,
         split_blocks,
     )  # fmt: skip
-    widened_keys = (loaded_keys, full_loaded_keys, empty_loaded_keys, keys, full_keys, empty_keys)
-    widened_values = (loaded_values, full_loaded_values, empty_loaded_values, values, full_values, empty_values)
+    widened = (loaded_values, full_loaded, empty_loaded, values, full_values, empty_values)
     WIDENED: gl.constexpr = _widened_elements(BLOCK_D)
     # Gluon takes partitions only as a list that is written out.
     if ATTENDING == 2 and WIDENS:
         gl.warp_specialize(
             [
-                (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (widen_tiles, (widened_keys, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
-                (widen_tiles, (widened_values, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
+                (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D)),
+                (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D)),
+                (widen_tiles, (0, widened, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
+                (widen_tiles, (1, widened, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
                 (
                     load_keys,
-                    (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED),
+                    (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES),
                 ),
                 (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
             ],
@@ -159,11 +168,11 @@ def attend_prefill_sm90(
     elif ATTENDING == 2:
         gl.warp_specialize(
             [
-                (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D)),
+                (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D)),
                 (
                     load_keys,
-                    (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED),
+                    (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES),
                 ),
                 (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
             ],
@@ -173,14 +182,14 @@ def attend_prefill_sm90(
     elif WIDENS:
         gl.warp_specialize(
             [
-                (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (attend_tiles, (2, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (widen_tiles, (widened_keys, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
-                (widen_tiles, (widened_values, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
+                (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D)),
+                (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D)),
+                (attend_tiles, (2, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D)),
+                (widen_tiles, (0, widened, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
+                (widen_tiles, (1, widened, scheduler, split_blocks, WIDENED, BOX_ROWS, LEFT, RIGHT)),
                 (
                     load_keys,
-                    (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED),
+                    (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES),
                 ),
                 (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
             ],
@@ -190,12 +199,12 @@ def attend_prefill_sm90(
     else:
         gl.warp_specialize(
             [
-                (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
-                (attend_tiles, (2, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES)),
+                (attend_tiles, (0, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D)),
+                (attend_tiles, (1, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D)),
+                (attend_tiles, (2, attended, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D)),
                 (
                     load_keys,
-                    (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED),
+                    (keys_source, NUM_KV_HEADS, GROUP, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, STAGES),
                 ),
                 (load_values, (values_source, HEAD_SIZE, BLOCK_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D, LOADED)),
             ],
@@ -215,12 +224,12 @@ def _boxes(cache, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.const
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
-    """Two barriers for each place of a ring: it is full, and all of its readers are done."""
+def _barriers(COUNT: gl.constexpr, WRITERS: gl.constexpr, READERS: gl.constexpr):
+    """Two barriers for each place of a ring: all of its writers are done, and all of its readers."""
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(COUNT):
-        mbarrier.init(full.index(place), count=1)
+        mbarrier.init(full.index(place), count=WRITERS)
         mbarrier.init(empty.index(place), count=READERS)
     return full, empty
 
@@ -241,28 +250,32 @@ def _widens(call: Call) -> bool:
     return call.kv_cache.dtype == torch.float8_e4m3fn
 
 
+def _ring(call: Call, values: _launch.Parameters) -> tuple[int, int]:
+    """The keys of a block, and the places of a ring. Where rows are long, a few large blocks are faster than many."""
+    block_n, stages = call.block_n(values), values["stages"]
+    enlarged = max(block_n, LEAST_KEYS)
+    return enlarged, max(1, stages * block_n // enlarged)
+
+
 def can_prefill_sm90(call: Call) -> bool:
     """Whether a Hopper GPU's copy engine and matrix instructions take these inputs."""
     if not available(call.query.device):
         return False
     halves = call.query.element_size() == ELEMENT_BYTES
     unscaled = call.k_scale is None and call.v_scale is None
-    cached = _widens(call) or (call.kv_cache.dtype == call.query.dtype and unscaled)
+    # Queries in fp16 would need three matrices in fp8, and sums of products in fp8 are not as accurate as fp16.
+    widens = _widens(call) and call.query.dtype == torch.bfloat16
+    cached = widens or (call.kv_cache.dtype == call.query.dtype and unscaled)
     boxes = call.head_size >= LEAST_HEAD and call.block_size % MIN_ROWS == 0
     aligned = all(map(is_aligned, (call.query, call.kv_cache, call.out)))
     return call.alibi_slopes is None and halves and cached and boxes and aligned
 
 
 def suits_prefill_sm90(call: Call) -> bool:
-    """Whether no other variant is faster: for more rows than `verify` takes, and for drafts that fill the GPU.
-
-    For drafts with an fp8 cache, that was not measured, and `verify` reads half of the bytes.
-    """
+    """Whether no other variant is faster: for more rows than `verify` takes, and for drafts that fill the GPU."""
     num_programs, table = _launch.multiprocessors(call.query.device), thresholds(call.query.device)
     many = call.num_reqs * call.num_kv_heads >= table["verify_tiles_sm90"] * num_programs
-    drafts = (
-        not _widens(call) and call.most_rows > MIN_ROWS and many and call.batch.max_seq_len <= table["verify_keys_sm90"]
-    )
+    drafts = call.most_rows > MIN_ROWS and many and call.batch.max_seq_len <= table["verify_keys_sm90"]
     return call.most_rows > table["verify_rows"] or drafts
 
 
@@ -272,7 +285,8 @@ def launch_prefill_sm90(call: Call) -> None:
     rows = _rows_of_tile(call.block_d)
     queries = rows // call.group
     values = _launch.parameters("paged_attention_prefill_sm90", device, call.span(queries))
-    block_n, num_tiles = call.block_n(values), call.query.shape[0] // queries + call.num_reqs
+    block_n, stages = _ring(call, values)
+    num_tiles = call.query.shape[0] // queries + call.num_reqs
     columns, layout = _box(call.block_d, cache.element_size() * 8)
     box = [1, 1, math.gcd(call.block_size, block_n), columns]
     num_partials, partials = most_partials(call, values, queries), (None, None)
@@ -290,7 +304,7 @@ def launch_prefill_sm90(call: Call) -> None:
         call.scale, call.soft_cap or None, call.sinks, call.k_scale, call.v_scale, *partials,
         made.sizes, made.items, num_partials, made.ticket,
         NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, BLOCK_SIZE=call.block_size,
-        LEFT=call.left, RIGHT=call.right, BLOCK_N=block_n, BLOCK_D=call.block_d, STAGES=values["stages"],
+        LEFT=call.left, RIGHT=call.right, BLOCK_N=block_n, BLOCK_D=call.block_d, STAGES=stages,
         num_warps=WARPGROUP, **_launch.launch_options(device),
     )  # fmt: skip
     if num_partials > 0:

@@ -1,0 +1,65 @@
+"""The queries of prefill_sm90: how their rows are spread over threads, and how they become fp8 for keys in fp8."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from vllm_opset.kernels.triton.paged_attention._load_sm90 import WARPGROUP_ROWS
+from vllm_opset.kernels.triton.paged_attention._tile import power_of_rows
+
+# Elements in e4m3 end at 448. Rows of queries are scaled to less than twice this.
+E4M3_PEAK = gl.constexpr(128)
+E4M3_BITS = gl.constexpr(-(2**20))  # of fp32: the sign, the exponent, and as much of the fraction as e4m3 has
+
+
+@gluon.constexpr_function
+def coalesced(block_d):
+    """The layout of rows in which they are loaded and stored: a warp takes whole ones."""
+    return gl.BlockedLayout([1, 8], [256 // block_d, block_d // 8], [WARPGROUP_ROWS.value // 16, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def as_scores(block_d):
+    """A layout in which a thread has elements of the rows of which it also has scores.
+
+    So a number for each row is where scores need it. Four threads share a row, and take 16 bytes each at a time.
+    """
+    columns = [[0, 1 << bit] for bit in range(block_d.bit_length() - 1)]
+    registers = [*columns[:3], *columns[5:], [8, 0]]
+    return gl.DistributedLinearLayout(
+        registers, [*columns[3:5], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [WARPGROUP_ROWS.value, block_d]
+    )
+
+
+@gluon.jit
+def in_two_fp8(q):
+    """The rows of q as sums of two matrices in e4m3, and the factors by which these are to be multiplied.
+
+    A sum is q's element in bf16 but for 2^-16 of the largest one of its row. The first matrix is cut off rather than
+    rounded, so that it need not be converted back for the difference.
+    """
+    q = q.to(gl.float32)
+    power, inverse = power_of_rows(q)
+    q *= (inverse * E4M3_PEAK)[:, None]
+    high = (q.to(gl.int32, bitcast=True) & E4M3_BITS).to(gl.float32, bitcast=True)
+    return _in_fp8(high), _in_fp8(q - high), power * (1 / E4M3_PEAK)
+
+
+@gluon.jit
+def _in_fp8(x):
+    """x in e4m3, four elements at a time.
+
+    They are put together by a sum. Otherwise, the ptxas of CUDA 12.8 merges two conversions in one instruction, and
+    uses stale registers where it finds two that convert the same.
+    """
+    code: gl.constexpr = """
+    {
+        .reg .b16 low, high;
+        .reg .b32 wide_low, wide_high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        cvt.u32.u16 wide_low, low;
+        cvt.u32.u16 wide_high, high;
+        mad.lo.u32 $0, wide_high, 65536, wide_low;
+    }
+    """
+    return gl.inline_asm_elementwise(code, "=r,f,f,f,f", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)
