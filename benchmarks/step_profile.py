@@ -38,8 +38,8 @@ WARM_UP = 2  # repetitions that do not count
 KINDS = {
     "experts": "expert|moe|route|permute|gating",
     "attention": "attend|attention|flash|fmha|combine|plan_|paged|rope|rotary|and_cache",
-    "sampler": "sampl|gumbel|top_?k|top_?p|penal|logit|argmax|softmax",
-    "products": "gemm|nvjet|cutlass|linear|xmma|cublas",
+    "sampler": "sampl|gumbel|top_?k|top_?p|penal|logit|argmax|softmax|^(start|read|reread|process|finish)$",
+    "products": "gemm|nvjet|cutlass|linear|xmma|cublas|decode_sm90|multiply_",
     "norms and activations": "norm|silu|gelu|act_and_mul",
     "copies": "memcpy|memset|copy",
 }
