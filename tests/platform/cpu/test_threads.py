@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from readme import ROOT
 
 from vllm_opset.platform.cpu import threads
 
@@ -57,6 +58,24 @@ def test_threads_sleep_while_they_wait():
     """By default, GNU's OpenMP lets them wait actively for milliseconds after each of these sums."""
     asleep, active = (float(run(SLEEP, env).stdout) for env in ({}, {"GOMP_SPINCOUNT": "10000000"}))
     assert asleep < 0.05 < active, "OpenMP's runtime is not GNU's, or it has become another"
+
+
+ENGINE = f"""
+import os
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+import torch
+from vllm import LLM
+LLM("{ROOT / "examples/tiny-qwen3"}", max_model_len=64, kv_cache_memory_bytes=1 << 24)
+print(torch.get_num_threads())
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.window
+def test_an_engine_keeps_its_threads_after_its_model_is_loaded():
+    """vLLM's worker for GPUs sets one thread then, unless the user has set OMP_NUM_THREADS."""
+    process = run(ENGINE, {"OPSET_NUM_THREADS": "3"})
+    assert process.stdout.split()[-1:] == ["3"], process.stderr
 
 
 def run(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess:

@@ -47,7 +47,10 @@ class OpsetCpuWorker(OpsetWorker):
 
     def load_model(self, **kwargs) -> None:
         quantised_weights.register(self.model_config)
+        num_threads = torch.get_num_threads()
         super().load_model(**kwargs)
+        # vLLM's worker for GPUs leaves PyTorch one thread here, since 0.31 or 0.32. On a CPU, they compute the model.
+        torch.set_num_threads(num_threads)
         self.fuse()
         for model in self.models:
             packed_linear.bind(model)
