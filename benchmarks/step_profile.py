@@ -37,9 +37,9 @@ WARM_UP = 2  # repetitions that do not count
 # The first pattern that is in a kernel's name gives its kind.
 KINDS = {
     "experts": "expert|moe|route|permute|gating",
-    "attention": "attend|attention|flash|fmha|combine|plan_|paged|rope|rotary|and_cache",
+    "attention": "attend|attention|flash|fmha|combine|^plan|paged|rope|rotary|and_cache",
     "sampler": "sampl|gumbel|top_?k|top_?p|penal|logit|argmax|softmax|^(start|read|reread|process|finish)$",
-    "products": "gemm|nvjet|cutlass|linear|xmma|cublas|decode_sm90|multiply_",
+    "products": "gemm|nvjet|cutlass|linear|xmma|cublas|decode_sm90|multiply_|sum_splits",
     "norms and activations": "norm|silu|gelu|act_and_mul",
     "copies": "memcpy|memset|copy",
 }

@@ -3,7 +3,7 @@
 - `decode`: a tile of the fewest rows holds all queries of any request.
 - `verify`: some request has more queries, and one tile still holds them: drafted tokens, ends of prompts.
 - `prefill_sm90`: on Hopper GPUs, all others that it takes, and drafts if their requests are enough to fill the GPU.
-- `prefill`: all others, such as those with ALiBi or fp32.
+- `prefill`: all others, such as those with ALiBi, in fp32, or in fp16 with an fp8 cache.
 """
 
 import torch

@@ -72,8 +72,8 @@ def _attend_tile(
 ):  # fmt: skip
     """The online softmax of a warpgroup's rows of a tile over a split, and its result, or partial result.
 
-    q: shared memory for the queries. For keys in fp8, they are sums of two matrices. result: the same memory for the
-    result. Returns the counts so far.
+    q: shared memory for the queries: one matrix, or two for keys in fp8, whose sum they are. result: the same memory,
+    in the dtype of results. Returns the counts so far.
     """
     WIDTH: gl.constexpr = WGMMA_BITS // q[0].dtype.primitive_bitwidth
     SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, WIDTH])
@@ -208,8 +208,9 @@ def _score(q, ring, at, BLOCK_N: gl.constexpr, SCORE_LAYOUT: gl.constexpr):
     mbarrier.wait(full_keys.index(at % STAGES), at // STAGES & 1)
     k = keys.index(at % STAGES).permute((1, 0))
     zeros = gl.zeros([WARPGROUP_ROWS, BLOCK_N], gl.float32, SCORE_LAYOUT)
+    # The smaller part comes first, because sums of products in fp8 keep some 14 bits.
     score = hopper.warpgroup_mma(q[len(q) - 1], k, zeros, use_acc=False, is_async=True)
-    if len(q) > 1:  # the smaller part was first, because sums of products in fp8 keep some 14 bits
+    if len(q) > 1:
         score = hopper.warpgroup_mma(q[0], k, score, is_async=True)
     return score
 

@@ -3,10 +3,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from vllm_opset.kernels.triton.paged_attention._call import WARPGROUP
 from vllm_opset.kernels.triton.paged_attention._load_sm90 import WARPGROUP_ROWS
 from vllm_opset.kernels.triton.paged_attention._tile import power_of_rows
 
-# Elements in e4m3 end at 448. Rows of queries are scaled to less than twice this.
+# The largest power of two in a row of queries, once scaled. So the row stays below 256, and e4m3 ends at 448.
 E4M3_PEAK = gl.constexpr(128)
 E4M3_BITS = gl.constexpr(-(2**20))  # of fp32: the sign, the exponent, and as much of the fraction as e4m3 has
 
@@ -14,7 +15,7 @@ E4M3_BITS = gl.constexpr(-(2**20))  # of fp32: the sign, the exponent, and as mu
 @gluon.constexpr_function
 def coalesced(block_d):
     """The layout of rows in which they are loaded and stored: a warp takes whole ones."""
-    return gl.BlockedLayout([1, 8], [256 // block_d, block_d // 8], [WARPGROUP_ROWS.value // 16, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [256 // block_d, block_d // 8], [WARPGROUP, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -34,8 +35,8 @@ def as_scores(block_d):
 def in_two_fp8(q):
     """The rows of q as sums of two matrices in e4m3, and the factors by which these are to be multiplied.
 
-    A sum is q's element in bf16 but for 2^-16 of the largest one of its row. The first matrix is cut off rather than
-    rounded, so that it need not be converted back for the difference.
+    For q in bf16, the sum is within 2^-16 of the row's largest element. The first matrix is cut off instead of rounded.
+    A rounded one had to be converted back for the difference, and ptxas 12.8 then used stale registers.
     """
     q = q.to(gl.float32)
     power, inverse = power_of_rows(q)

@@ -62,7 +62,7 @@ def attend(
     """
     row_scale = None
     if keys.dtype.element_ty.is_fp8() and q.dtype == tl.bfloat16:
-        q, row_scale = in_fp16(q)
+        q, row_scale = _in_fp16(q)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -88,7 +88,7 @@ def attend(
 
 
 @triton.jit
-def in_fp16(q):
+def _in_fp16(q):
     """The rows of q in fp16, and the powers of two by which they are divided, so that no element exceeds 2."""
     q = q.to(tl.float32)
     power, inverse = power_of_rows(q)
@@ -97,7 +97,10 @@ def in_fp16(q):
 
 @triton.jit
 def power_of_rows(q):
-    """The largest power of two in each row, in magnitude, and 1 by it, which is exact and takes no division."""
+    """The power of two of each row's largest magnitude, and its inverse.
+
+    The inverse takes no division, and is exact below 2^127.
+    """
     largest = tl.max(tl.abs(q), 1)
     power = (largest.to(tl.int32, bitcast=True) & EXPONENT_BITS).to(tl.float32, bitcast=True)
     power = tl.maximum(power, LEAST_POWER)
