@@ -49,7 +49,8 @@ class OpsetCpuWorker(OpsetWorker):
         quantised_weights.register(self.model_config)
         num_threads = torch.get_num_threads()
         super().load_model(**kwargs)
-        # vLLM's worker for GPUs leaves PyTorch one thread here, since 0.31 or 0.32. On a CPU, they compute the model.
+        # In 0.32 and 0.33, vLLM's worker for GPUs leaves PyTorch one thread here. On a CPU, the threads compute the
+        # model.
         torch.set_num_threads(num_threads)
         self.fuse()
         for model in self.models:
