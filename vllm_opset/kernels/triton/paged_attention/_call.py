@@ -9,8 +9,8 @@ from vllm_opset.ops.attention.paged_batch import PagedBatch
 
 MIN_ROWS = 16  # of a tile: a matrix instruction takes so many
 MAX_ROWS_FP32 = 32  # without tensor cores, products are unrolled: more rows compile for minutes
-# Of a query or key. Tiles of longer ones have fewer rows and keys than the launch table says. Those of prefill_sm90 have
-# at least 64 keys.
+# Of a query or key. Tiles of longer ones have fewer rows and keys than the launch table says. Those of prefill_sm90
+# have at least 64 keys.
 ROW_BYTES = 256
 WARPGROUP = 4  # warps
 STATS = 2  # numbers for each row of a partial result: m_i and l_i
