@@ -21,7 +21,7 @@ Span = SCRIPT["Span"]
         ("_topk_topp_kernel", "sampler"),
         ("reread", "sampler"),
         ("decode_sm90", "products"),
-        ("experts_decode_sm90", "experts"),
+        ("int4_experts_decode_sm90", "experts"),
         ("fused_add_rms_norm", "norms and activations"),
         ("Memcpy DtoH", "copies"),
         ("elementwise_kernel", "others"),

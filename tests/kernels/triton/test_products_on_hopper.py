@@ -34,6 +34,7 @@ DECODE_TILES = [
     {"rows": 128, "warps": 8, "stages": 5, "programs": 2},
     {"rows": 64, "warps": 4, "stages": 2, "programs": 4},
 ]
+WIDE_DECODE_TILES = [{"rows": 128, "stages": 5, "programs": 2}, {"rows": 256, "stages": 3, "programs": 1}]
 INT4_TILES = [
     {"tokens": 16, "box": 128, "warpgroups": 4, "parts": 1, "stages": 8, "programs": 132, "registers": 104},
     {"tokens": 64, "box": 16, "warpgroups": 4, "parts": 1, "stages": 6, "programs": 132, "registers": 104},
@@ -125,28 +126,46 @@ def test_experts_by_every_tile(scheme, block_size):
 @pytest.mark.usefixtures("nan_in_fresh_memory")
 @pytest.mark.parametrize("tile", DECODE_TILES, ids=lambda tile: "-".join(map(str, tile.values())))
 @pytest.mark.parametrize(("outputs", "inputs", "tokens"), [(328, 352, 1), (328, 352, 300), (1000, 2880, 60)])
-@pytest.mark.parametrize("scheme", ["mxfp4", "int4", "int4 with zero points", "int4 in 32 with zero points, fp16"])
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4 in 32", "int4 in 32 with zero points, fp16"])
 def test_few_choices_by_packed_weights(scheme, outputs, inputs, tokens, tile):
+    _check_few_choices(scheme, outputs, inputs, tokens, 16, f"{scheme.split()[0]}_grouped_gemm_decode_sm90", tile)
+
+
+@on_hopper
+@pytest.mark.usefixtures("nan_in_fresh_memory")
+@pytest.mark.parametrize("tile", WIDE_DECODE_TILES, ids=lambda tile: "-".join(map(str, tile.values())))
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "tokens"), [(328, 352, 1), (328, 352, 300), (33, 160, 9), (1000, 2880, 60)]
+)
+@pytest.mark.parametrize("block_size", [8, 16])
+@pytest.mark.parametrize("scheme", ["int4", "int4, fp16", "int4 with zero points", "int4 with zero points, fp16"])
+def test_few_choices_by_int4_weights_of_wide_groups(scheme, block_size, outputs, inputs, tokens, tile):
+    _check_few_choices(scheme, outputs, inputs, tokens, block_size, "wide_int4_grouped_gemm_decode_sm90", tile)
+
+
+def _check_few_choices(scheme, outputs, inputs, tokens, block_size, launch, tile) -> None:
     """Outputs and columns end within tiles, and programs within tiles too. One expert is absent, one has no choices.
 
-    Some experts have several blocks.
+    Some experts have several blocks. One column of x is a thousand times as large as the others.
     """
     how = _experts(scheme, inputs, outputs, "cuda")
     rng = torch.Generator("cuda").manual_seed(2)
     ids = torch.rand(tokens, 4, generator=rng, device="cuda").topk(2).indices.int()
     absent = ids == 3
-    order = ops.permute(ids, 5, 16, torch.tensor([0, 1, 2, -1, 4], dtype=torch.int32, device="cuda"))
+    order = ops.permute(ids, 5, block_size, torch.tensor([0, 1, 2, -1, 4], dtype=torch.int32, device="cuda"))
     how["bias"] = torch.randn(5, outputs, generator=rng, device="cuda").bfloat16()
+    how["x"][:, 5] *= 1000
     if "fp16" in scheme:
         how |= {name: how[name].half() for name in ("x", "weight_scale", "bias")}
     x, weight = how.pop("x")[:tokens], how.pop("weight")
     how["out_dtype"] = x.dtype
     wanted = ops.grouped_gemm(x, weight, *order, 2, **how)
-    with _launch.trial(f"{scheme.split()[0]}_grouped_gemm_decode_sm90", tile):
+    with _launch.trial(launch, tile) as sizes:
         for _ in range(2):  # the counters are zero again
             got = kernels_of("grouped_gemm")["triton"].run(x, weight, *order, 2, **how, variant="decode_sm90")
             torch.testing.assert_close(got, wanted, **NEAR)
             assert not got[absent.flatten()].any()
+    assert sizes
 
 
 @on_hopper
@@ -208,13 +227,13 @@ def _picked_for_experts(scheme: str, block_size: int, **others: torch.Tensor) ->
 @pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4", "int4"])
 def test_experts_take_the_kernel_for_blocks_that_fill_its_tiles(scheme):
     picked = {block_size: _picked_for_experts(scheme, block_size) for block_size in (16, 32, 64, 96, 128)}
-    few = "decode_sm90" if scheme == "mxfp4" else "decode"
+    few = "decode_sm90" if scheme in ("mxfp4", "int4") else "decode"
     assert picked == {16: few, 32: "prefill", 64: "prefill_sm90", 96: "prefill", 128: "prefill_sm90"}
     with instead(Target("nvidia", "sm80")):
         assert _picked_for_experts(scheme, 16) == "decode"
 
 
-def test_experts_in_int4_take_the_kernel_for_few_choices_by_long_rows_and_small_groups():
+def test_experts_in_int4_take_the_kernels_for_few_choices_but_for_short_rows_in_groups_of_64():
     def picked(columns: int, groups: int, variant: str | None = None, **others: torch.Tensor) -> str:
         weight = torch.zeros(5, 160, columns // 2, dtype=torch.uint8)
         scale = torch.ones(5, 160, groups).bfloat16()
@@ -222,11 +241,12 @@ def test_experts_in_int4_take_the_kernel_for_few_choices_by_long_rows_and_small_
         arguments, how = _operands("int4", 16, **others)
         return grouped_gemm.VARIANTS.of(variant, *arguments, **how)
 
-    assert picked(4096, 32) == picked(4096, 1) == picked(352, 11) == "decode_sm90", "128, all, and 32 columns a scale"
-    assert picked(2048, 16) == picked(352, 1) == "decode"
-    assert picked(2048, 16, "decode_sm90") == "decode_sm90", "by request"
+    assert picked(2048, 16) == picked(352, 1) == picked(352, 11) == "decode_sm90", "128, all, and 32 columns a scale"
+    assert picked(4096, 64) == "decode_sm90", "long rows"
+    assert picked(2048, 32) == "decode"
+    assert picked(2048, 32, "decode_sm90") == "decode_sm90", "by request"
     with _launch.trial("int4_grouped_gemm_decode_sm90", {"rows": 64}):
-        assert picked(4096, 32) == "decode_sm90", "whatever is tried for its launch"
+        assert picked(4096, 64) == "decode_sm90", "whatever is tried for its launch"
     assert picked(4096, 32, x=torch.zeros(300, 4096).half()) == "decode_sm90"
     assert picked(4096, 32, x=torch.zeros(300, 4096)) == "decode", "fp32"
     with instead(Target("nvidia", "sm80")):
@@ -290,6 +310,14 @@ def _blocks(scheme: str, target: Target, **others: torch.Tensor) -> list[int]:
 def test_choices_make_blocks_for_the_fastest_tiles_of_packed_weights(scheme, few):
     """gpt-oss-20B's 128 tokens have a mean of 16."""
     assert _blocks(scheme, Target("nvidia", "sm90")) == [*few, 64, 128, 128, 256, 256]
+
+
+def test_few_choices_of_int4_make_blocks_of_eight():
+    how = _experts("int4", 352, 160, "cpu")
+    for mean, block in ((1, 8), (7, 8), (8, 16)):
+        ids = torch.zeros(5 * mean, 1, dtype=torch.int32)
+        call = fused_experts.describe(how["x"], how["weight"], None, None, ids, w1_scale=how["weight_scale"])
+        assert fused_experts.launch_parameters(call, "decode")["block"] == block
 
 
 def test_scales_by_position_name_the_launch_too():

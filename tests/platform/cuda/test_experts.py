@@ -35,7 +35,8 @@ pytestmark = pytest.mark.skipif(
 
 NUM_STEPS = 200
 HIDDEN_SIZE, WIDTH = 192, 160  # more than the 128 columns of a kernel's unit
-# Experts, those of a token, the most tokens of a step, and the dtype of the weights. uint8: MXFP4.
+INT4, INT4_IN_32 = Quantised(UINT4, PER_ROW), Quantised(UINT4, GroupShape(1, 32))
+# Experts, those of a token, the most tokens of a step, and how the weights are stored. uint8: MXFP4.
 MODELS = {
     "Qwen3-MoE": (128, 8, 8192, torch.bfloat16),
     "Mixtral": (8, 2, 2048, torch.bfloat16),
@@ -44,7 +45,8 @@ MODELS = {
     "OLMoE, small steps": (64, 8, 100, torch.bfloat16),
     "Qwen3-MoE, fp8": (128, 8, 8192, FP8),
     "gpt-oss, MXFP4": (32, 4, 8192, torch.uint8),
-    "Qwen3-MoE, int4": (128, 8, 8192, UINT4),
+    "Qwen3-MoE, int4": (128, 8, 8192, INT4),
+    "Qwen3-MoE, int4 in groups of 32": (128, 8, 8192, INT4_IN_32),
 }
 KERNELS = {
     "route": ("_route",),
@@ -56,17 +58,19 @@ KERNELS = {
     "_scaled_gemm_sm90": ("scaled_gemm_sm90",),
     "_mxfp4_gemm_sm90": ("mxfp4_gemm_sm90",),
     "_experts_decode_sm90": ("experts_decode_sm90",),
+    "_int4_experts_decode_sm90": ("_arrange_by_expert", "int4_experts_decode_sm90"),
     "_packed_experts_sm90": ("packed_experts_sm90",),
     "quantise": ("_quantise",),
     "combine": ("_combine",),
     "silu_and_mul_quant": ("_silu_and_mul_quant",),
     "_activation": ("_gated",),
 }
-# The kernels of each dtype of the weights on a Hopper GPU; the others multiply by weights as they are.
+# The kernels for weights that are stored so on a Hopper GPU; the others multiply by weights as they are.
 OF_WEIGHTS = {
     FP8: {"_scaled_grouped_gemm", "scaled_gemm_sm90", "_quantise", "_silu_and_mul_quant"},
     torch.uint8: {"experts_decode_sm90", "mxfp4_gemm_sm90", "packed_experts_sm90"},
-    UINT4: {"_int4_grouped_gemm", "packed_experts_sm90"},
+    INT4: {"_arrange_by_expert", "int4_experts_decode_sm90", "packed_experts_sm90"},
+    INT4_IN_32: {"experts_decode_sm90", "_int4_grouped_gemm"},
 }
 
 
@@ -94,10 +98,10 @@ def launched(monkeypatch):
     return found
 
 
-def experts_layer(num_experts: int, top_k: int, stored: torch.dtype) -> torch.nn.Module:
+def experts_layer(num_experts: int, top_k: int, stored: torch.dtype | Quantised) -> torch.nn.Module:
     """A layer of experts with the attributes that its experts read. Its kernels are those for GPUs."""
     layer = torch.nn.Module()
-    packed = stored in (torch.uint8, UINT4)
+    packed = stored in (torch.uint8, INT4, INT4_IN_32)
     values = 2 if packed else 1  # of an element
     w13 = torch.zeros(num_experts, 2 * WIDTH, HIDDEN_SIZE // values)
     w2 = torch.zeros(num_experts, HIDDEN_SIZE, WIDTH // values)
@@ -122,10 +126,11 @@ def experts_layer(num_experts: int, top_k: int, stored: torch.dtype) -> torch.nn
         scales = (scale.mT.contiguous().mT for scale in scales)  # as the kernel prepares them
         how = {**dict(zip(("w1_scale", "w2_scale"), scales, strict=True)), "out_dtype": torch.bfloat16}
         how |= {"scheme": Scheme(MXFP4)}
-    if stored is UINT4:
-        scales = (torch.zeros(*weight.shape[:2], 1, dtype=torch.bfloat16) for weight in (w13, w2))
+    if isinstance(stored, Quantised):
+        groups = (1 if stored is INT4 else size // stored.group.columns for size in (HIDDEN_SIZE, WIDTH))
+        scales = (torch.zeros(*w.shape[:2], number).bfloat16() for w, number in zip((w13, w2), groups, strict=True))
         how = {**dict(zip(("w1_scale", "w2_scale"), scales, strict=True)), "out_dtype": torch.bfloat16}
-        how |= {"scheme": Scheme(Quantised(UINT4, PER_ROW, False))}
+        how |= {"scheme": Scheme(stored)}
     experts = Experts(layer, moe, **how)
     experts._route[torch.float32] = kernels_of("route")["triton"].run
     experts._experts[torch.bfloat16] = kernels_of("fused_experts")["triton"].run

@@ -1,4 +1,4 @@
-"""Products of few choices in 16 bits by experts' MXFP4 or int4 weights on Hopper GPUs.
+"""Products of few choices in 16 bits by experts' MXFP4 weights, or int4 in small groups, on Hopper GPUs.
 
 Outputs are the rows of wgmma's products, which it takes from registers, and a block's choices are their columns. The
 copy engine (TMA) brings packed weights in units of WIDTH columns of a tile. A thread widens 16 bytes of a row at a
@@ -45,7 +45,7 @@ def experts_decode_sm90(
 ):  # fmt: skip
     """weight: a TMA descriptor of boxes of a unit's words. SCALED_COLUMNS: that share a scale.
 
-    partials, counters: see `_finish`.
+    partials, counters: see `finish`.
     """
     pdl_wait(PDL)
     ROWS: gl.constexpr = weight.block_type.shape[0]
@@ -61,7 +61,7 @@ def experts_decode_sm90(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
     ring, order = (w_ring, full), (sorted_token_ids, expert_ids, num_choices)
-    filled = _filled(expert_ids, num_blocks)
+    filled = filled_blocks(expert_ids, num_blocks)
     num_units = filled * TILES * UNITS
     run = gl.cdiv(num_units, gl.num_programs(0))
     begin = gl.program_id(0) * run
@@ -108,13 +108,21 @@ def experts_decode_sm90(
         place = (tile, block, first_output, expert)
         if not INT4:
             sums *= SUMS_FACTOR
-        _finish(sums, bias, out, partials, counters, place, order, run, OUTPUTS, UNITS, BLOCK_SIZE)
+        finish(sums, bias, out, partials, counters, place, order, run, OUTPUTS, UNITS, BLOCK_SIZE)
+
+
+@gluon.constexpr_function
+def _in_each_warp(warps):
+    """COUNTED numbers in a warp's threads, and the same in all warps: no warp waits for another one's sum."""
+    registers = [[32 << bit] for bit in range((COUNTED.value // 32).bit_length() - 1)]
+    of_warps = [[0]] * (warps.bit_length() - 1)
+    return gl.DistributedLinearLayout(registers, [[1], [2], [4], [8], [16]], of_warps, [], [COUNTED.value])
 
 
 @gluon.jit
-def _filled(expert_ids, num_blocks):
+def filled_blocks(expert_ids, num_blocks):
     """The number of blocks that have an expert. They come first."""
-    lane = gl.arange(0, COUNTED, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    lane = gl.arange(0, COUNTED, _in_each_warp(gl.num_warps()))
     found = 0
     for first in range(0, num_blocks, COUNTED):
         expert = gl.load(expert_ids + first + lane, first + lane < num_blocks, -1)
@@ -199,28 +207,33 @@ def _factor(words, scale, dtype: gl.constexpr, FACTOR: gl.constexpr):
 
 
 @gluon.jit
-def _finish(
+def finish(
     sums, bias, out, partials, counters, place, order, run,
     OUTPUTS: gl.constexpr, UNITS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    INDEX: gl.constexpr = 0, WARPGROUPS: gl.constexpr = 1,
 ):  # fmt: skip
     """Stores the results of a tile, if this is its only program or the last one.
 
+    Each of WARPGROUPS parts of the threads does so for its own rows. INDEX: of this one.
     partials: room for two tiles of each program. counters: zero for each tile, and zero again afterwards.
     """
     SUMS: gl.constexpr = sums.type.layout
     tile, program = place[0], gl.program_id(0)
-    first, last = tile * UNITS // run, (tile * UNITS + UNITS - 1) // run
+    first_unit, counter = tile * UNITS, counters + tile * WARPGROUPS + INDEX
+    first, last = first_unit // run, (first_unit + UNITS - 1) // run
     is_last = first == last
     if first != last:
-        gl.store(partial_of(partials, sums, place_of(program, tile * UNITS, run)), sums)
+        mine = place_of(program, first_unit, run) * WARPGROUPS + INDEX
+        gl.store(partial_of(partials, sums, mine), sums)
         barrier()  # all threads' stores come before the count
-        is_last = gl.atomic_add(counters + tile, 1, sem="acq_rel") == last - first
+        is_last = gl.atomic_add(counter, 1, sem="acq_rel") == last - first
     if is_last:
         if first != last:
-            gl.store(counters + tile, 0)
+            gl.store(counter, 0)
             sums = gl.zeros(sums.shape, gl.float32, SUMS)
             for other in range(first, last + 1):
-                sums += gl.load(partial_of(partials, sums, place_of(other, tile * UNITS, run)), cache_modifier=".cg")
+                others = place_of(other, first_unit, run) * WARPGROUPS + INDEX
+                sums += gl.load(partial_of(partials, sums, others), cache_modifier=".cg")
         _store(sums, bias, out, place, order, OUTPUTS, BLOCK_SIZE)
 
 
@@ -233,7 +246,7 @@ def _store(sums, bias, out, place, order, OUTPUTS: gl.constexpr, BLOCK_SIZE: gl.
         output = first_output + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
         sums += gl.load(bias + expert * OUTPUTS + output, output < OUTPUTS, 0.0).to(gl.float32)[:, None]
     WHOLE: gl.constexpr = _whole(ROWS, gl.num_warps())
-    pointers, inside = _results(out, block, first_output, order, ROWS, OUTPUTS, BLOCK_SIZE)
+    pointers, inside = _results(out, block, first_output, order, ROWS, sums.shape[1], OUTPUTS, BLOCK_SIZE)
     gl.store(pointers, gl.convert_layout(sums.to(out.dtype.element_ty), WHOLE), inside)
 
 
@@ -244,7 +257,10 @@ def _whole(rows, warps):
 
 
 @gluon.jit
-def _results(out, block, first_output, order, ROWS: gl.constexpr, OUTPUTS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def _results(
+    out, block, first_output, order,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, OUTPUTS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
     """Pointers to the results of a tile, and which of them there are."""
     WHOLE: gl.constexpr = _whole(ROWS, gl.num_warps())
     sorted_token_ids, _, num_choices = order

@@ -6,6 +6,7 @@ the t-th 32 columns of the row, which are 16 bytes and share a scale. x is store
 Four instructions make eight values of a word four pairs: the values i and i + 4, for each i.
 """
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -70,7 +71,7 @@ def factor_of(pairs, FACTOR: gl.constexpr):
     return gl.convert_layout(y, FACTOR, True)
 
 
-@gluon.jit
+@triton.jit
 def reordered(x, IN_HALVES: gl.constexpr):
     """Columns [rows, WIDTH] of x in the order in which threads have those of the weight.
 

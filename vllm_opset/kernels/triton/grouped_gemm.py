@@ -20,6 +20,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import (
     _experts_decode_sm90,
+    _int4_experts_decode_sm90,
     _int4_grouped_gemm,
     _launch,
     _mxfp4_gemm_sm90,
@@ -82,17 +83,18 @@ def describe(
     weight_zero_point=None,
 ) -> Call:  # fmt: skip
     block_size = len(sorted_token_ids) // max(len(expert_ids), 1)
-    decode_sm90 = _experts_decode_sm90.can(x, weight, weight_scale, block_size)
+    wide = _int4_experts_decode_sm90.can(x, weight, weight_scale, block_size)
+    decode_sm90 = wide or _experts_decode_sm90.can(x, weight, weight_scale, block_size)
     if weight.dtype is PACKED:
         hopper = _packed_experts_sm90.can(x, weight, weight_scale)
     else:
         hopper = _scaled_gemm_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
     hopper = hopper and block_size % LEAST_ROWS_SM90 == 0
-    return Call(block_size, hopper, decode_sm90, decode_sm90 and _suits_decode_sm90(weight, weight_scale))
+    return Call(block_size, hopper, decode_sm90, wide or (decode_sm90 and _suits_decode_sm90(weight, weight_scale)))
 
 
 def _suits_decode_sm90(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
-    """Whether `decode_sm90` is faster than `decode`: by long rows, and where many scales slow `decode` down."""
+    """Whether `_experts_decode_sm90` is faster than `decode`: for long rows, and where many scales slow that down."""
     if is_mxfp4(weight, weight_scale) or scale_columns(weight[0], weight_scale[0]) <= MXFP4.group.columns:
         return True
     values = _launch.parameters("columns_int4_grouped_gemm_decode_sm90", weight.device, 0)
@@ -151,9 +153,7 @@ def write_products(
     mxfp4 = is_mxfp4(weight, weight_scale)
     picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out.dtype)
     if picked == "decode_sm90":
-        values = _launch.parameters(f"{_launch_of(weight, weight_scale)}_decode_sm90", x.device, len(order.expert_ids))
-        operands = Packed(x, weight, weight_scale, weight_zero_point)
-        _experts_decode_sm90.decode_experts(operands, bias, out, order, values)
+        _decode_packed_sm90(Packed(x, weight, weight_scale, weight_zero_point), bias, out, order)
         return
     if picked == "prefill_sm90" and weight.dtype is PACKED:
         _multiply_packed_sm90(Packed(x, weight, weight_scale, weight_zero_point), bias, out, order)
@@ -172,6 +172,17 @@ def write_products(
         _scaled_grouped_gemm.launch(product, weight_scale, x_scale, tile)
     else:
         product.launch(_grouped_gemm, tile)
+
+
+def _decode_packed_sm90(call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
+    """Writes the product of few choices by packed weights to out. int4 has a kernel of its own for wide groups."""
+    launch, device = f"{_launch_of(call.weight, call.weight_scale)}_decode_sm90", call.x.device
+    if _int4_experts_decode_sm90.can(call.x, call.weight, call.weight_scale, order.block_size):
+        values = _launch.parameters(f"wide_{launch}", device, order.block_size)
+        _int4_experts_decode_sm90.decode_experts(call, bias, out, order, values)
+    else:
+        values = _launch.parameters(launch, device, order.num_blocks)
+        _experts_decode_sm90.decode_experts(call, bias, out, order, values)
 
 
 def _multiply_packed_sm90(call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
