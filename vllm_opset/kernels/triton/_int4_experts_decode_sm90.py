@@ -43,7 +43,7 @@ ARRANGED_UNITS = 8  # of a program that copies rows
 
 
 def _pairs(shifts: tuple[str, ...], mask: str, excess: str) -> str:
-    """What makes the eight weights of a word four pairs in 16 bits, the values i and i + 4 for each i."""
+    """PTX that makes the eight weights of a word four pairs in 16 bits. A pair has the values i and i + 4."""
     code = ""
     for number, shift in enumerate(shifts):
         pair = f"{{${2 * number}, ${2 * number + 1}}}"
@@ -76,10 +76,9 @@ def int4_experts_decode_sm90(
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, SCALED_COLUMNS: gl.constexpr, STAGES: gl.constexpr,
     MULTIPLYING: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """x, weight: TMA descriptors of a unit's boxes. x, x_sum: see `_arrange_by_expert`. For the rest
-    see `experts_decode_sm90`.
+    """x, weight: TMA descriptors of a unit's boxes. x and x_sum are what `_arrange_by_expert` writes.
 
-    MULTIPLYING: the registers of a thread that multiplies.
+    MULTIPLYING: the registers of a thread that multiplies. For the rest, see `experts_decode_sm90`.
     """
     ROWS: gl.constexpr = weight.block_type.shape[0]
     TOKENS: gl.constexpr = x.block_type.shape[0]
