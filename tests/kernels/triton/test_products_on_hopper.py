@@ -244,6 +244,7 @@ def test_experts_in_int4_take_the_kernels_for_few_choices_but_for_short_rows_in_
     assert picked(2048, 16) == picked(352, 1) == picked(352, 11) == "decode_sm90", "128, all, and 32 columns a scale"
     assert picked(4096, 64) == "decode_sm90", "long rows"
     assert picked(2048, 32) == "decode"
+    assert picked(128, 1) == "decode", "rows of a single unit"
     assert picked(2048, 32, "decode_sm90") == "decode_sm90", "by request"
     with _launch.trial("int4_grouped_gemm_decode_sm90", {"rows": 64}):
         assert picked(4096, 64) == "decode_sm90", "whatever is tried for its launch"
