@@ -117,13 +117,19 @@ class Run:
         case = opset.case
         return [case.model, case.dtype, str(case.batch), opset.engine, *cells, _sameness([opset, *peers])]
 
+    def _software(self) -> str:
+        """The versions of each engine's packages, once if they are the same."""
+        found = {engine: format_versions(of_engine) for engine, of_engine in self.versions.items()}
+        if len(set(found.values())) == 1:
+            return f"All engines have {next(iter(found.values()))}"
+        return "; ".join(f"{engine}: {versions}" for engine, versions in found.items())
+
     def section(self) -> list[str]:
         """The lines of a page's section: what it takes to repeat the run, and its tables."""
-        versions = "; ".join(f"{engine}: {format_versions(of_engine)}" for engine, of_engine in self.versions.items())
         lines = [
             f"## At {self.commit or 'an unknown commit'}, {self.date}",
             "",
-            f"Made by `{self.command}` on {self.machine}; {self.policy()}. {versions}.",
+            f"Made by `{self.command}` on {self.machine}; {self.policy()}. {self._software()}.",
             *(["", self.conditions] if self.conditions else []),
         ]
         for title, columns, rows in self.tables():
