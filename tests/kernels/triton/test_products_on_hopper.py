@@ -146,7 +146,7 @@ def test_few_choices_by_int4_weights_of_wide_groups(scheme, block_size, outputs,
 def _check_few_choices(scheme, outputs, inputs, tokens, block_size, launch, tile) -> None:
     """Outputs and columns end within tiles, and programs within tiles too. One expert is absent, one has no choices.
 
-    Some experts have several blocks. One column of x is a thousand times as large as the others.
+    Some experts have several blocks. Every other row of x has an element a thousand times as large as the others.
     """
     how = _experts(scheme, inputs, outputs, "cuda")
     rng = torch.Generator("cuda").manual_seed(2)
@@ -154,7 +154,7 @@ def _check_few_choices(scheme, outputs, inputs, tokens, block_size, launch, tile
     absent = ids == 3
     order = ops.permute(ids, 5, block_size, torch.tensor([0, 1, 2, -1, 4], dtype=torch.int32, device="cuda"))
     how["bias"] = torch.randn(5, outputs, generator=rng, device="cuda").bfloat16()
-    how["x"][:, 5] *= 1000
+    how["x"][1::2, 5] *= 1000
     if "fp16" in scheme:
         how |= {name: how[name].half() for name in ("x", "weight_scale", "bias")}
     x, weight = how.pop("x")[:tokens], how.pop("weight")
@@ -313,11 +313,13 @@ def test_choices_make_blocks_for_the_fastest_tiles_of_packed_weights(scheme, few
     assert _blocks(scheme, Target("nvidia", "sm90")) == [*few, 64, 128, 128, 256, 256]
 
 
-def test_few_choices_of_int4_make_blocks_of_eight():
+@pytest.mark.parametrize(("groups", "few"), [(3, 8), (6, 16)], ids=["128 columns a scale", "64"])
+def test_few_choices_of_int4_make_blocks_of_eight_in_wide_groups(groups, few):
     how = _experts("int4", 352, 160, "cpu")
-    for mean, block in ((1, 8), (7, 8), (8, 16)):
+    scale = torch.ones(5, 160, groups).bfloat16()
+    for mean, block in ((1, few), (7, few), (8, 16)):
         ids = torch.zeros(5 * mean, 1, dtype=torch.int32)
-        call = fused_experts.describe(how["x"], how["weight"], None, None, ids, w1_scale=how["weight_scale"])
+        call = fused_experts.describe(how["x"], how["weight"], None, None, ids, w1_scale=scale)
         assert fused_experts.launch_parameters(call, "decode")["block"] == block
 
 

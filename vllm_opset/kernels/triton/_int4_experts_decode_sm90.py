@@ -2,7 +2,8 @@
 
 A weight becomes the low bits of a fraction, and no zero point is subtracted from it. So the value in 16 bits is larger
 than the weight by EXCESS. The sum of x times the excess and the zero point is subtracted from the sum of a group, which
-is then multiplied by the group's scale. So eight weights take seven instructions.
+is then multiplied by the group's scale. So eight weights take seven instructions. An infinity in
+x is subtracted from itself, and results in NaN.
 
 Outputs are the rows of the products, and a block's choices are their columns. Another kernel first copies the rows of a
 block's choices, in the order of columns in which threads have the weights. So the copy engine (TMA) can bring both

@@ -15,6 +15,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import (
     _fp4_sm90,
+    _int4_experts_decode_sm90,
     _launch,
     _mxfp4_grouped_gemm,
     _packed_experts_sm90,
@@ -61,11 +62,18 @@ class Call(NamedTuple):
 
 
 def describe_arguments(args: FusedExpertsArguments) -> Call:
-    launch = "fused_experts"
-    # Packed weights have their own where a Hopper GPU's kernels take them.
-    if args.w1.dtype is PACKED and _packed_experts_sm90.can(args.hidden_states, args.w1, args.w1_scale):
-        launch = f"{'mxfp4' if is_mxfp4(args.w1, args.w1_scale) else 'int4'}_fused_experts"
-    return Call(_launch.cdiv(args.topk_ids.numel(), len(args.w1)), launch, args.topk_ids.device)
+    return Call(_launch.cdiv(args.topk_ids.numel(), len(args.w1)), _launch_of(args), args.topk_ids.device)
+
+
+def _launch_of(args: FusedExpertsArguments) -> str:
+    """The name of the launches. Packed weights have their own where a Hopper GPU's kernels take them."""
+    x, weight, scale = args.hidden_states, args.w1, args.w1_scale
+    if weight.dtype is not PACKED or not _packed_experts_sm90.can(x, weight, scale):
+        return "fused_experts"
+    if is_mxfp4(weight, scale):
+        return "mxfp4_fused_experts"
+    wide = _int4_experts_decode_sm90.can(x, weight, scale, min(_int4_experts_decode_sm90.BLOCK_SIZES))
+    return "wide_int4_fused_experts" if wide else "int4_fused_experts"
 
 
 describe = takes_arguments(describe_arguments)
