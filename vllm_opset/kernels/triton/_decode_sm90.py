@@ -50,7 +50,7 @@ def decode_sm90(
     """A program takes `run` of the num_units units, of which each tile has tile_units.
 
     x, weight: TMA descriptors of boxes of one line. LINES: of each row in a unit. num_blocks: of scales in a row.
-    partials, counters: see `finish`.
+    partials, counters: see `sums_of_tile`.
     """
     ROWS: gl.constexpr = weight.block_type.shape[0]
     TOKENS: gl.constexpr = x.block_type.shape[0]

@@ -13,6 +13,8 @@ from vllm_opset.kernels.triton._gluon import barrier, tma_load
 from vllm_opset.kernels.triton._load_sm90 import LINE
 
 SUM_BYTES = gl.constexpr(32)  # So many bytes of a row are the columns of one instruction.
+# From so many tokens on, a program looks at the counter before it stores its sums. For fewer, the look takes longer.
+TOKENS_OF_LARGE_SUMS = gl.constexpr(32)
 
 
 @gluon.jit
@@ -89,20 +91,33 @@ def finish(
     """Stores the results of a tile, if this is its only program or the last one.
 
     Each of WARPGROUPS parts of the threads does so for its own rows. INDEX: of this one.
+    """
+    PARTS: gl.constexpr = len(sums)
+    _, _, _, tile_units, run = sizes
+    is_last, sums = sums_of_tile(sums, partials, counters, tile, tile_units, run, INDEX, WARPGROUPS)
+    if is_last:
+        for part in gl.static_range(PARTS):
+            _store(sums[part], scales, bias, out, (tile * WARPGROUPS + INDEX) * PARTS + part, sizes, BY_BLOCKS)
+
+
+@gluon.jit
+def sums_of_tile(
+    sums, partials, counters, tile, tile_units, run, INDEX: gl.constexpr = 0, WARPGROUPS: gl.constexpr = 1
+):  # fmt: skip
+    """Whether this is the only program of a tile or the last one, and the sums of all its programs in their order.
+
+    Only the last program has these. INDEX, WARPGROUPS: see `finish`.
     partials: room for two tiles of each program. counters: zero for each tile, and zero again afterwards.
     """
     PARTS: gl.constexpr = len(sums)
     SUMS: gl.constexpr = sums[0].type.layout
-    _, _, _, tile_units, run = sizes
-    program, first_unit, mine = gl.program_id(0), tile * tile_units, tile * WARPGROUPS + INDEX
+    LARGE: gl.constexpr = sums[0].shape[1] >= TOKENS_OF_LARGE_SUMS
+    program, first_unit, counter = gl.program_id(0), tile * tile_units, counters + tile * WARPGROUPS + INDEX
     first, last = first_unit // run, (first_unit + tile_units - 1) // run
-    if first == last:
-        for part in gl.static_range(PARTS):
-            _store(sums[part], scales, bias, out, mine * PARTS + part, sizes, BY_BLOCKS)
-    else:
-        counter = counters + mine
-        # If all others' sums are in memory, this program's own need not be.
-        is_last = gl.atomic_add(counter, 0, sem="acquire") == last - first
+    is_last = first == last
+    if first != last:
+        if LARGE:  # If all others' sums are in memory, this program's own need not be.
+            is_last = gl.atomic_add(counter, 0, sem="acquire") == last - first
         if not is_last:
             place = place_of(program, first_unit, run) * WARPGROUPS + INDEX
             for part in gl.static_range(PARTS):
@@ -110,17 +125,21 @@ def finish(
             barrier()  # all threads' stores come before the count
             is_last = gl.atomic_add(counter, 1, sem="acq_rel") == last - first
         if is_last:
+            gl.store(counter, 0)
             total = (gl.zeros(sums[0].shape, gl.float32, SUMS),) * PARTS
             for other in range(first, last + 1):
                 place, added = place_of(other, first_unit, run) * WARPGROUPS + INDEX, ()
                 for part in gl.static_range(PARTS):
                     pointers = partial_of(partials, sums[part], place * PARTS + part)
-                    of_other = gl.load(pointers, other != program, cache_modifier=".cg")
-                    added += (total[part] + gl.where(other == program, sums[part], of_other),)
+                    if LARGE:
+                        of_other = gl.load(pointers, other != program, cache_modifier=".cg")
+                        of_other = gl.where(other == program, sums[part], of_other)
+                    else:
+                        of_other = gl.load(pointers, cache_modifier=".cg")
+                    added += (total[part] + of_other,)
                 total = added
-            gl.store(counter, 0)
-            for part in gl.static_range(PARTS):
-                _store(total[part], scales, bias, out, mine * PARTS + part, sizes, BY_BLOCKS)
+            sums = total
+    return is_last, sums
 
 
 @gluon.jit

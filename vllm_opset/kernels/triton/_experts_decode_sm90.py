@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._counters import zeros
 from vllm_opset.kernels.triton._decode_sm90 import most_registers
-from vllm_opset.kernels.triton._decode_tiles_sm90 import partial_of, place_of
+from vllm_opset.kernels.triton._decode_tiles_sm90 import sums_of_tile
 from vllm_opset.kernels.triton._fp4_sm90 import SUMS_FACTOR, widened
 from vllm_opset.kernels.triton._gluon import barrier, tma_load
 from vllm_opset.kernels.triton._launch import pdl_wait
@@ -45,7 +45,7 @@ def experts_decode_sm90(
 ):  # fmt: skip
     """weight: a TMA descriptor of boxes of a unit's words. SCALED_COLUMNS: that share a scale.
 
-    partials, counters: see `finish`.
+    partials, counters: see `sums_of_tile`.
     """
     pdl_wait(PDL)
     ROWS: gl.constexpr = weight.block_type.shape[0]
@@ -215,26 +215,10 @@ def finish(
     """Stores the results of a tile, if this is its only program or the last one.
 
     Each of WARPGROUPS parts of the threads does so for its own rows. INDEX: of this one.
-    partials: room for two tiles of each program. counters: zero for each tile, and zero again afterwards.
     """
-    SUMS: gl.constexpr = sums.type.layout
-    tile, program = place[0], gl.program_id(0)
-    first_unit, counter = tile * UNITS, counters + tile * WARPGROUPS + INDEX
-    first, last = first_unit // run, (first_unit + UNITS - 1) // run
-    is_last = first == last
-    if first != last:
-        mine = place_of(program, first_unit, run) * WARPGROUPS + INDEX
-        gl.store(partial_of(partials, sums, mine), sums)
-        barrier()  # all threads' stores come before the count
-        is_last = gl.atomic_add(counter, 1, sem="acq_rel") == last - first
+    is_last, sums = sums_of_tile((sums,), partials, counters, place[0], UNITS, run, INDEX, WARPGROUPS)
     if is_last:
-        if first != last:
-            gl.store(counter, 0)
-            sums = gl.zeros(sums.shape, gl.float32, SUMS)
-            for other in range(first, last + 1):
-                others = place_of(other, first_unit, run) * WARPGROUPS + INDEX
-                sums += gl.load(partial_of(partials, sums, others), cache_modifier=".cg")
-        _store(sums, bias, out, place, order, OUTPUTS, BLOCK_SIZE)
+        _store(sums[0], bias, out, place, order, OUTPUTS, BLOCK_SIZE)
 
 
 @gluon.jit
