@@ -128,7 +128,8 @@ def test_experts_by_every_tile(scheme, block_size):
 @pytest.mark.parametrize(("outputs", "inputs", "tokens"), [(328, 352, 1), (328, 352, 300), (1000, 2880, 60)])
 @pytest.mark.parametrize("scheme", ["mxfp4", "int4 in 32", "int4 in 32 with zero points, fp16"])
 def test_few_choices_by_packed_weights(scheme, outputs, inputs, tokens, tile):
-    _check_few_choices(scheme, outputs, inputs, tokens, 16, f"{scheme.split()[0]}_grouped_gemm_decode_sm90", tile)
+    launch = f"{scheme.split()[0]}_grouped_gemm_decode_sm90"
+    _check_few_choices(scheme, outputs, inputs, tokens, 16, "decode_sm90", launch, tile)
 
 
 @on_hopper
@@ -140,10 +141,11 @@ def test_few_choices_by_packed_weights(scheme, outputs, inputs, tokens, tile):
 @pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize("scheme", ["int4", "int4, fp16", "int4 with zero points", "int4 with zero points, fp16"])
 def test_few_choices_by_int4_weights_of_wide_groups(scheme, block_size, outputs, inputs, tokens, tile):
-    _check_few_choices(scheme, outputs, inputs, tokens, block_size, "wide_int4_grouped_gemm_decode_sm90", tile)
+    launch = "int4_grouped_gemm_wide_decode_sm90"
+    _check_few_choices(scheme, outputs, inputs, tokens, block_size, "wide_decode_sm90", launch, tile)
 
 
-def _check_few_choices(scheme, outputs, inputs, tokens, block_size, launch, tile) -> None:
+def _check_few_choices(scheme, outputs, inputs, tokens, block_size, variant, launch, tile) -> None:
     """Outputs and columns end within tiles, and programs within tiles too. One expert is absent, one has no choices.
 
     Some experts have several blocks. Every other row of x has an element a thousand times as large as the others.
@@ -162,7 +164,7 @@ def _check_few_choices(scheme, outputs, inputs, tokens, block_size, launch, tile
     wanted = ops.grouped_gemm(x, weight, *order, 2, **how)
     with _launch.trial(launch, tile) as sizes:
         for _ in range(2):  # the counters are zero again
-            got = kernels_of("grouped_gemm")["triton"].run(x, weight, *order, 2, **how, variant="decode_sm90")
+            got = kernels_of("grouped_gemm")["triton"].run(x, weight, *order, 2, **how, variant=variant)
             torch.testing.assert_close(got, wanted, **NEAR)
             assert not got[absent.flatten()].any()
     assert sizes
@@ -227,7 +229,7 @@ def _picked_for_experts(scheme: str, block_size: int, **others: torch.Tensor) ->
 @pytest.mark.parametrize("scheme", ["blocks", "rows", "mxfp4", "int4"])
 def test_experts_take_the_kernel_for_blocks_that_fill_its_tiles(scheme):
     picked = {block_size: _picked_for_experts(scheme, block_size) for block_size in (16, 32, 64, 96, 128)}
-    few = "decode_sm90" if scheme in ("mxfp4", "int4") else "decode"
+    few = {"mxfp4": "decode_sm90", "int4": "wide_decode_sm90"}.get(scheme, "decode")
     assert picked == {16: few, 32: "prefill", 64: "prefill_sm90", 96: "prefill", 128: "prefill_sm90"}
     with instead(Target("nvidia", "sm80")):
         assert _picked_for_experts(scheme, 16) == "decode"
@@ -241,14 +243,15 @@ def test_experts_in_int4_take_the_kernels_for_few_choices_but_for_short_rows_in_
         arguments, how = _operands("int4", 16, **others)
         return grouped_gemm.VARIANTS.of(variant, *arguments, **how)
 
-    assert picked(2048, 16) == picked(352, 1) == picked(352, 11) == "decode_sm90", "128, all, and 32 columns a scale"
+    assert picked(2048, 16) == picked(352, 1) == "wide_decode_sm90", "128 and all columns a scale"
+    assert picked(352, 11) == "decode_sm90", "32 columns a scale"
     assert picked(4096, 64) == "decode_sm90", "long rows"
     assert picked(2048, 32) == "decode"
     assert picked(128, 1) == "decode", "rows of a single unit"
     assert picked(2048, 32, "decode_sm90") == "decode_sm90", "by request"
     with _launch.trial("int4_grouped_gemm_decode_sm90", {"rows": 64}):
         assert picked(4096, 64) == "decode_sm90", "whatever is tried for its launch"
-    assert picked(4096, 32, x=torch.zeros(300, 4096).half()) == "decode_sm90"
+    assert picked(4096, 32, x=torch.zeros(300, 4096).half()) == "wide_decode_sm90"
     assert picked(4096, 32, x=torch.zeros(300, 4096)) == "decode", "fp32"
     with instead(Target("nvidia", "sm80")):
         assert picked(4096, 32) == "decode"

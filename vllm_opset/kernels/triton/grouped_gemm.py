@@ -6,8 +6,9 @@ Programs of empty blocks, which have the expert −1, multiply and write nothing
 - `decode`: blocks of up to 16 choices. Reading the weights takes the time, and each weight is read once.
 - `prefill`: larger blocks, whose programs are ordered so that those of one expert run at the same time.
 
-On Hopper GPUs, `decode_sm90` multiplies blocks of up to 16 choices by MXFP4 and int4 weights.
-`prefill_sm90` multiplies larger blocks in fp8, and in 16 bits by int4 and MXFP4 weights.
+On Hopper GPUs, two variants multiply blocks of up to 16 choices: `wide_decode_sm90` by int4 weights in groups of 128
+columns and more, and `decode_sm90` by MXFP4 and other int4 weights. `prefill_sm90` multiplies larger blocks in fp8, and
+in 16 bits by int4 and MXFP4 weights.
 """
 
 from typing import NamedTuple
@@ -46,13 +47,15 @@ LEAST_COLUMNS = 16  # that tensor cores multiply at a time
 
 
 class Call(NamedTuple):
-    """block_size: the choices of a block. hopper: whether `prefill_sm90` can multiply them. decode_sm90: likewise.
+    """block_size: the choices of a block.
 
+    hopper: whether `prefill_sm90` can multiply them. decode_sm90, wide_decode_sm90: whether these variants can.
     decode_suits: whether `decode_sm90` was measured as faster than `decode` with such weights.
     """
 
     block_size: int
     hopper: bool
+    wide_decode_sm90: bool
     decode_sm90: bool
     decode_suits: bool
 
@@ -84,13 +87,14 @@ def describe(
 ) -> Call:  # fmt: skip
     block_size = len(sorted_token_ids) // max(len(expert_ids), 1)
     wide = _int4_experts_decode_sm90.can(x, weight, weight_scale, block_size)
-    decode_sm90 = wide or _experts_decode_sm90.can(x, weight, weight_scale, block_size)
+    decode_sm90 = _experts_decode_sm90.can(x, weight, weight_scale, block_size)
     if weight.dtype is PACKED:
         hopper = _packed_experts_sm90.can(x, weight, weight_scale)
     else:
         hopper = _scaled_gemm_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
     hopper = hopper and block_size % LEAST_ROWS_SM90 == 0
-    return Call(block_size, hopper, decode_sm90, wide or (decode_sm90 and _suits_decode_sm90(weight, weight_scale)))
+    decode_suits = decode_sm90 and _suits_decode_sm90(weight, weight_scale)
+    return Call(block_size, hopper, wide, decode_sm90, decode_suits)
 
 
 def _suits_decode_sm90(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
@@ -103,6 +107,7 @@ def _suits_decode_sm90(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool
 
 VARIANTS = Variants(
     describe,
+    Variant("wide_decode_sm90", can=lambda call: call.wide_decode_sm90),
     Variant("decode_sm90", can=lambda call: call.decode_sm90, suits=lambda call: call.decode_suits),
     Variant("decode", can=lambda call: call.block_size <= LEAST_ROWS),
     Variant("prefill_sm90", can=lambda call: call.hopper),
@@ -152,11 +157,17 @@ def write_products(
         return
     mxfp4 = is_mxfp4(weight, weight_scale)
     picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out.dtype)
+    packed = Packed(x, weight, weight_scale, weight_zero_point)
+    if picked == "wide_decode_sm90":
+        values = _launch.parameters("int4_grouped_gemm_wide_decode_sm90", x.device, order.block_size)
+        _int4_experts_decode_sm90.decode_experts(packed, bias, out, order, values)
+        return
     if picked == "decode_sm90":
-        _decode_packed_sm90(Packed(x, weight, weight_scale, weight_zero_point), bias, out, order)
+        values = _launch.parameters(f"{_launch_of(weight, weight_scale)}_decode_sm90", x.device, order.num_blocks)
+        _experts_decode_sm90.decode_experts(packed, bias, out, order, values)
         return
     if picked == "prefill_sm90" and weight.dtype is PACKED:
-        _multiply_packed_sm90(Packed(x, weight, weight_scale, weight_zero_point), bias, out, order)
+        _multiply_packed_sm90(packed, bias, out, order)
         return
     if picked == "prefill_sm90":
         operands = Operands(x, weight, weight_scale, x_scale, out.dtype)
@@ -172,17 +183,6 @@ def write_products(
         _scaled_grouped_gemm.launch(product, weight_scale, x_scale, tile)
     else:
         product.launch(_grouped_gemm, tile)
-
-
-def _decode_packed_sm90(call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
-    """Writes the product of few choices by packed weights to out. int4 has a kernel of its own for wide groups."""
-    launch, device = f"{_launch_of(call.weight, call.weight_scale)}_decode_sm90", call.x.device
-    if _int4_experts_decode_sm90.can(call.x, call.weight, call.weight_scale, order.block_size):
-        values = _launch.parameters(f"wide_{launch}", device, order.block_size)
-        _int4_experts_decode_sm90.decode_experts(call, bias, out, order, values)
-    else:
-        values = _launch.parameters(launch, device, order.num_blocks)
-        _experts_decode_sm90.decode_experts(call, bias, out, order, values)
 
 
 def _multiply_packed_sm90(call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
