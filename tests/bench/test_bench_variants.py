@@ -118,7 +118,7 @@ def test_a_launch_of_a_variant_is_named_after_op_and_variant():
         else:
             assert of_variants[launch] is None
     assert of_variants["paged_attention_decode"] == "decode" and of_variants["paged_attention"] is None
-    assert of_variants["int4_grouped_gemm_wide_decode_sm90"] == "wide_decode_sm90", "not decode_sm90, which it ends with"
+    assert of_variants["int4_grouped_gemm_wide_decode_sm90"] == "wide_decode_sm90", "not decode_sm90"
 
 
 @pytest.mark.parametrize(
