@@ -37,8 +37,13 @@ for backend, head_size, window in itertools.product(("fa2", "fa3"), (64, 128, 25
     dtypes = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
     gen_batch_prefill_module(backend, *dtypes, head_size, head_size, 0, window, False, False).build(verbose=False)'
 
-# A module that lies in data/aot is loaded instead of compiled. The rest of data are sources.
+# A module that lies in data/aot is loaded instead of compiled. The rest of data are sources. FlashInfer generates those of
+# attention all the same, from these files.
+mkdir "$tmp/csrc"
+mv "$tmp"/site/flashinfer/data/csrc/batch_prefill* "$tmp/csrc/"
 rm -rf "$tmp/site/flashinfer/data" "$tmp/site/nvidia"
+mkdir "$tmp/site/flashinfer/data"
+mv "$tmp/csrc" "$tmp/site/flashinfer/data/"
 for library in $(find "$tmp/.cache" -name '*.so' -path '*/cached_ops/*'); do
     name=$(basename "$library" .so)
     mkdir -p "$tmp/site/flashinfer/data/aot/$name"
