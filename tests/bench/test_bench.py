@@ -125,6 +125,13 @@ def test_what_cannot_do_a_case_is_left_out_with_its_reason():
     assert notes(result) == ["rms_norm, mine was not timed: only on Tuesdays (T1 H4096)"]
 
 
+def test_a_peer_that_fails_does_not_end_the_run():
+    """Its packages may lack a file, say. The results before and after it would be lost."""
+    broken = candidate(failing(FileNotFoundError("no template")))
+    result = measure(ops.rms_norm, SAMPLE, broken, "cpu", torch.float32, CEILINGS)
+    assert (result.skipped, result.check) == ("raised FileNotFoundError: no template", None)
+
+
 def failing(error: Exception, calls: int = 0, off: float = 1.0):
     """A kernel that raises after this number of calls. Until then, each result is wrong by a factor."""
     left = iter(range(calls))

@@ -161,12 +161,14 @@ def measure(
         call = sample.make()
         timing = time_call(candidate.kernel.run, call, device, candidate.kernel.prepared_call)
     except Exception as error:
+        raised = f"raised {type(error).__name__}: {error}"
         if not candidate.peer and candidate.kernel.provider != REFERENCE:
-            return dataclasses.replace(result, check=_first_line(verdict or f"raised {type(error).__name__}: {error}"))
-        if not isinstance(error, REFUSALS):
-            raise
-        # The implementation cannot do the case, or cannot do it in a CUDA graph.
-        return dataclasses.replace(result, skipped=_first_line(str(error).strip() or type(error).__name__))
+            return dataclasses.replace(result, check=_first_line(verdict or raised))
+        if isinstance(error, REFUSALS):  # It cannot do the case, or cannot do it in a CUDA graph.
+            return dataclasses.replace(result, skipped=_first_line(str(error).strip() or type(error).__name__))
+        if candidate.peer:  # The fault is not ours, and the run goes on.
+            return dataclasses.replace(result, skipped=_first_line(raised))
+        raise
     cost = op.cost_of(*call[0], **call[1])
     return dataclasses.replace(
         result, bytes=cost.bytes, flops=cost.flops, floor=ceilings.floor(cost),
