@@ -1,0 +1,117 @@
+"""Mixtures of experts with fp8, int8 and int4 weights give the tokens of the same weights in bf16."""
+
+import re
+from pathlib import Path
+
+import models
+import pytest
+import quantised
+import torch
+from engines import report, served
+from quantised_answers import (
+    DAMAGES,
+    NUM_TOKENS,
+    PROMPTS,
+    QUANTISING,
+    answers,
+    answers_of_plain,
+    assert_the_same_without_fusing,
+    damaged,
+    multiplies_in_eight_bits,
+    quantising_layers,
+    saved,
+)
+
+from vllm_opset.ops.schemes import PER_TENSOR, GroupShape
+
+pytestmark = [pytest.mark.engine, pytest.mark.window]
+PER_TOKEN, PER_GROUP = GroupShape(1, -1), GroupShape(1, 128)
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory) -> dict[str, Path]:
+    """The same formats of a mixture of experts."""
+    return saved("qwen3_moe", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def expected_of_mixtures(mixtures, engine) -> dict[str, list[list[int]]]:
+    return answers_of_plain(mixtures, engine)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU quantises activations, and the next test checks that: runs without one"
+)
+@pytest.mark.parametrize(
+    ("name", "arguments", "dtype", "group"),
+    [
+        ("plain", {"quantization": "fp8"}, "float8_e4m3fn", "per tensor"),
+        ("channelwise", {}, "float8_e4m3fn", "per row"),
+        ("static", {}, "float8_e4m3fn", "per tensor"),
+        ("blockwise", {}, "float8_e4m3fn", "128x128"),
+        ("int8", {}, "int8", "per row"),
+        ("awq", {}, "uint4", "1x32 with zero points"),
+        ("gptq", {}, "uint4", "1x64"),
+        ("int4", {}, "uint4", "per row"),
+        ("int4, zero points", {}, "uint4", "1x32 with zero points"),
+    ],
+)
+def test_quantised_experts_serve_as_what_they_stand_for(
+    name, arguments, dtype, group, mixtures, expected_of_mixtures, engine
+):
+    with engine(mixtures[name], dtype="bfloat16", **arguments) as llm:
+        assert answers(llm) == expected_of_mixtures[dtype]
+        (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
+        assert row["kernel"] == "cpp" and row["calls"]
+        assert f"scheme={dtype} {group} by activations as they are," in row["problem"]
+        # Experts in fp8 and int8 stay as they were loaded; attention's layers do not.
+        cure = "without int4 weights" if dtype == "uint4" else re.escape("{'linear': 'reference'}".replace("'", '"'))
+        with pytest.raises(Exception, match=f"packed this model's weights.*{cure}"):
+            llm.collective_rpc("save_sharded_state", kwargs={"path": "unused"})
+        if name in ("blockwise", "awq"):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(mixtures[name])})
+            llm.reset_prefix_cache()
+            assert answers(llm) == expected_of_mixtures[dtype]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU multiplies int4 by 16 bits alone: runs without one")
+def test_a_quantised_shared_expert_gives_the_tokens_of_transformers(engine, tmp_path):
+    reference = quantised.build("qwen2_moe", tmp_path)
+    with engine(tmp_path) as llm:
+        assert answers(llm) == [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in PROMPTS]
+        rows = [row for row in report(llm) if "scheme=uint4 1x32 with zero points" in row["problem"]]
+    assert {(row["op"], row["kernel"]) for row in rows if row["calls"]} == {("linear", "cpp"), ("fused_experts", "cpp")}
+    assert any("in_features=256, out_features=128" in row["problem"] for row in rows), "the shared expert's last layer"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "weight_group", "group"),
+    [
+        ("channelwise", quantised.FP8, PER_TOKEN, PER_TOKEN),
+        ("blockwise", quantised.FP8, GroupShape(128, 128), PER_GROUP),
+        ("static", quantised.FP8, PER_TENSOR, PER_TENSOR),
+        ("int8", quantised.INT8, PER_TOKEN, PER_TOKEN),
+    ],
+)
+def test_experts_quantise_activations_where_the_device_multiplies_them(
+    name, dtype, weight_group, group, mixtures, engine, monkeypatch
+):
+    multiplies_in_eight_bits(monkeypatch)
+    with engine(mixtures[name], dtype="bfloat16", **quantising_layers(monkeypatch)) as llm:
+        answered = answers(llm)
+        assert QUANTISING & served(llm).keys() == {"rms_norm_quant", "fused_add_rms_norm_quant"}  # for attention
+        assert_the_same_without_fusing(llm, answered)
+        (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
+    kind = str(dtype).removeprefix("torch.")
+    assert f"scheme={kind} {weight_group} by {kind} {group}," in row["problem"]
+
+
+@DAMAGES
+@pytest.mark.parametrize(
+    ("name", "scale_name"), [("channelwise", "weight_scale"), ("blockwise", "weight_scale_inv"), ("awq", "scales")]
+)
+def test_a_damaged_scale_of_an_expert_is_named(damage, name, scale_name, mixtures, engine, tmp_path):
+    folder = damaged(mixtures[name], damage, f"model.layers.1.mlp.experts.5.down_proj.{scale_name}", tmp_path)
+    named = rf"model\.layers\.1\.mlp\.experts.*\.w2_{scale_name} holds NaN, .* for expert 5: the checkpoint is damaged"
+    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
+        pass
