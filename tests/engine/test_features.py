@@ -23,6 +23,7 @@ ALLOWED = {
     "vllm.model_executor.models.registry._run_in_subprocess": "opset, when arguments are read: docs/changes-to-vllm.md",
     "vllm.model_executor.models.registry._ModelRegistry.inspect_model_cls": "the same",
     "vllm.engine.arg_utils.EngineArgs.create_engine_config": "the same",
+    "vllm.sampling_params.SamplingParams.update_from_tokenizer": "the same",
     "vllm.model_executor.models.config.GptOssForCausalLMConfig.verify_and_update_config": "the same",
 }
 ON_GPU = {
@@ -48,6 +49,13 @@ def qwen(tmp_path_factory):
     model = models.build("qwen3", folder)
     models.add_tokenizer(folder)
     return folder, model
+
+
+def test_one_request_at_a_time_may_fill_its_context(qwen, engine):
+    """The KV cache is no larger than that needs, and vLLM keeps a block of it for itself."""
+    with engine(qwen[0], max_num_seqs=1, max_model_len=64) as llm:
+        (output,) = generate(llm, [list(range(3, 43))], max_tokens=24)
+    assert len(tokens([output])[0]) == 24
 
 
 @pytest.fixture(scope="module")

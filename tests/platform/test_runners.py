@@ -137,6 +137,49 @@ def test_a_request_without_room_is_refused(full, too_much, name):
     assert not first.use_v2_model_runner
 
 
+@pytest.mark.parametrize(
+    ("fits", "too_much", "message"),
+    [
+        ({"seed": 2**63 - 1}, {"seed": 2**63}, "has the seed 9223372036854775808, .* takes signed ones of 64 bits"),
+        ({"seed": -(2**63)}, {"seed": -(2**63) - 1}, "has the seed -9223372036854775809"),
+        ({"max_tokens": 2**30}, {"max_tokens": 2**31}, "has max_tokens=2147483648, .* takes 1073741824 at most: give"),
+    ],
+)
+def test_a_number_that_the_second_runner_cannot_hold_is_refused(fits, too_much, message):
+    OpsetPlatform.validate_request({}, parameters(too_much))  # no second runner serves
+    config = served()
+    OpsetPlatform.validate_request({}, parameters(fits))
+    with pytest.raises(VLLMValidationError, match=message):
+        OpsetPlatform.validate_request({}, parameters(too_much))
+    assert config.use_v2_model_runner
+
+
+class Tokenizer:
+    """It makes a token of each word."""
+
+    max_token_id = 1 << 20
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("fits", "too_much", "name"),
+    [
+        (["1 " * 1024], ["1 " * 1025], "1025 tokens in bad_words"),
+        (["1 " * 512, "2 " * 512], ["1 " * 512, "2 " * 513], "1025 tokens in bad_words"),
+    ],
+)
+def test_bad_words_without_room_are_refused_when_they_are_tokens(fits, too_much, name):
+    OpsetCpuPlatform.prepare()
+    SamplingParams(bad_words=too_much).update_from_tokenizer(Tokenizer())  # no second runner serves
+    config = served()
+    SamplingParams(bad_words=fits).update_from_tokenizer(Tokenizer())
+    with pytest.raises(VLLMValidationError, match=f"{name}, .* has room for 1024: give fewer, or start the server"):
+        SamplingParams(bad_words=too_much).update_from_tokenizer(Tokenizer())
+    assert config.use_v2_model_runner
+
+
 @pytest.mark.parametrize("ends", [500, [5, 500]])
 def test_the_ends_of_a_models_answers_need_room(ends):
     full, *_ = ROOMS[0]  # 5 is one of the request's own

@@ -43,6 +43,7 @@ class OpsetPlatform(Platform):
     def prepare(cls) -> None:
         """Make the changes that every process needs before it configures an engine, or is given a configuration."""
         compat.ask_before_arguments_are_checked(cls.check_arguments)
+        compat.ask_when_bad_words_are_tokens(runners.check_bad_words)
 
     @classmethod
     def why_no_second_runner(cls) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, has, patch, uses, wrap_once
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -112,6 +113,30 @@ def ask_before_arguments_are_checked(ask: Callable[["EngineArgs"], None]) -> Non
         return asked
 
     wrap_once(EngineArgs, "create_engine_config", around)
+
+
+@patch(
+    has("vllm.sampling_params.SamplingParams.update_from_tokenizer"),
+    ends="vLLM counts the tokens of bad words before an engine gets the request",
+    changes=("vllm.sampling_params.SamplingParams.update_from_tokenizer",),
+    loading=WITHOUT_KERNELS,
+)
+def ask_when_bad_words_are_tokens(ask: Callable[["SamplingParams"], None]) -> None:
+    """Have vLLM call `ask` with a request's parameters when its bad words have become tokens.
+
+    vLLM's second model runner has room for 1,024 of their tokens. If a request has more, the runner raises in the
+    engine's process, and the engine ends. vLLM asks its platform about a request before it makes tokens of the words.
+    """
+    from vllm import SamplingParams
+
+    def around(update: Callable) -> Callable:
+        def asked(self: "SamplingParams", *args, **kwargs) -> None:
+            update(self, *args, **kwargs)
+            ask(self)
+
+        return asked
+
+    wrap_once(SamplingParams, "update_from_tokenizer", around)
 
 
 @patch(

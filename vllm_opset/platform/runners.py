@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 SECOND = "Model runner: vLLM's second one (V2), because %s"
 FIRST = "Model runner: vLLM's first one (V1), because %s"
-CURE = f"give fewer, or start the server with {VARIABLE}=0"
+# The runner adds the prompt's tokens to max_tokens in 32 bits.
+MOST_TOKENS = 2**30
 
 # Each living configuration of this process under which the second runner serves, and the tokens that end an answer of
 # its model. vLLM adds them to a request's stop tokens.
@@ -42,24 +43,57 @@ def remember(config: "VllmConfig") -> None:
 
 
 def check_request(params: "SamplingParams") -> None:
-    """Raise VLLMValidationError, an HTTP 400, if the second runner serves and has no room for a request's tokens.
+    """Raise VLLMValidationError, an HTTP 400, if the second runner serves and has no room for a request's parameters.
 
     vLLM would raise in the engine's process, and the engine would end.
     """
     engines = [ends for config, ends in _served if config() is not None]
-    if not engines or not (params.min_tokens or params.allowed_token_ids or params.logit_bias):
+    if not engines:
         return
-    from vllm.exceptions import VLLMValidationError
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
+        raise _refused(f"A request has the seed {params.seed}", "takes signed ones of 64 bits", "give another")
+    if params.max_tokens is not None and params.max_tokens > MOST_TOKENS:
+        raise _refused(f"A request has max_tokens={params.max_tokens}", f"takes {MOST_TOKENS} at most", "give fewer")
+    if not (params.min_tokens or params.allowed_token_ids or params.logit_bias):
+        return
     from vllm.v1.worker.gpu.sample import logit_bias
 
     # One more for the tokenizer's own end of an answer.
     stops = len(params.all_stop_token_ids.union(*engines)) + 1 if params.min_tokens else 0
-    for name, number, room in (
+    _check_room(
         ("stop tokens with min_tokens", stops, logit_bias.MAX_NUM_STOP_TOKEN_IDS),
         ("tokens in allowed_token_ids", len(params.allowed_token_ids or ()), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
         ("tokens in logit_bias", len(params.logit_bias or ()), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
-    ):
+    )
+
+
+def check_bad_words(params: "SamplingParams") -> None:
+    """The same for a request's bad words, when their tokens are known."""
+    if not params.bad_words_token_ids or all(config() is None for config, _ in _served):
+        return
+    from vllm import envs
+    from vllm.v1.worker.gpu.sample import bad_words
+
+    def most(name: str) -> int:  # a variable, or a constant in older releases
+        return getattr(envs, f"VLLM_{name}", None) or getattr(bad_words, name)
+
+    tokens = sum(map(len, params.bad_words_token_ids))
+    _check_room(
+        ("bad words", len(params.bad_words_token_ids), most("MAX_NUM_BAD_WORDS")),
+        ("tokens in bad_words", tokens, most("MAX_BAD_WORDS_TOTAL_TOKENS")),
+    )
+
+
+def _check_room(*rooms: tuple[str, int, int]) -> None:
+    """rooms: what a request has, how many of it, and for how many there is room."""
+    for name, number, room in rooms:
         if number > room:
-            raise VLLMValidationError(
-                f"A request has {number} {name}, and vLLM's second model runner has room for {room}: {CURE}."
-            )
+            raise _refused(f"A request has {number} {name}", f"has room for {room}", "give fewer")
+
+
+def _refused(found: str, room: str, cure: str) -> Exception:
+    from vllm.exceptions import VLLMValidationError
+
+    return VLLMValidationError(
+        f"{found}, and vLLM's second model runner {room}: {cure}, or start the server with {VARIABLE}=0."
+    )

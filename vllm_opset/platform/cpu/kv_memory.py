@@ -31,7 +31,8 @@ def budget(vllm_config: "VllmConfig", specs: Iterable["KVCacheSpec"]) -> int:
     `--kv-cache-memory-bytes`, or VLLM_CPU_KVCACHE_SPACE in GiB, is used as it is, if that much memory is available.
     Otherwise the workers share the memory that is available beyond a reserve. The reserve is the part of the memory
     that gpu_memory_utilization leaves, and at least 1 GiB. If the control group limits memory, its limit replaces the
-    machine's memory. No worker takes more than --max-num-seqs requests of --max-model-len tokens can fill.
+    machine's memory. No worker takes more than --max-num-seqs requests of --max-model-len tokens can fill, and one more
+    request: vLLM keeps a block for itself, and may pad groups of layers.
     Raises ValueError if there is too little memory.
     """
     memory = machine.memory()
@@ -50,7 +51,8 @@ def budget(vllm_config: "VllmConfig", specs: Iterable["KVCacheSpec"]) -> int:
             f"No memory is left for the KV cache: {gib(memory.available)} of {gib(memory.total)} are free, and "
             f"{gib(reserve)} are to stay free. {CURE}"
         )
-    useful = vllm_config.scheduler_config.max_num_seqs * sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs)
+    of_request = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs)
+    useful = (vllm_config.scheduler_config.max_num_seqs + 1) * of_request
     taken = min(share, useful)
     logger.info("The KV cache takes %s; %s of %s were free", gib(taken), gib(memory.available), gib(memory.total))
     return taken

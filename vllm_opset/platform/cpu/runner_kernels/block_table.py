@@ -61,7 +61,7 @@ def compute_slot_mappings(
     requests = idx_mapping.numpy().repeat(differences(query_start_loc[: len(idx_mapping) + 1]))
     num_tokens = len(requests)
     positions = pos.numpy()[:num_tokens]
-    rows = max(0, *idx_mapping.tolist()) + 1
+    rows = max([0, *idx_mapping.tolist()]) + 1
     for group, enabled in enumerate(slot_mapping_enabled.tolist()):
         slots = slot_mappings.numpy()[group]
         slots[num_tokens if enabled else 0 :] = PAD_ID
