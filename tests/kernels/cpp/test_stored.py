@@ -142,3 +142,11 @@ def test_experts_give_the_bits_of_the_dequantised_weights(form, num_tokens, dtyp
     x, weights, ids = normal(num_tokens, hidden, dtype=dtype), torch.full((num_tokens, 2), 0.5), ids.int()
     found = EXPERTS.run(x, *kept, weights, ids, **how)
     assert torch.equal(found, EXPERTS.run(x, *plain, weights, ids))
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float64])
+def test_fp8_with_scales_that_cpp_does_not_read_is_dequantised(scale_dtype):
+    weight, scale, _ = eight_bits(32, 64, FP8, PER_ROW)
+    how = {"weight_scale": scale.to(scale_dtype), "out_dtype": torch.float32}
+    prepared = LINEAR.prepared("weight", weight, **how)
+    torch.testing.assert_close(prepared, dequantise(weight, scale, torch.float32), rtol=1e-3, atol=0)

@@ -5,7 +5,19 @@ import ctypes
 import torch
 
 from vllm_opset.kernels.cpp._build import INT, POINTER, TYPES
-from vllm_opset.ops.schemes import FP4, FP8, INT8, PACKED, UINT4, is_mxfp4, unpacked
+from vllm_opset.ops.schemes import (
+    FP4,
+    FP8,
+    INT8,
+    PACKED,
+    UINT4,
+    UINT4_BLOCK,
+    WHOLE,
+    group_of,
+    is_mxfp4,
+    unpacked,
+    values_shape,
+)
 
 LANES = 16  # as in _vector.h
 PLAIN = 0
@@ -29,12 +41,20 @@ class Weight(ctypes.Structure):
 
 
 def can_stay(weight: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether C++ can multiply a quantised weight as it is stored. It can, but for unusual values.
+    """Whether C++ can multiply a quantised weight as it is stored. It can, but for unusual values and groups.
 
-    fp8 with NaN, or with scales of 128 and more, is dequantised once instead, because testing each value takes time.
+    fp8 with NaN, or with scales of 128 and more, is dequantised once instead, because testing each value takes time. So
+    is int4 in groups of less than UINT4_BLOCK columns, whose values would have several scales where they are unpacked.
     """
+    if is_mxfp4(weight, scale):
+        return True
+    if scale.dtype not in TYPES:
+        return False
+    if weight.dtype is PACKED:
+        group = group_of(values_shape(weight)[-2:], scale.shape[-2:])
+        return group.columns == WHOLE or group.columns >= UINT4_BLOCK
     if weight.dtype is not FP8:
-        return is_mxfp4(weight, scale) or scale.dtype in TYPES
+        return True
     has_nan = bool((weight.view(torch.uint8) & 127 == 127).any())
     return not has_nan and bool((scale.abs() < LARGEST_FP8_SCALE).all())
 

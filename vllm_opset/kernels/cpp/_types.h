@@ -56,10 +56,11 @@ inline void with_constant(int64_t number, F f) {
     else if constexpr (MOST > 1) with_constant<MOST - 1>(number, f);
 }
 
-// e^x with a relative error of 1e-7, in code that compilers vectorise. Below -87 it is 1e-38 instead of smaller values.
-// Above 88.4 it is infinite, slightly too early.
+// e^x with a relative error of 1e-7, in code that compilers vectorise. Below LEAST_EXPONENT it is 1e-38 instead of
+// smaller values. Above 88.4 it is infinite, slightly too early.
+constexpr float LEAST_EXPONENT = -87.0f;
 inline float exp(float x) {
-    x = std::min(std::max(x, -87.0f), 89.0f);
+    x = std::min(std::max(x, LEAST_EXPONENT), 89.0f);
     const float n = std::nearbyint(x * 1.44269504f);
     const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts
     float p = 1.9875691e-4f;

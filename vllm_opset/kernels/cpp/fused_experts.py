@@ -32,13 +32,13 @@ def supports(problem: FusedExpertsProblem) -> str | None:
 def stored_w1(w1: torch.Tensor, w1_scale=None, w1_zero_point=None, **others) -> torch.Tensor:
     if _can_stay("w1_scale", w1, w1_scale, w1_zero_point):
         return w1.contiguous()
-    return in_torch.dequantised_w1(w1, w1_scale, w1_zero_point=w1_zero_point, **others)
+    return in_torch.dequantised_w1(w1, w1_scale, w1_zero_point=w1_zero_point, **others).contiguous()
 
 
 def stored_w2(w2: torch.Tensor, w2_scale=None, w2_zero_point=None, **others) -> torch.Tensor:
     if _can_stay("w2_scale", w2, w2_scale, w2_zero_point):
         return w2.contiguous()
-    return in_torch.dequantised_w2(w2, w2_scale, w2_zero_point=w2_zero_point, **others)
+    return in_torch.dequantised_w2(w2, w2_scale, w2_zero_point=w2_zero_point, **others).contiguous()
 
 
 def _can_stay(name: str, weight: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None) -> bool:

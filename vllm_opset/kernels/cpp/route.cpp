@@ -42,7 +42,10 @@ void score(const float* logits, const Router& router, float* scores) {
     }
     const float largest = *std::max_element(logits, logits + number);
 #pragma omp simd
-    for (int64_t i = 0; i < number; i++) scores[i] = exp(logits[i] - largest);
+    for (int64_t i = 0; i < number; i++) {
+        const float distance = logits[i] - largest;
+        scores[i] = distance < LEAST_EXPONENT ? 0 : exp(distance);  // -inf gives 0
+    }
     const float factor = 1 / std::accumulate(scores, scores + number, 0.0f);
 #pragma omp simd
     for (int64_t i = 0; i < number; i++) scores[i] *= factor;

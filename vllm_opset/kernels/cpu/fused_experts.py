@@ -12,7 +12,7 @@ from vllm_opset.kernel import kernel
 from vllm_opset.ops.moe._fused_experts_arguments import FusedExpertsArguments, takes_arguments
 from vllm_opset.ops.moe._quantised import as_stored, check_scale, weight_of
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
-from vllm_opset.ops.moe.permute import places
+from vllm_opset.ops.moe.permute import ABSENT, places
 from vllm_opset.ops.schemes import FP4, FP8, INT8, UINT4, values_shape
 
 
@@ -52,11 +52,13 @@ def _dequantised(
 @takes_arguments
 def fused_experts(args: FusedExpertsArguments) -> torch.Tensor:
     act, parameters = args.check()
-    # The absent expert −1 comes first; its choices keep a result of zero.
-    order, sizes = _by_expert(places(args.topk_ids, args.expert_map).flatten() + 1, len(args.w1) + 1)
+    # The absent expert −1 comes first; its choices keep a result of zero, whatever their weights are.
+    experts = places(args.topk_ids, args.expert_map)
+    weights = torch.where(experts == ABSENT, 0, args.topk_weights)
+    order, sizes = _by_expert(experts.flatten() + 1, len(args.w1) + 1)
     x = args.hidden_states[order // args.topk_ids.shape[1]]
     if args.apply_router_weight_on_input:
-        x *= args.topk_weights.flatten()[order].unsqueeze(1)
+        x *= weights.flatten()[order].unsqueeze(1)
     x = as_stored(x, args.quant_dtype, args.group_shape, args.a1_scale)
     middle = act(_products(x, args.w1, args.w1_bias, sizes), **parameters)
     middle = as_stored(middle, args.quant_dtype, args.group_shape, args.a2_scale)
@@ -64,7 +66,7 @@ def fused_experts(args: FusedExpertsArguments) -> torch.Tensor:
     results[order] = _products(middle, args.w2, args.w2_bias, sizes)
     results = results.view(*args.topk_ids.shape, results.shape[1]).float()
     if not args.apply_router_weight_on_input:
-        results *= args.topk_weights.unsqueeze(-1)
+        results *= weights.unsqueeze(-1)
     total = results.sum(dim=1)
     return (total if args.shared_output is None else total.add_(args.shared_output)).to(args.hidden_states.dtype)
 

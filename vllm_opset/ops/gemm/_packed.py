@@ -70,6 +70,8 @@ def samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("int4 per row, scales in fp32", 1, 96, 40, 96, scale_dtype=torch.float32)
     yield sample("int4, the last group is incomplete", 3, 160, 40, 64, zero_point=True)
     yield sample("int4, one output", 2, 128, 1, 64, zero_point=True)
+    yield sample("int4 by groups of 16, zero points", 5, 64, 48, 16, zero_point=True)
+    yield sample("int4 by groups of 2", 3, 64, 48, 2)
     yield sample("int4, long sums of many tokens", 70, 2048, 32, 128, zero_point=True)
     yield sample("int4, more tokens than a tile has", 1030, 64, 32, 32, zero_point=True, bias=True)
     yield sample("int4, strided rows", 5, 128, 48, 128, layout=_samples.row_view)
@@ -99,3 +101,4 @@ def illegal_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("int4, zero points of another granularity", weight_zero_point=zeros(64, 1))
     yield sample("int4, zero points in another dtype", weight_zero_point=zeros(64, 2, dtype=torch.int8))
     yield sample("int4 without the dtype of the result", out_dtype=None)
+    yield sample("MXFP4, which experts alone have", weight_scale=zeros(64, 8))

@@ -88,3 +88,4 @@ def illegal_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("fp8, a scale of the weight's transpose", (3, 64))
     yield sample("fp8, a scale for another number of tokens", (1, 1), (11, 1))
     yield sample("fp8 without the dtype of the result", (1, 1), out_dtype=None)
+    yield sample("fp8 with a bias in another dtype", (1, 1), bias=torch.ones(64, device=device, dtype=FP8))

@@ -13,7 +13,19 @@ import torch.nn.functional as F
 from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
 from vllm_opset.ops.gemm import _linear_draws, _packed, _quantised
-from vllm_opset.ops.schemes import FP8, INT8, NONE, PACKED, WHOLE, Scheme, dequantise, group_of, quantised, values_shape
+from vllm_opset.ops.schemes import (
+    FP8,
+    INT8,
+    NONE,
+    PACKED,
+    WHOLE,
+    Scheme,
+    dequantise,
+    group_of,
+    is_mxfp4,
+    quantised,
+    values_shape,
+)
 from vllm_opset.targets import WGMMA
 
 PARTIAL_SUMS = "fp32 in another order; PyTorch lets a GPU round partial sums, which are of order 1, to the dtype"
@@ -64,7 +76,7 @@ def linear(
 
     Raises ValueError if widths or dtypes differ, if bias is not [out_features] and would broadcast unnoticed, or if a
     scale is of no granularity that divides its tensor. Zero points without a packed weight raise it too, as do those of
-    another shape.
+    another shape. So do an x_scale without a weight_scale, and weights in MXFP4.
     """
     check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype, weight_zero_point)
     if weight_scale is None:
@@ -91,16 +103,21 @@ def check_arguments(
     same_dtype = x.dtype == weight.dtype or weight_scale is not None
     if x.shape[-1:] != values_shape(weight)[1:] or not same_dtype:
         raise ValueError(f"x {x.dtype} {list(x.shape)} cannot be multiplied by {weight.dtype} {list(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias must be [{weight.shape[0]}], not {list(bias.shape)}")
     if weight_scale is not None:
-        _check_quantised(x, weight, x_scale, out_dtype)
+        _check_quantised(x, weight, weight_scale, x_scale, out_dtype)
         quantised(weight, weight_scale, weight_zero_point)
+    elif x_scale is not None:
+        raise ValueError("x with an x_scale needs a quantised weight, and this one has no weight_scale")
+    dtype = x.dtype if weight_scale is None else out_dtype
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not dtype):
+        raise ValueError(f"bias must be {dtype} [{weight.shape[0]}], not {bias.dtype} {list(bias.shape)}")
     if weight_zero_point is not None and (weight_scale is None or weight.dtype in (FP8, INT8)):
         raise ValueError(f"only a packed weight has zero points, not one in {weight.dtype}")
 
 
-def _check_quantised(x, weight, x_scale, out_dtype) -> None:
+def _check_quantised(x, weight, weight_scale, x_scale, out_dtype) -> None:
+    if is_mxfp4(weight, weight_scale):
+        raise ValueError("experts alone have MXFP4 weights, and linear multiplies by none")
     if out_dtype is None:
         raise ValueError("a quantised weight needs out_dtype")
     if x_scale is None and x.dtype != out_dtype:
@@ -191,14 +208,18 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 @linear.illegal_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name: str, *shapes: tuple[int, ...]) -> Sample:
-        return Sample(name, lambda: (tuple(torch.ones(s, dtype=dtype, device=device) for s in shapes), {}))
+    def sample(name: str, *shapes: tuple[int, ...], **others: torch.Tensor) -> Sample:
+        return Sample(name, lambda: (tuple(torch.ones(s, dtype=dtype, device=device) for s in shapes), others))
+
+    another = torch.ones(32, dtype=torch.float32 if dtype is torch.float16 else torch.float16, device=device)
 
     for num_tokens in (1, 16, 80):
         yield sample(f"a bias of one element, {num_tokens} tokens", (num_tokens, 64), (32, 64), (1,))
         yield sample(f"too wide, {num_tokens} tokens", (num_tokens, 72), (32, 64))
         yield sample(f"too narrow, {num_tokens} tokens", (num_tokens, 56), (32, 64))
+        yield sample(f"a bias in another dtype, {num_tokens} tokens", (num_tokens, 64), (32, 64), bias=another)
     yield sample("a bias a token", (16, 64), (32, 64), (16, 32))
+    yield sample("a scale of x alone", (16, 64), (32, 64), x_scale=torch.ones(1, 1, device=device))
     yield from _quantised.illegal_samples(device, dtype)
     yield from _packed.illegal_samples(device, dtype)
 

@@ -32,6 +32,7 @@ def experts_arguments(
     weights = torch.rand(ids.shape, generator=rng, device=rng.device).to(device)
     if ids.shape[1] > 1:  # the weight of a single choice would be 1, as if there were none
         weights /= weights.sum(dim=-1, keepdim=True)
+    weights[ids < 0] = torch.nan
     if here == num_experts:
         # The weights of experts without tokens, and the tokens of padded rows, must not be seen in other rows.
         absent = sorted(set(range(num_experts)) - set(ids.flatten().tolist()))

@@ -98,6 +98,7 @@ def samples(device: str, dtype: torch.dtype, atol: float) -> Iterator[Sample]:
         return Sample(made.name, lambda: _quantised.in_int4(*made.make(), group, zero_point), ROUNDED_FACTORS)
 
     yield int4(sample("int4 weights", 7, 4, 2, 64, 32), 32)
+    yield int4(sample("int4 by groups of 16", 5, 4, 2, 64, 32), 16)
     yield int4(sample("int4, zero points, one token, bias", 1, 8, 4, 256, 128, bias=True), 128, zero_point=True)
     yield int4(sample("int4, zero points, half of the experts", 40, 4, 2, 160, 64, mapped=True), 32, zero_point=True)
     yield int4(sample("int4 per row, shared experts", 80, 4, 2, 64, 96, shared=True), 128)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_opset.ops.contract import Op
+from vllm_opset.ops.contract import Op, accumulator
 from vllm_opset.ops.moe import _activations, _quantised
 from vllm_opset.ops.schemes import PER_TENSOR
 
@@ -89,6 +89,15 @@ class FusedExpertsArguments:
         ids, weights, num_tokens = self.topk_ids, self.topk_weights, self.hidden_states.shape[0]
         if ids.ndim != 2 or ids.shape[0] != num_tokens or weights.shape != ids.shape:
             raise ValueError(f"no experts {list(ids.shape)} and weights {list(weights.shape)} for {num_tokens} tokens")
+        expected = {
+            "topk_ids": (ids, {torch.int32}),
+            "topk_weights": (weights, {torch.float32, accumulator(self.hidden_states)}),
+            "expert_map": (self.expert_map, {torch.int32}),
+        }
+        for name, (tensor, dtypes) in expected.items():
+            if tensor is not None and (tensor.dtype not in dtypes or not tensor.is_contiguous()):
+                wanted = " or ".join(map(str, dtypes))
+                raise ValueError(f"{name} must be contiguous and {wanted}, not {tensor.dtype} {tensor.stride()}")
         if self.apply_router_weight_on_input and ids.shape[1] != 1:
             raise ValueError(f"the input can have the weight of one expert a token, not of {ids.shape[1]}")
 

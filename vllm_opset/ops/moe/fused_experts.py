@@ -170,9 +170,13 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
             }
             experts = torch.zeros(ids, dtype=torch.int32, device=device)
             w1, w2 = ones(4, 96, 64).to(to), ones(4, 64, 48).to(to)
-            return (ones(6, hidden), w1, w2, ones(*weights).float(), experts), tensors
+            given = {"topk_weights": ones(*weights).float(), "topk_ids": experts} | tensors
+            return (ones(6, hidden), w1, w2), given
 
         return Sample(name, make)
+
+    def zeros(*shape: int, of: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=of, device=device)
 
     def scaled(name: str, w1_scale=(4, 1, 1), w2_scale=(4, 1, 1), out_dtype=dtype, **arguments) -> Sample:
         return sample(name, to=FP8, w1_scale=w1_scale, w2_scale=w2_scale, out_dtype=out_dtype, **arguments)
@@ -183,6 +187,11 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("a shared result of one row", shared_output=(1, 64))
     yield sample("experts of one token", ids=(1, 2), weights=(1, 2))
     yield sample("one weight a token", weights=(6, 1))
+    yield sample("experts in int64", topk_ids=zeros(6, 2, of=torch.int64))
+    yield sample("weights in fp16", topk_weights=zeros(6, 2, of=torch.float16))
+    yield sample("experts by columns", topk_ids=zeros(2, 6, of=torch.int32).mT)
+    yield sample("weights by columns", topk_weights=zeros(2, 6, of=torch.float32).mT)
+    yield sample("an expert map in int64", expert_map=zeros(4, of=torch.int64))
     yield sample("an unknown activation", activation="relu")
     yield sample("no gate where the weight has one", activation="relu2_no_mul")
     yield sample("a parameter that the activation lacks", activation="gelu", swiglu_limit=1.0)

@@ -60,7 +60,7 @@ def check_arguments(
     """shape: of the values."""
     if len(shape) != 2 or to_dtype not in STORED:
         raise ValueError(f"a matrix can be quantised to {FP8} or {INT8}, not {list(shape)} to {to_dtype}")
-    if len(group_shape) != 2 or any(size != WHOLE and size.bit_count() != 1 for size in group_shape):
+    if len(group_shape) != 2 or any(size != WHOLE and (size < 1 or size.bit_count() != 1) for size in group_shape):
         raise ValueError(f"groups have powers of two for sizes, or -1 for all, not {list(group_shape)}")
     wanted = GroupShape(*group_shape).scale_shape(shape)
     if scale is not None and tuple(scale.shape) != wanted:
@@ -121,6 +121,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
     yield sample("groups of 96", (1, 96))
     yield sample("groups of no column", (1, 0))
+    yield sample("groups of fewer than no row", (-4, -1))
     yield sample("one scale for groups of a row", PER_ROW, (1, 1))
     yield sample("a scale that is a vector", PER_ROW, (4,))
     yield sample("three dimensions", PER_ROW, shape=(2, 4, 96))
