@@ -209,7 +209,7 @@ def _import_users_kernels() -> None:
         except Exception as error:
             raise OverrideError(
                 f"OPSET_IMPORT: importing {module!r} raised {type(error).__name__}: {error}. "
-                "Mend it, put its folder on PYTHONPATH, or take it out of OPSET_IMPORT"
+                "Fix it, put its folder on PYTHONPATH, or take it out of OPSET_IMPORT"
             ) from error
 
 

@@ -106,6 +106,14 @@ def test_a_picture_needs_the_extra_that_brings_matplotlib(run, monkeypatch, tmp_
     assert "pip install '.[plot]' in a clone" in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize("option", ["--json", "--markdown"])
+def test_a_folder_is_no_file_to_write(option, run, tmp_path):
+    """It is refused before anything is measured."""
+    result = run("rms_norm", "--device", "cpu", option, str(tmp_path))
+    assert result.exit_code == 2
+    assert "is a folder: name a file in it" in " ".join(result.output.replace("│", " ").split())
+
+
 def test_a_wrong_result_is_timed_and_flagged():
     def wrong(*args, **kwargs):
         return ops.rms_norm(*args, **kwargs) * 1.02

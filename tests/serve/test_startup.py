@@ -11,7 +11,7 @@ import vllm_opset
 
 pytestmark = pytest.mark.serve
 
-CURE = "Mend that, or set OPSET_PLATFORM=off to run vLLM without this plugin"
+CURE = "Fix that, or set OPSET_PLATFORM=off to run vLLM without this plugin"
 MISSING = "ModuleNotFoundError: No module named 'a_module_that_is_missing'"
 # vLLM loads the first when it asks for its platform, and the second when it loads its general plugins.
 BROKEN_MODULES = ["platform.cpu.platform", "kernels.cpu.silu_and_mul"]
@@ -49,7 +49,7 @@ def test_a_users_module_that_cannot_be_imported(tmp_path):
     assert_failed(
         with_users_kernels(tmp_path, "import a_module_that_is_missing"),
         f"OPSET_IMPORT: importing 'users_kernels' raised {MISSING}",
-        "Mend it, put its folder on PYTHONPATH, or take it out of OPSET_IMPORT",
+        "Fix it, put its folder on PYTHONPATH, or take it out of OPSET_IMPORT",
     )
 
 

@@ -42,9 +42,11 @@ def require_device(device: str, devices: Collection[str]) -> None:
 
 
 def writable(file: Path | None) -> Path | None:
-    """Return a file to write at the end of the work. Refuse it if its folder does not exist."""
+    """Return a file to write at the end of the work. Refuse it if its folder does not exist, or if it is a folder."""
     if file is not None and not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}")
+    if file is not None and file.is_dir():
+        raise typer.BadParameter(f"{file} is a folder: name a file in it")
     return file
 
 

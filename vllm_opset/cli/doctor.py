@@ -76,7 +76,8 @@ def _print(found: dict, faults: list[Fault]) -> None:
     print_table("This machine", ("what", "found"), ({"what": k, "found": v} for k, v in found["machine"].items()))
     print(f"Platform: {found['platform'] or 'none of this plugin'}\n")
     rows = map(_on_one_line, found["kernels"])
-    print_table(f"Kernels on {found['device']!r}, {found['dtype']}", ("op", "kernel", "why", "others"), rows)
+    serves = "Kernels on" if found["platform"] else "Kernels that would serve on"
+    print_table(f"{serves} {found['device']!r}, {found['dtype']}", ("op", "kernel", "why", "others"), rows)
     if found["parts"]:
         title = "Parts of these that serve here, if they can do the model; else vLLM's own do"
         switch = ({"part": name, "on": part["on"], "why": part["why"]} for name, part in found["parts"].items())

@@ -73,8 +73,14 @@ def _in_processes(chosen: list[tuple[str, str, torch.dtype]], device: str, jobs:
     """The checks of each kernel and dtype, in the given order."""
     # Processes are spawned, because a child that is forked from a process that has used a GPU cannot use the GPU.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), selection.configure) as pool:
-        for future in [pool.submit(_check, *one, device) for one in chosen]:
-            yield future.result()
+        futures = [pool.submit(_check, *one, device) for one in chosen]
+        try:
+            yield from (future.result() for future in futures)
+        except BaseException:  # such as Ctrl-C: without this, the pool first does what its processes have taken
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
 
 
 def _chosen(names: list[str], device: str, kernel_name: str | None) -> Iterator[tuple[Op, Kernel]]:

@@ -5,12 +5,12 @@ The variable OPSET_PLATFORM chooses the platform. `auto`, the default, has three
 - It takes a platform: the NVIDIA GPUs or Ascend NPUs that PyTorch was built for, or the CPU if PyTorch was built for no
   accelerator. On GPUs it takes `native` if vLLM has its compiled kernels: vLLM's own platform with parts of opset.
   Otherwise it takes `cuda`, which needs no compiled kernels.
-- It steps aside and leaves stock vLLM, if vLLM was built for CPUs, or if PyTorch was built for another accelerator that
-  it can use, such as AMD's GPUs.
+- It does not activate, and stock vLLM serves, if vLLM was built for CPUs, or if PyTorch was built for another
+  accelerator that it can use, such as AMD's GPUs.
 - It raises an error if PyTorch was built for an accelerator and cannot use it. No server falls back to the CPU because
   a driver broke or another process hid the GPUs.
 
-`cpu`, `cuda`, `native` and `npu` take that platform, or raise an error if it cannot be used. `off` steps aside.
+`cpu`, `cuda`, `native` and `npu` take that platform, or raise an error if it cannot be used. `off` activates none.
 
 vLLM swallows an exception that a platform plugin raises in its entry point, and skips a plugin that cannot be imported.
 In both cases vLLM would go on without this plugin. So this module imports nothing that can fail. It keeps every failure
@@ -25,7 +25,7 @@ import os
 from vllm_opset.platform import release, stock
 
 CHOICES = ("auto", "cpu", "cuda", "native", "npu", "off")
-CURE = "Mend that, or set OPSET_PLATFORM=off to run vLLM without this plugin, if it has kernels of its own."
+CURE = "Fix that, or set OPSET_PLATFORM=off to run vLLM without this plugin, if it has kernels of its own."
 
 _CLASSES = {
     "OpsetCpuPlatform": "vllm_opset.platform.cpu.platform",
@@ -47,7 +47,7 @@ class PluginError(RuntimeError):
 
 
 def activate() -> str | None:
-    """Return the qualified name of the platform class for vLLM to load, or None to step aside."""
+    """Return the qualified name of the platform class for vLLM to load, or None if opset does not activate."""
     global _failure
     try:
         return _choose()
@@ -99,7 +99,9 @@ def _choose() -> str | None:
     if choice == "auto":
         choice = _best()
         if choice not in _OF_CHOICE:
-            _log_once(logging.INFO, f"vllm-opset steps aside: {choice} (OPSET_PLATFORM=cpu takes the CPU with opset's)")
+            _log_once(
+                logging.INFO, f"vllm-opset does not activate: {choice} (OPSET_PLATFORM=cpu takes the CPU with opset's)"
+            )
             return None
     if choice == "native" and not stock.has_kernels_for_cuda():
         raise ValueError(
@@ -114,7 +116,7 @@ def _choose() -> str | None:
 
 
 def _best() -> str:
-    """The choice for this machine, or a reason to step aside. Raises ValueError if the accelerator cannot be used."""
+    """The choice for this machine, or a reason not to activate. Raises ValueError if the accelerator cannot be used."""
     if stock.has_kernels_for_cpus():
         return "this vLLM was built for CPUs and has kernels of its own"
     wanted = _accelerator()
