@@ -344,6 +344,15 @@ def test_an_interruption_before_all_engines_have_done_a_case_is_no_report(tmp_pa
         plan.run(tmp_path, tmp_path, interrupt)
 
 
+def test_the_command_says_that_it_was_interrupted_before_a_case_was_done(monkeypatch):
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Plan, "run", interrupt)
+    finished = CliRunner().invoke(app, ["bench", "e2e", "--model", "tiny"])
+    assert finished.exit_code == 130 and "Ended before all engines had answered a case." in finished.stderr
+
+
 def test_an_engine_that_fails_ends_the_command_with_its_log_and_leaves_no_process(tmp_path):
     """The first failing engine ends the command: starting another would take as long as the rest of the test."""
     broken = 'opset={"no_such_argument": 1}'

@@ -53,6 +53,12 @@ def test_ops_lists_every_kernel_of_every_op():
     assert all(row["supports"] not in ("", "not documented") for row in rows)
 
 
+def test_ops_lists_the_ops_that_are_named(command_here):
+    rows = json.loads(command_here("ops", "rms_norm", "route", "--json").stdout)["kernels"]
+    assert {row["op"] for row in rows} == {"rms_norm", "route"}
+    assert "did you mean 'rms_norm'?" in command_here("ops", "rmsnorm").output
+
+
 def test_ops_lists_the_kernels_for_other_machines_with_what_they_support():
     found = json.loads(command("ops", "--json").out)
     ascend = {f"{row['op']}={row['kernel']}": row for row in found["kernels"] if row["provider"] == "ascend"}

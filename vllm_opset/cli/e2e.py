@@ -73,7 +73,7 @@ def compare(
     Engines do not inherit this shell's variables for vLLM, opset and OpenMP; --variant sets variables for them. A shape
     can draft for another: name it as the model of speculative_config.
 
-    After Ctrl-C or SIGTERM, it reports the cases that all engines have finished, and exits with 1.
+    After Ctrl-C or SIGTERM, it reports the cases that all engines have finished, if there are any, and exits with 1.
     """
     files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
     if files.sources:
@@ -113,6 +113,9 @@ def _run(plan: Plan, logs: Path | None) -> Comparison:
             short = len(plan.engines) > 1 and not plan.apart and "memory" in str(error).lower()
             print(f"{error}\n{MEMORY_HINT}" if short else error, file=sys.stderr)
             raise typer.Exit(1) from error
+        except (KeyboardInterrupt, SystemExit):
+            print("Ended before all engines had answered a case.", file=sys.stderr)
+            raise
 
 
 def _print(report: Report) -> None:

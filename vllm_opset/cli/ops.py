@@ -1,15 +1,23 @@
 """`vllm-opset ops`: lists every op, its kernels, and the problems that each supports."""
 
 import inspect
+from typing import Annotated
+
+import typer
 
 from vllm_opset import devices, ops
+from vllm_opset.cli.arguments import known
 from vllm_opset.cli.show import AsJson, print_json, print_missing, print_table
 from vllm_opset.kernel import Kernel, kernels_of, unavailable
 
 
-def list_ops(as_json: AsJson = False) -> None:
+def list_ops(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to list; all without one.")] = None,
+    as_json: AsJson = False,
+) -> None:
     """List every op, its kernels, and what each supports, including kernels that are unavailable on this machine."""
-    kernels = [kernel for op in ops.ALL for kernel in kernels_of(op.name, elsewhere=True).values()]
+    chosen = [known(name, ops.BY_NAME, "OP") for name in names or ops.BY_NAME]
+    kernels = [kernel for name in chosen for kernel in kernels_of(name, elsewhere=True).values()]
     missing = unavailable()
     for kernel in kernels:
         if not devices.run(kernel):
