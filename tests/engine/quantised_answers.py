@@ -11,6 +11,7 @@ from engines import generate, runner, served, tokens
 
 from vllm_opset import selection, targets
 from vllm_opset.model.layers import OpsetLayer
+from vllm_opset.ops.schemes import GroupShape
 
 # Formats of int4. The values are the method, the columns of a group, and whether there are zero points.
 INT4 = {
@@ -22,6 +23,7 @@ INT4 = {
 FORMATS = (
     "plain", "channelwise", "static", "blockwise", "plain, int8", "int8", "static, int8", "plain, int4", *INT4
 )  # fmt: skip
+PER_TOKEN, PER_GROUP = GroupShape(1, -1), GroupShape(1, 128)
 PROMPTS = models.prompts((1, 7, 16, 40, 77))
 NUM_TOKENS = 48
 

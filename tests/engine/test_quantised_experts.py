@@ -11,6 +11,8 @@ from engines import report, served
 from quantised_answers import (
     DAMAGES,
     NUM_TOKENS,
+    PER_GROUP,
+    PER_TOKEN,
     PROMPTS,
     QUANTISING,
     answers,
@@ -25,7 +27,6 @@ from quantised_answers import (
 from vllm_opset.ops.schemes import PER_TENSOR, GroupShape
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
-PER_TOKEN, PER_GROUP = GroupShape(1, -1), GroupShape(1, 128)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from engines import report, runner, served
 from quantised_answers import (
     DAMAGES,
+    PER_GROUP,
+    PER_TOKEN,
     QUANTISING,
     answers,
     answers_of_plain,
@@ -21,10 +23,9 @@ from quantised_answers import (
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 
 from vllm_opset import ops
-from vllm_opset.ops.schemes import PER_TENSOR, GroupShape, dequantise
+from vllm_opset.ops.schemes import PER_TENSOR, dequantise
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
-PER_TOKEN, PER_GROUP = GroupShape(1, -1), GroupShape(1, 128)
 
 
 @pytest.fixture(scope="module")

@@ -219,7 +219,7 @@ def different_experts_whatever_the_logits(run, device: str, dtype: torch.dtype) 
 
 @route.property_
 def experts_without_probability_are_equal(run, device: str, dtype: torch.dtype) -> None:
-    """Of experts whose probabilities are too small for fp32, the first one is chosen, and its weight is 0."""
+    """Probabilities that are too small for fp32 are 0. Then the first expert is chosen, with the weight 0."""
     logits = torch.tensor([[0.0, -120.0, -110.0], [0.0, -torch.inf, -130.0]], dtype=dtype, device=device)
     weights, ids = run(logits, 2, e_score_correction_bias=torch.zeros(3, device=device))
     _properties.equal("another expert is chosen", ids, torch.tensor([[0, 1], [0, 1]], dtype=ids.dtype, device=device))
