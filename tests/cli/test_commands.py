@@ -3,10 +3,13 @@
 import json
 import re
 import shlex
+import sys
+import time
 import tomllib
 
 import pytest
 from commands import command
+from processes import run
 from readme import ROOT, block
 
 from vllm_opset import devices, kernel, ops
@@ -95,6 +98,23 @@ def test_parity_agrees_with_a_right_kernel():
     assert kernels >= {("silu_and_mul", "cpu"), ("rms_norm", "reference")}
     assert {check["dtype"] for check in found["checks"]} == {"float32", "bfloat16"}
     assert found["failed"] == 0 < found["passed"]
+
+
+# It raises KeyboardInterrupt, as Ctrl-C does, while the first of many checks run in other processes.
+INTERRUPTED = """
+import signal, torch
+from vllm_opset.cli import parity
+
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.alarm(3)
+list(parity._in_processes([("paged_attention", "cpu", torch.float32)] * 40, "cpu", 2))
+"""
+
+
+def test_ctrl_c_ends_parity_without_the_checks_that_are_left():
+    began = time.monotonic()
+    finished = run(sys.executable, "-c", INTERRUPTED)
+    assert "KeyboardInterrupt" in finished.err and time.monotonic() - began < 40  # and minutes with all checks
 
 
 def test_parity_finds_a_wrong_kernel_out(users_kernels):
