@@ -23,6 +23,9 @@ INT4 = {
 FORMATS = (
     "plain", "channelwise", "static", "blockwise", "plain, int8", "int8", "static, int8", "plain, int4", *INT4
 )  # fmt: skip
+NOT_ON_GPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU quantises activations, which other tests here check: runs without one"
+)
 PER_TOKEN, PER_GROUP = GroupShape(1, -1), GroupShape(1, 128)
 PROMPTS = models.prompts((1, 7, 16, 40, 77))
 NUM_TOKENS = 48

@@ -10,6 +10,7 @@ import torch
 from engines import report, served
 from quantised_answers import (
     DAMAGES,
+    NOT_ON_GPU,
     NUM_TOKENS,
     PER_GROUP,
     PER_TOKEN,
@@ -40,9 +41,7 @@ def expected_of_mixtures(mixtures, engine) -> dict[str, list[list[int]]]:
     return answers_of_plain(mixtures, engine)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a GPU quantises activations, and the next test checks that: runs without one"
-)
+@NOT_ON_GPU
 @pytest.mark.parametrize(
     ("name", "arguments", "dtype", "group"),
     [

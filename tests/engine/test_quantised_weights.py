@@ -9,6 +9,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from engines import report, runner, served
 from quantised_answers import (
     DAMAGES,
+    NOT_ON_GPU,
     PER_GROUP,
     PER_TOKEN,
     QUANTISING,
@@ -38,9 +39,7 @@ def expected(checkpoints, engine) -> dict[str, list[list[int]]]:
     return answers_of_plain(checkpoints, engine)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a GPU quantises activations, and the next test checks that: runs without one"
-)
+@NOT_ON_GPU
 @pytest.mark.parametrize(
     ("name", "arguments", "dtype", "groups"),
     [
