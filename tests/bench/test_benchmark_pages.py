@@ -15,7 +15,7 @@ from vllm_opset.cli import app
 
 FOLDER = ROOT / "docs" / "benchmarks"
 # Comparisons that later ones of the same shape have replaced. The log refers to them.
-REPLACED = ROOT / "docs" / "log" / "h200-engines-before-24f3474.json"
+REPLACED = ROOT / "docs" / "log" / "h200-engines-replaced.json"
 
 
 def copied(name: str, tmp_path: Path) -> Path:

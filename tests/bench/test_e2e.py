@@ -76,6 +76,16 @@ print({json.dumps(json.dumps(NOTHING_STARTED))}, flush=True)
 time.sleep(1000)
 """
 
+# An engine that compiles a kernel in so many of its first answers.
+COMPILING = f"""
+import json, os, sys
+print({json.dumps(json.dumps(NOTHING_STARTED))}, flush=True)
+for number, line in enumerate(sys.stdin):
+    compiled = ["a kernel"] if number < int(os.environ["ANSWERS"]) else []
+    tokens = [[0]] * len(json.loads(line)["prompts"])
+    print(json.dumps(dict(seconds=1 + number, tokens=tokens, steps=1, compiled=compiled, peak_bytes=0)), flush=True)
+"""
+
 
 def command(*words: str, **variables: object):
     return run("vllm-opset", "bench", "e2e", *words, COLUMNS=200, OMP_NUM_THREADS=1, **variables)
@@ -321,6 +331,21 @@ def test_an_engine_that_does_not_end_by_itself_is_ended(tmp_path, monkeypatch):
     with engines.RunningEngine(engines.Engine("stubborn"), {}, tmp_path) as engine:
         assert engine.started.platform == NOTHING_STARTED["platform"]
     assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
+
+
+@pytest.mark.parametrize(("answers", "attempt"), [(3, 1), (7, 3), (100, 3)], ids=["first", "third", "never"])
+def test_a_run_that_compiled_kernels_is_repeated_up_to_three_times(answers, attempt, tmp_path, monkeypatch):
+    child = tmp_path / "child.py"
+    child.write_text(COMPILING)
+    monkeypatch.setattr(engines, "CHILD", child)
+    shape = shapes.load("tiny")
+    rounds = len(shape.cases[0].rounds(shape.text_config["vocab_size"]))
+    compiling = engines.Engine("compiling", env={"ANSWERS": str(answers)})
+    plan = Plan(shape, shape.cases[:1], [compiling], repetitions=1, cold=False)
+    (result,) = plan.run(tmp_path, tmp_path, lambda _: None).results
+    assert result.first.total == rounds, "the uncounted run is not repeated"
+    assert result.runs[0].total == (1 + attempt) * rounds
+    assert bool(result.runs[0].compiled) == (answers == 100)
 
 
 def test_no_engine_is_waited_for_after_one_that_does_not_start(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from vllm_opset.bench.cases import Case, Run, Trace
+from vllm_opset.bench.cases import Case, Request, Run, Trace
 from vllm_opset.bench.engines import Answer, Engine, RunningEngine, Started
 from vllm_opset.bench.shapes import Shape, with_draft
 
@@ -16,6 +16,9 @@ from vllm_opset.bench.shapes import Shape, with_draft
 FREE_SHARE = 0.1
 # The variables for the folders in which vLLM, torch, Triton, CUDA and opset's C++ kernels cache compiled code.
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "OPSET_CACHE")
+
+# A run that compiled kernels is repeated, up to so many runs in all, since its time is the compiler's.
+ATTEMPTS = 3
 
 # By engine, for each repetition: the answers to the rounds of the case.
 Answers = dict[str, list[list[Answer]]]
@@ -136,8 +139,7 @@ class Plan:
             # The order alternates, so that drift of the machine affects all engines alike.
             for one in running if repetition % 2 == 0 else reversed(running):
                 progress(f"{case.name}, run {repetition} of {self.repetitions}: {one.engine.name}")
-                with one.awake():
-                    answers[one.engine.name].append([one.ask(requests) for requests in rounds])
+                answers[one.engine.name].append(_answers(one, rounds, ATTEMPTS if repetition else 1))
         return answers
 
 
@@ -161,6 +163,16 @@ def _start(
             for one in made:
                 one.interrupt()
             raise
+
+
+def _answers(running: RunningEngine, rounds: Sequence[Sequence[Request]], attempts: int) -> list[Answer]:
+    """The answers to the rounds of the first attempt that compiled no kernel, or of the last attempt."""
+    for _ in range(attempts):
+        with running.awake():
+            answers = [running.ask(requests) for requests in rounds]
+        if not any(answer.compiled for answer in answers):
+            break
+    return answers
 
 
 def _results(case: Case | Trace, answers: Answers) -> Iterator[Result]:

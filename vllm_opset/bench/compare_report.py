@@ -5,7 +5,7 @@ import itertools
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_opset.bench.cases import ACCEPTANCE, RATE
@@ -228,10 +228,14 @@ def overview(reports: Sequence[Report]) -> Table:
         if report.engines[0] == BASELINE:
             rows.append([(link, report.switches(engine), rates) for engine, rates in report.rates()])
     newest_first = list(itertools.chain(*reversed(rows)))
-    by_length = sorted((rates for *_, rates in newest_first), key=len, reverse=True)
-    cases = list(dict.fromkeys(itertools.chain(*by_length)))
+    cases = cases_in_order([rates for *_, rates in newest_first])
     table = [[link, switches, *(rates.get(case, "") for case in cases)] for link, switches, rates in newest_first]
     return ["comparison", "engine", *cases], table
+
+
+def cases_in_order(comparisons: Iterable[Collection[str]]) -> list[str]:
+    """The cases of all comparisons, in the order of the longest."""
+    return list(dict.fromkeys(itertools.chain(*sorted(comparisons, key=len, reverse=True))))
 
 
 def _anchor(heading: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_opset.bench.cases import RATE
-from vllm_opset.bench.compare_report import BASELINE, Report
+from vllm_opset.bench.compare_report import BASELINE, Report, cases_in_order
 from vllm_opset.bench.format import TIMES
 from vllm_opset.bench.report import Report as OpsReport
 
@@ -42,7 +42,7 @@ def draw_engines(reports: list[Report], file: Path) -> None:
     drawn = list({one.title: one for one in compared}.values())
     if not drawn:
         raise ValueError(f"no comparison with {BASELINE} vLLM has {ENOUGH_CASES} cases or more to draw")
-    cases = list(dict.fromkeys(case for one in drawn for case in one.by_case()))
+    cases = cases_in_order([one.by_case() for one in drawn])
     rows = [row for one in drawn for row in _rows(one)]
     ratios = [[row.ratios.get(case, math.nan) for case in cases] for row in rows]
     figure, axes = pyplot.subplots(figsize=(WIDTH, HEADER + ROW * len(rows)), layout="constrained")
