@@ -40,9 +40,9 @@ def build(model: str, folder: Path) -> PreTrainedModel:
     return reference.eval()
 
 
-def save_plain(folder: Path, dtype: torch.dtype = FP8, model: str = "qwen3") -> dict[str, torch.Tensor]:
+def save_plain(folder: Path, dtype: torch.dtype = FP8, model: str = "qwen3", **sizes: int) -> dict[str, torch.Tensor]:
     """A small model in bf16, whose linear layers and experts the dtype can hold. Returns its weights."""
-    models.build(model, folder, tie_word_embeddings=True, **SIZES_OF[model])
+    models.build(model, folder, tie_word_embeddings=True, **SIZES_OF[model] | sizes)
     # vLLM quantises routers too, if it quantises weights while it loads them.
     weights = {
         name: GRIDS[dtype](weight) if is_linear(name) or name.endswith(f"{ROUTER}.weight") else weight
@@ -135,7 +135,7 @@ def _save_quantised(
         wide = scale
         for dimension, size in enumerate(weight.shape if wide.ndim > 1 else ()):
             repeats = 1 if wide.shape[dimension] in (1, size) else BLOCK
-            wide = wide.repeat_interleave(repeats, dimension)
+            wide = wide.repeat_interleave(repeats, dimension)[: weight.shape[0], : weight.shape[1]]
         stored = (weight.float() / wide).to(dtype)
         assert torch.equal(stored.float() * wide, weight.float()), "the format cannot hold these weights"
         weights[name], weights[name.replace(".weight", f".{scale_name}")] = stored, scale.float()

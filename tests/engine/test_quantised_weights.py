@@ -25,6 +25,7 @@ from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 
 from vllm_opset import ops
 from vllm_opset.ops.schemes import PER_TENSOR, dequantise
+from vllm_opset.unsupported import Refusal
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
 
@@ -153,6 +154,23 @@ def test_a_scale_of_another_granularity_is_named(name, scale, checkpoints, engin
     folder = damaged(checkpoints[name], shorten, f"model.layers.1.mlp.down_proj.{scale}", tmp_path)
     named = rf"model\.layers\.1\.mlp\.down_proj\.{scale} has another granularity than config.json says: \[1, 1\] in"
     with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layer", "parts"),
+    [
+        ({"intermediate_size": 224}, "mlp.gate_up_proj", "224, 224"),  # whose scales fit into vLLM's parameter
+        ({"intermediate_size": 192}, "mlp.gate_up_proj", "192, 192"),
+        ({"num_attention_heads": 9, "num_key_value_heads": 3}, "self_attn.qkv_proj", "576, 192, 192"),
+    ],
+)
+def test_parts_that_end_inside_a_block_are_refused_before_weights_are_loaded(sizes, layer, parts, engine, tmp_path):
+    quantised.save_plain(tmp_path, quantised.FP8, **sizes)
+    quantised.save_blockwise(tmp_path, tmp_path)
+    quantised.save_file({}, tmp_path / "model.safetensors", {"format": "pt"})
+    refused = rf"fp8 blocks of 128 x 128 in model\.layers\.0\.{layer}, whose parts of {parts} rows end inside a block"
+    with pytest.raises(Refusal, match=refused), engine(tmp_path, dtype="bfloat16"):
         pass
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from vllm_opset.model.loading import check_blocks
 from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, uses, wrap_once
 
 REQUANTISE = "vllm.model_executor.layers.quantization.utils.w8a8_utils.requantize_with_max_scale"
@@ -153,6 +154,9 @@ def check_scales_of_linear_layers(awq: type) -> None:
     vLLM does not notice a missing scale. It uses what was in memory, or the scale of another part of a fused layer. The
     engine then answers with wrong tokens. For a shape that does not fit, vLLM raises an error without a name.
 
+    A part of a fused layer that ends inside a block of fp8 weights is refused before weights are loaded. vLLM loads the
+    scales of the parts after it as those of other rows.
+
     Parameters: awq is opset's subclass of vLLM's method for AWQ, whose scales are checked alike.
     """
     for method in (awq, *map(find, LINEAR_METHODS)):
@@ -163,8 +167,21 @@ def check_scales_of_linear_layers(awq: type) -> None:
 def _with_named_scales(create: Callable[..., None]) -> Callable[..., None]:
     marked = _with_marked_scales(create)
 
-    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
-        marked(self, layer, *args, **kwargs)
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        *args,
+        **kwargs,
+    ) -> None:
+        block = getattr(getattr(layer, "scheme", self), "weight_block_size", None)
+        if block is not None:
+            check_blocks(layer, block, output_partition_sizes, output_size)
+        sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
+        marked(self, layer, *sizes, *args, **kwargs)
         for name, parameter in _scales_of(layer).items():
             parameter.weight_loader = _named(parameter.weight_loader, f"{layer.prefix}.{name}")
 
