@@ -27,6 +27,7 @@ SIZES_OF = {
     "qwen2_moe": EXPERTS | {"head_dim": 32, "shared_expert_intermediate_size": 256},
 }
 ROUTER = "mlp.gate"  # of a mixture of experts, which no checkpoint quantises
+HEAD = "lm_head"  # which few checkpoints quantise
 
 
 def build(model: str, folder: Path) -> PreTrainedModel:
@@ -40,12 +41,14 @@ def build(model: str, folder: Path) -> PreTrainedModel:
     return reference.eval()
 
 
-def save_plain(folder: Path, dtype: torch.dtype = FP8, model: str = "qwen3", **sizes: int) -> dict[str, torch.Tensor]:
+def save_plain(folder: Path, dtype: torch.dtype = FP8, model: str = "qwen3", **changes) -> dict[str, torch.Tensor]:
     """A small model in bf16, whose linear layers and experts the dtype can hold. Returns its weights."""
-    models.build(model, folder, tie_word_embeddings=True, **SIZES_OF[model] | sizes)
+    models.build(model, folder, **{"tie_word_embeddings": True} | SIZES_OF[model] | changes)
     # vLLM quantises routers too, if it quantises weights while it loads them.
     weights = {
-        name: GRIDS[dtype](weight) if is_linear(name) or name.endswith(f"{ROUTER}.weight") else weight
+        name: GRIDS[dtype](weight)
+        if is_linear(name) or name.endswith((f"{ROUTER}.weight", f"{HEAD}.weight"))
+        else weight
         for name, weight in _load(folder).items()
     }
     _save(folder, weights)
@@ -102,7 +105,7 @@ def _compressed_config(dtype: torch.dtype, strategy: str) -> dict:
         "format": f"{kind}-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": of_weight, "input_activations": of_input}},
-        "ignore": ["lm_head", f"re:.*{ROUTER}$"],
+        "ignore": [HEAD, f"re:.*{ROUTER}$"],
     }
 
 
@@ -110,7 +113,7 @@ def save_blockwise(plain: Path, folder: Path) -> None:
     """A scale for each block of 128 x 128 weights, as in DeepSeek-V3 and Qwen3's FP8 checkpoints."""
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
     layers = json.loads((plain / "config.json").read_text())["num_hidden_layers"]
-    config["modules_to_not_convert"] = ["lm_head", *(f"model.layers.{layer}.{ROUTER}" for layer in range(layers))]
+    config["modules_to_not_convert"] = [HEAD, *(f"model.layers.{layer}.{ROUTER}" for layer in range(layers))]
     _save_quantised(
         plain, folder, config, "weight_scale_inv", lambda weight: tuple(-(-size // BLOCK) for size in weight.shape)
     )
@@ -145,10 +148,12 @@ def _save_quantised(
     _save(folder, weights)
 
 
-def save_int4(plain: Path, folder: Path, method: str, group: int, zero_points: bool = False) -> None:
+def save_int4(
+    plain: Path, folder: Path, method: str, group: int, zero_points: bool = False, with_head: bool = False
+) -> None:
     """int4 weights in groups of so many columns (-1: whole rows), as "awq", "gptq" or "compressed-tensors" store them.
 
-    AWQ always has zero points, and GPTQ none here.
+    AWQ always has zero points, and GPTQ none here. with_head: compressed-tensors stores the head so, too.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -160,7 +165,7 @@ def save_int4(plain: Path, folder: Path, method: str, group: int, zero_points: b
         assert values.min() >= 0 and values.max() <= 15, "the format cannot hold these weights"
         return values, scale, zeros
 
-    _save_int4(plain, folder, method, group, zero_points, exactly)
+    _save_int4(plain, folder, method, group, zero_points, exactly, with_head)
 
 
 def round_to_int4(source: Path, folder: Path, group: int) -> None:
@@ -191,11 +196,13 @@ def _quotients(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (weight.float() / scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)).round().int()
 
 
-def _save_int4(plain: Path, folder: Path, method: str, group: int, zero_points: bool, quantise) -> None:
+def _save_int4(
+    plain: Path, folder: Path, method: str, group: int, zero_points: bool, quantise, with_head: bool = False
+) -> None:
     """quantise: gives a weight's values from 0 to 15, its scales and its zero points."""
     weights = {}
     for name, weight in _load(plain).items():
-        if not is_linear(name):
+        if not is_linear(name) and not (with_head and name == f"{HEAD}.weight"):
             weights[name] = weight
             continue
         values, scale, zeros = quantise(weight)
@@ -208,7 +215,7 @@ def _save_int4(plain: Path, folder: Path, method: str, group: int, zero_points: 
         "gptq": {"desc_act": False, "sym": True, "checkpoint_format": "gptq", "dynamic": {rf"-:.*{ROUTER}$": {}}},
         "compressed-tensors": {
             "format": "pack-quantized",
-            "ignore": ["lm_head", f"re:.*{ROUTER}$"],
+            "ignore": [*([] if with_head else [HEAD]), f"re:.*{ROUTER}$"],
             "config_groups": {},
         },
     }[method]
@@ -217,7 +224,7 @@ def _save_int4(plain: Path, folder: Path, method: str, group: int, zero_points: 
     else:
         strategy = {"strategy": "channel"} if group == -1 else {"strategy": "group", "group_size": group}
         of_weight = {"num_bits": 4, "type": "int", "symmetric": not zero_points, "dynamic": False} | strategy
-        config["config_groups"]["group_0"] = {"targets": ["Linear"], "weights": of_weight}
+        config["config_groups"]["group_0"] = {"targets": ["Linear", HEAD], "weights": of_weight}
     _save_config(plain, folder, config | {"quant_method": method})
     _save(folder, weights)
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import models
 import pytest
 import quantised
 import torch
@@ -74,6 +75,20 @@ def test_quantised_weights_serve_as_what_they_stand_for(name, arguments, dtype, 
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoints[name])})
         llm.reset_prefix_cache()
         assert answers(llm) == expected[dtype]
+
+
+@NOT_ON_GPU
+def test_a_quantised_head_serves_as_what_it_stands_for(engine, tmp_path):
+    plain, packed = tmp_path / "plain", tmp_path / "packed"
+    packed.mkdir()
+    quantised.save_plain(plain, quantised.INT4, tie_word_embeddings=False)
+    quantised.save_int4(plain, packed, "compressed-tensors", 32, zero_points=True, with_head=True)
+    with engine(plain, dtype="bfloat16") as llm:
+        expected = answers(llm)
+    with engine(packed, dtype="bfloat16") as llm:
+        assert answers(llm) == expected
+        of_head = f"out_features={models.VOCABULARY}, scheme=uint4 1x32 with zero points"
+        assert any(of_head in row["problem"] for row in report(llm) if row["calls"])
 
 
 @pytest.mark.parametrize(

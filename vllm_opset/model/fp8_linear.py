@@ -10,6 +10,7 @@ from vllm.model_executor.kernels.linear import FP8ScaledMMLinearKernel, FP8Scale
 from vllm.platforms import current_platform
 
 from vllm_opset import ops, selection
+from vllm_opset.model.loading import prefix_of
 from vllm_opset.model.scaled_linear import ScaledLinear, activation, call_of_layers
 from vllm_opset.ops.quantisation.quantise import QuantiseProblem
 from vllm_opset.ops.schemes import FP8, PER_ROW, PER_TENSOR, GroupShape, Quantised, Scheme, check_scale
@@ -45,7 +46,7 @@ class OpsetFp8LinearKernel(FP8ScaledMMLinearKernel):
         else:
             group = PER_TENSOR if scale is None or scale.numel() == 1 else PER_ROW
             scale = None if scale is None else scale.view(-1, 1)
-        prefix = getattr(layer, "prefix", "a layer")
+        prefix = prefix_of(layer)
         check_scale(f"{prefix}.{name}", scale, weight.shape, group)
         scheme = Scheme(Quantised(FP8, group), self._activation())
         x_scale = self._static_scale(layer, prefix)

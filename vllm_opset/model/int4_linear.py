@@ -11,6 +11,7 @@ from vllm.model_executor.kernels.linear import MPLinearKernel, MPLinearLayerConf
 from vllm.model_executor.layers.quantization.auto_awq import AutoAWQLinearMethod
 from vllm.scalar_type import scalar_types
 
+from vllm_opset.model.loading import prefix_of
 from vllm_opset.model.scaled_linear import ScaledLinear, call_of_layers
 from vllm_opset.ops.schemes import PER_ROW, UINT4, UINT4_BLOCK, GroupShape, Scheme, check_scale, packed, quantised
 
@@ -100,7 +101,7 @@ def _product(
     before: see `ScaledLinear`.
     """
     group = GroupShape(1, group_size) if 0 < group_size < values.shape[1] else PER_ROW
-    name = f"{getattr(layer, 'prefix', 'a layer')}.{scale_name}"
+    name = f"{prefix_of(layer)}.{scale_name}"
     check_scale(name, scale, values.shape, group)
     weight, scale = packed(values, UINT4), scale.contiguous()
     zeros = None if zeros is None else zeros.contiguous()

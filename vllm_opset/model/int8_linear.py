@@ -8,6 +8,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, Int8ScaledMMLinearLayerConfig
 
+from vllm_opset.model.loading import prefix_of
 from vllm_opset.model.scaled_linear import ScaledLinear, activation, call_of_layers
 from vllm_opset.ops.schemes import INT8, PER_ROW, PER_TENSOR, Quantised, Scheme, check_scale
 
@@ -32,7 +33,7 @@ class OpsetInt8LinearKernel(Int8ScaledMMLinearKernel):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         weight, scale = layer.weight.data, _scale_of(layer)
-        prefix, group = getattr(layer, "prefix", "a layer"), PER_TENSOR if scale.numel() == 1 else PER_ROW
+        prefix, group = prefix_of(layer), PER_TENSOR if scale.numel() == 1 else PER_ROW
         check_scale(f"{prefix}.weight_scale", scale, weight.shape, group)
         x_scale = None
         if self.config.is_static_input_scheme:

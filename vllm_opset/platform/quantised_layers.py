@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from vllm_opset.model.loading import check_blocks
+from vllm_opset.model.loading import check_blocks, prefix_of
 from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, uses, wrap_once
 
 REQUANTISE = "vllm.model_executor.layers.quantization.utils.w8a8_utils.requantize_with_max_scale"
@@ -183,7 +183,7 @@ def _with_named_scales(create: Callable[..., None]) -> Callable[..., None]:
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
         marked(self, layer, *sizes, *args, **kwargs)
         for name, parameter in _scales_of(layer).items():
-            parameter.weight_loader = _named(parameter.weight_loader, f"{layer.prefix}.{name}")
+            parameter.weight_loader = _named(parameter.weight_loader, f"{prefix_of(layer)}.{name}")
 
     return create_weights
 
@@ -208,7 +208,7 @@ def _with_checked_scales(process: Callable[..., None]) -> Callable[..., None]:
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         for name, parameter in _scales_of(layer).items():
             if parameter.isnan().any():
-                raise ValueError(f"{layer.prefix}.{name} holds NaN: the checkpoint is damaged, or lacks it")
+                raise ValueError(f"{prefix_of(layer)}.{name} holds NaN: the checkpoint is damaged, or lacks it")
         process(self, layer)
 
     return process_weights_after_loading
