@@ -1,5 +1,6 @@
 """Models with fp8, int8 and int4 weights give the tokens of the same weights in bf16, whatever their format."""
 
+import json
 from pathlib import Path
 
 import models
@@ -185,6 +186,17 @@ def test_parts_that_end_inside_a_block_are_refused_before_weights_are_loaded(siz
     quantised.save_blockwise(tmp_path, tmp_path)
     quantised.save_file({}, tmp_path / "model.safetensors", {"format": "pt"})
     refused = rf"fp8 blocks of 128 x 128 in model\.layers\.0\.{layer}, whose parts of {parts} rows end inside a block"
+    with pytest.raises(Refusal, match=refused), engine(tmp_path, dtype="bfloat16"):
+        pass
+
+
+@NOT_ON_GPU
+def test_quantised_embeddings_are_refused_without_triton_before_weights_are_loaded(checkpoints, engine, tmp_path):
+    config = json.loads((checkpoints["int4"] / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["targets"].append("re:.*embed_tokens")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    quantised.save_file({}, tmp_path / "model.safetensors", {"format": "pt"})
+    refused = r"quantised embeddings without Triton, as model\.embed_tokens has them: choose a checkpoint"
     with pytest.raises(Refusal, match=refused), engine(tmp_path, dtype="bfloat16"):
         pass
 

@@ -230,9 +230,9 @@ def changes(platform: str) -> dict[str, list[str]]:
     rotary_embedding._ROPE_DICT["of another model"] = None
     if platform in WITHOUT_KERNELS:
         # vLLM's modules of experts, with the layers that they register. No other platform registers a method.
-        from vllm_opset.platform import quantised_layers
+        from vllm_opset.platform import quantised_layers, quantised_loading
 
-        methods = (name.rsplit(".", 1)[0] for name in quantised_layers.EXPERTS_METHODS)
+        methods = (name.rsplit(".", 1)[0] for name in quantised_loading.EXPERTS_METHODS)
         oracles = (name.rsplit(".", 1)[0] for name in quantised_layers.register_quantised_experts.bridge.changes)
         patches = quantised_layers.serve_int4_experts, quantised_layers.serve_int4_experts_without_marlin
         needed = (patch.bridge.changes for patch in patches if patch.bridge.needed())

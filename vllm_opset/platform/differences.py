@@ -1,6 +1,6 @@
 """All bridges: vLLM's hooks, the patches, and the differences between releases that need no patch."""
 
-from vllm_opset.platform import compat, quantised_layers, second_runner
+from vllm_opset.platform import compat, quantised_layers, quantised_loading, second_runner
 from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, Bridge, has, lacks, takes, uses
 
 BACKEND = "vllm.v1.attention.backend.AttentionBackend"
@@ -105,7 +105,7 @@ HOOKS = (
 PATCHES = (
     *(
         value.bridge
-        for module in (compat, second_runner, quantised_layers)
+        for module in (compat, second_runner, quantised_layers, quantised_loading)
         for value in vars(module).values()
         if hasattr(value, "bridge")
     ),

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_opset.platform import int4_weights, quantised_layers
+from vllm_opset.platform import int4_weights, quantised_layers, quantised_loading
 from vllm_opset.platform.refusals import Refusal, Rule, of_model
 
 if TYPE_CHECKING:
@@ -171,7 +171,8 @@ def _register_linear() -> None:
     register_linear_kernel(OpsetFp8LinearKernel, PlatformEnum.OOT, "fp8")
     register_linear_kernel(OpsetInt8LinearKernel, PlatformEnum.OOT, "int8")
     register_linear_kernel(OpsetInt4LinearKernel, PlatformEnum.OOT)
-    quantised_layers.check_scales_of_linear_layers(OpsetAwqLinearMethod)
+    quantised_loading.check_scales_of_linear_layers(OpsetAwqLinearMethod)
+    quantised_loading.refuse_embeddings_without_triton()
     quantised_layers.serve_gptq_without_marlin()
     quantised_layers.serve_awq(OpsetAwqLinearMethod)
     quantised_layers.register_fp8_block_kernel(OpsetFp8LinearKernel)
@@ -223,7 +224,7 @@ def _register_experts() -> None:
     from vllm_opset.model.quantised_experts import OpsetQuantisedExperts
 
     quantised_layers.register_quantised_experts(OpsetQuantisedExperts)
-    quantised_layers.mark_missing_scales()
+    quantised_loading.mark_missing_scales()
     quantised_layers.serve_int4_experts(
         int4_experts.OpsetCompressedExpertsMethod,
         int4_experts.OpsetAwqExpertsMethod,

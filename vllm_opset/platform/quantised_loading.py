@@ -1,0 +1,156 @@
+"""The patches that have vLLM say which tensor of a layer's quantised weights is missing or cannot be served."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from vllm_opset.model.loading import check_blocks, prefix_of
+from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, uses, wrap_once
+from vllm_opset.platform.quantised_layers import QUANTISATION
+from vllm_opset.unsupported import Refusal
+
+COMPRESSED_TENSORS = f"{QUANTISATION}.compressed_tensors"
+OF_EXPERTS = f"{COMPRESSED_TENSORS}.compressed_tensors_moe.compressed_tensors_moe_w8a8"
+EXPERTS_METHODS = (
+    f"{QUANTISATION}.fp8.Fp8MoEMethod",
+    f"{OF_EXPERTS}_fp8.CompressedTensorsW8A8Fp8MoEMethod",
+    f"{OF_EXPERTS}_int8.CompressedTensorsW8A8Int8MoEMethod",
+)
+STEPS_OF_LOADING = ("create_weights", "process_weights_after_loading")
+LINEAR_METHODS = (
+    f"{QUANTISATION}.fp8.Fp8LinearMethod",
+    f"{COMPRESSED_TENSORS}.compressed_tensors.CompressedTensorsLinearMethod",
+    f"{QUANTISATION}.auto_gptq.AutoGPTQLinearMethod",
+)
+EMBEDDING = f"{COMPRESSED_TENSORS}.compressed_tensors_embedding.CompressedTensorsEmbeddingWNA16Int"
+CHOICE = f"{COMPRESSED_TENSORS}.compressed_tensors.CompressedTensorsConfig"
+
+
+@patch(
+    lambda: all(uses(f"{method}.create_weights", "ones")() for method in EXPERTS_METHODS),
+    ends="vLLM raises for scales that a checkpoint lacks",
+    changes=tuple(f"{method}.create_weights" for method in EXPERTS_METHODS),
+    worker=WITHOUT_KERNELS,
+)
+def mark_missing_scales() -> None:
+    """Fill the scales of experts with NaN before weights are loaded, so that one which the checkpoint lacks is noticed.
+
+    vLLM fills them with 1. It does not notice a missing one either: it loads the scales of all experts as one weight.
+    """
+    for method in map(find, EXPERTS_METHODS):
+        wrap_once(method, "create_weights", _with_marked_scales)
+
+
+def _with_marked_scales(create: Callable[..., None]) -> Callable[..., None]:
+    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+        create(self, layer, *args, **kwargs)
+        for parameter in _scales_of(layer).values():
+            parameter.data.fill_(torch.nan)
+
+    return create_weights
+
+
+def _scales_of(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in layer.named_parameters(recurse=False) if "scale" in name}
+
+
+@patch(
+    lambda: all(has(f"{method}.{name}")() for method in LINEAR_METHODS for name in STEPS_OF_LOADING),
+    ends="vLLM raises for scales that a checkpoint lacks, and names those that do not fit",
+    changes=tuple(f"{method}.{name}" for method in LINEAR_METHODS for name in STEPS_OF_LOADING),
+    worker=WITHOUT_KERNELS,
+)
+def check_scales_of_linear_layers(awq: type) -> None:
+    """Raise an error with a name for a scale of a linear layer that is missing, or whose shape does not fit.
+
+    vLLM does not notice a missing scale. It uses what was in memory, or the scale of another part of a fused layer. The
+    engine then answers with wrong tokens. For a shape that does not fit, vLLM raises an error without a name.
+
+    A part of a fused layer that ends inside a block of fp8 weights is refused before weights are loaded. vLLM loads the
+    scales of the parts after it as those of other rows.
+
+    Parameters: awq is opset's subclass of vLLM's method for AWQ, whose scales are checked alike.
+    """
+    for method in (awq, *map(find, LINEAR_METHODS)):
+        wrap_once(method, "create_weights", _with_named_scales)
+        wrap_once(method, "process_weights_after_loading", _with_checked_scales)
+
+
+def _with_named_scales(create: Callable[..., None]) -> Callable[..., None]:
+    marked = _with_marked_scales(create)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        *args,
+        **kwargs,
+    ) -> None:
+        block = getattr(getattr(layer, "scheme", self), "weight_block_size", None)
+        if block is not None:
+            check_blocks(layer, block, output_partition_sizes, output_size)
+        sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
+        marked(self, layer, *sizes, *args, **kwargs)
+        for name, parameter in _scales_of(layer).items():
+            parameter.weight_loader = _named(parameter.weight_loader, f"{prefix_of(layer)}.{name}")
+
+    return create_weights
+
+
+def _named(load: Callable[..., None], name: str) -> Callable[..., None]:
+    """A parameter's loader whose errors have the name of the parameter."""
+
+    @functools.wraps(load)
+    def named(parameter: torch.nn.Parameter, loaded: torch.Tensor, *args, **kwargs) -> None:
+        try:
+            load(parameter, loaded, *args, **kwargs)
+        except (AssertionError, RuntimeError) as error:
+            raise ValueError(
+                f"{name} has another granularity than config.json says: {list(loaded.shape)} in the checkpoint, "
+                f"for {list(parameter.shape)} here"
+            ) from error
+
+    return named
+
+
+def _with_checked_scales(process: Callable[..., None]) -> Callable[..., None]:
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        for name, parameter in _scales_of(layer).items():
+            if parameter.isnan().any():
+                raise ValueError(f"{prefix_of(layer)}.{name} holds NaN: the checkpoint is damaged, or lacks it")
+        process(self, layer)
+
+    return process_weights_after_loading
+
+
+@patch(
+    has(EMBEDDING),
+    ends="vLLM looks rows of quantised embeddings up without Triton",
+    changes=(f"{CHOICE}.get_quant_method",),
+    worker=WITHOUT_KERNELS,
+)
+def refuse_embeddings_without_triton() -> None:
+    """Refuse quantised embeddings of compressed-tensors where there is no Triton, before their weights are loaded.
+
+    vLLM has one kernel that looks up their rows, in Triton. It would fail at the first step.
+    """
+    wrap_once(find(CHOICE), "get_quant_method", _refusing_embeddings)
+
+
+def _refusing_embeddings(choose: Callable) -> Callable:
+    from vllm.triton_utils import HAS_TRITON
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str):
+        method = choose(self, layer, prefix)
+        if isinstance(method, find(EMBEDDING)) and not HAS_TRITON:
+            raise Refusal(
+                f"vllm-opset does not support quantised embeddings without Triton, as {prefix} has them: choose a "
+                "checkpoint whose embeddings are not quantised."
+            )
+        return method
+
+    return get_quant_method
