@@ -93,9 +93,12 @@ def unserved(model: "ModelConfig") -> Iterator[str]:
 
 def _unserved_by_compressed_tensors(checkpoint: Mapping, has_experts: bool) -> Iterator[str]:
     """checkpoint: the quantization_config of the model's config.json."""
-    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+    for key in ("kv_cache_scheme", "transform_config"):
         if checkpoint.get(key):
             yield f"a {key}"
+    sparsity = checkpoint.get("sparsity_config") or {}
+    if sparsity.get("targets") or sparsity.get("format", "dense") != "dense":
+        yield "a sparsity_config"
     for name, group in checkpoint.get("config_groups", {}).items():
         weights, activations = group.get("weights") or {}, group.get("input_activations")
         kind = weights.get("type")

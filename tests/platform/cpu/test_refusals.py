@@ -60,17 +60,18 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 FP8_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
 FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+DENSE = {"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "unstructured", "targets": []}
 INT8_CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": False}
 INT8_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "dynamic": False}
 
 
-def compressed(weights: dict, activations: dict | None, kv_cache: bool = False) -> dict:
+def compressed(weights: dict, activations: dict | None, **settings: dict) -> dict:
     """The quantization_config of compressed-tensors, in a model's configuration."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     layout = {4: "pack-quantized", 8: f"{weights['type']}-quantized"}[weights["num_bits"]]
     config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
-    return {"quantization_config": config | ({"kv_cache_scheme": FP8_TOKEN} if kv_cache else {})}
+    return {"quantization_config": config | settings}
 
 
 def test_what_is_supported_is_configured(configure):
@@ -81,8 +82,13 @@ def test_what_is_supported_is_configured(configure):
 
 @pytest.mark.parametrize(
     "quantised",
-    [FP8, compressed(FP8_CHANNEL, FP8_TOKEN), compressed(INT8_CHANNEL, INT8_TOKEN)],
-    ids=["fp8", "fp8 of compressed-tensors", "int8"],
+    [
+        FP8,
+        compressed(FP8_CHANNEL, FP8_TOKEN),
+        compressed(FP8_CHANNEL, FP8_TOKEN, sparsity_config=DENSE),
+        compressed(INT8_CHANNEL, INT8_TOKEN),
+    ],
+    ids=["fp8", "fp8 of compressed-tensors", "fp8 that was searched for zeros", "int8"],
 )
 @pytest.mark.parametrize("model", [LLAMA, MIXTRAL], ids=["dense", "experts"])
 def test_weights_of_eight_bits_are_not_refused(model, quantised, configure):
@@ -158,7 +164,18 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
             {},
         ),
         ("experts in mxfp4", "fp8 e4m3", MIXTRAL | FP8_AND_MXFP4, {}),
-        ("quantised weights with a kv_cache_scheme", "fp8 e4m3", LLAMA | compressed(FP8_CHANNEL, FP8_TOKEN, True), {}),
+        (
+            "quantised weights with a kv_cache_scheme",
+            "fp8 e4m3",
+            LLAMA | compressed(FP8_CHANNEL, FP8_TOKEN, kv_cache_scheme=FP8_TOKEN),
+            {},
+        ),
+        (
+            "quantised weights with a sparsity_config",
+            "fp8 e4m3",
+            LLAMA | compressed(FP8_CHANNEL, FP8_TOKEN, sparsity_config=DENSE | {"format": "sparse-24-bitmask"}),
+            {},
+        ),
         ("LoRA", "--enable-lora", LLAMA, {"enable_lora": True}),
         (
             "speculative decoding",
