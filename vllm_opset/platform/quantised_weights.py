@@ -16,6 +16,7 @@ GPT_OSS = "gpt_oss_mxfp4"  # vLLM's name for the method mxfp4 in a checkpoint of
 METHODS = ("fp8", "compressed-tensors", GPT_OSS, *int4_weights.AWQ, *int4_weights.GPTQ)
 # The types of 8 bits in compressed-tensors, and the groups of weights that share a scale.
 STRATEGIES = {"float": ("tensor", "channel", "block"), "int": ("tensor", "channel")}
+TENSORS = ("weights", "input_activations", "output_activations")  # of a group of compressed-tensors
 # Those of weights and activations of experts, which vLLM loads.
 OF_EXPERTS = {
     "float": (("tensor", "tensor"), ("channel", "token"), ("block", "group")),
@@ -59,8 +60,28 @@ def _checkpoint(model: "ModelConfig") -> Mapping:
 
 def stored_weights(model: "ModelConfig") -> dict[str, Mapping]:
     """How compressed-tensors stores a model's weights, by the names of its groups. Empty for other methods."""
-    checkpoint = _checkpoint(model)
-    return {name: group.get("weights") or {} for name, group in checkpoint.get("config_groups", {}).items()}
+    return {name: group["weights"] or {} for name, group in _groups(_checkpoint(model)).items()}
+
+
+def _groups(checkpoint: Mapping) -> dict[str, dict]:
+    """The groups of compressed-tensors that vLLM reads, by their names, with all settings of the tensors in them.
+
+    checkpoint: the quantization_config of the model's config.json. vLLM leaves groups of attention out. They belong to
+    the quantisation of the KV cache, which has a setting of its own.
+    """
+    from compressed_tensors.quantization import QuantizationArgs
+
+    def complete(group: Mapping) -> dict:
+        tensors = {name: group.get(name) for name in TENSORS}
+        read = {name: QuantizationArgs.model_validate(given) for name, given in tensors.items() if given}
+        return {**group, **tensors} | {name: settings.model_dump(mode="json") for name, settings in read.items()}
+
+    groups = checkpoint.get("config_groups", {}).items()
+    return {name: complete(group) for name, group in groups if not _is_of_attention(group.get("targets") or ())}
+
+
+def _is_of_attention(targets: Sequence[str]) -> bool:
+    return len(targets) == 1 and targets[0].endswith("Attention")
 
 
 def in_fp8(model: "ModelConfig") -> bool:
@@ -99,14 +120,16 @@ def _unserved_by_compressed_tensors(checkpoint: Mapping, has_experts: bool) -> I
     sparsity = checkpoint.get("sparsity_config") or {}
     if sparsity.get("targets") or sparsity.get("format", "dense") != "dense":
         yield "a sparsity_config"
-    for name, group in checkpoint.get("config_groups", {}).items():
-        weights, activations = group.get("weights") or {}, group.get("input_activations")
-        kind = weights.get("type")
-        if int4_weights.is_int4(weights):
+    for name, group in _groups(checkpoint).items():
+        weights, activations = group["weights"], group["input_activations"]
+        kind = weights and weights["type"]
+        if not weights:
+            yield f"quantised activations alone ({name} of compressed-tensors)"
+        elif int4_weights.is_int4(weights):
             yield from int4_weights.unserved_by_compressed_tensors(group, checkpoint.get("format", ""))
-        elif not _is_stored(weights, kind) or weights.get("strategy") not in STRATEGIES.get(kind, ()):
+        elif not _is_stored(weights, kind) or weights["strategy"] not in STRATEGIES.get(kind, ()):
             yield f"{_described(weights)} weights ({name} of compressed-tensors)"
-        elif any(blocks := [*_unserved_blocks(weights.get("block_structure"))]):
+        elif any(blocks := [*_unserved_blocks(weights["block_structure"])]):
             yield from blocks
         elif activations is None or not _is_stored(activations, kind):
             of_x = "unquantised" if activations is None else _described(activations)
@@ -126,12 +149,12 @@ def _unserved_blocks(sizes: Sequence[int] | None) -> Iterator[str]:
 
 def _is_stored(tensor: Mapping, kind: str | None) -> bool:
     """Whether a tensor is stored in 8 bits of this type, without a zero point."""
-    return tensor.get("type") == kind and tensor.get("num_bits") == 8 and tensor.get("symmetric", True)
+    return tensor["type"] == kind and tensor["num_bits"] == 8 and tensor["symmetric"]
 
 
 def _described(tensor: Mapping) -> str:
-    symmetry = "" if tensor.get("symmetric", True) else "asymmetric "
-    return f"{symmetry}{tensor.get('num_bits')}-bit {tensor.get('type')} {tensor.get('strategy')}"
+    symmetry = "" if tensor["symmetric"] else "asymmetric "
+    return f"{symmetry}{tensor['num_bits']}-bit {tensor['type']} {tensor['strategy']}"
 
 
 def rule(feature: str, cure: str, named: Callable[["ModelConfig"], Iterator[str]]) -> QuantisedWeights:
