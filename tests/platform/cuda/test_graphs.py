@@ -1,44 +1,18 @@
 """The graphs that are captured: configurations of the two platforms for GPUs, made without a GPU."""
 
 import functools
-import importlib.util
 import os
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from small_models import LLAMA, QWEN3
 
 from vllm_opset.platform.cuda import graphs
 from vllm_opset.platform.refusals import Refusal
-from vllm_opset.targets import Target
 
 pytestmark = pytest.mark.window
 
-COMPILED_KERNELS = "vllm._C_stable_libtorch"
-HOPPER = Target("nvidia", "sm90")
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-
-
-@pytest.fixture
-def on_a_gpu(configure, monkeypatch):
-    """`on_a_gpu(platform)`: from now on this platform completes configurations, as on a Hopper GPU."""
-    import vllm.platforms
-    from vllm.engine import arg_utils
-    from vllm.platforms.interface import DeviceCapability
-
-    from vllm_opset.platform.cuda import nvml
-
-    configure(LLAMA)  # reads the model's class: without a GPU, only this machine's platform imports it
-    graphs.take_back()  # undoes the settings of that platform
-    monkeypatch.setattr(nvml, "gpu", lambda *_: nvml.Gpu("a GPU", 1 << 37, HOPPER))
-
-    def on_a_gpu(platform: type) -> None:
-        monkeypatch.setattr(platform, "get_device_capability", lambda *_, **__: DeviceCapability(9, 0), raising=False)
-        monkeypatch.setattr(vllm.platforms, "_current_platform", platform())
-        monkeypatch.setattr(arg_utils, "current_platform", vllm.platforms._current_platform)
-
-    return on_a_gpu
 
 
 @pytest.fixture
@@ -137,12 +111,8 @@ def test_sizes_of_sequence_parallelism_stay(enable_sp, largest, configured, conf
         ({"additional_config": {"opset": {"native": {"ops": "on"}}}}, 512),
     ],
 )
-def test_sizes_on_stock_vllm(arguments, largest, configure, on_a_gpu, monkeypatch):
-    if importlib.util.find_spec(COMPILED_KERNELS) is None:  # vLLM's platform imports these for other code
-        monkeypatch.setitem(sys.modules, COMPILED_KERNELS, ModuleType("nothing"))
-    from vllm_opset.platform.native.platform import OpsetNativePlatform
-
-    on_a_gpu(OpsetNativePlatform)
+def test_sizes_on_stock_vllm(arguments, largest, configure, native, on_a_gpu):
+    on_a_gpu(native)
     arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 8192} | arguments
     compilation = configure(QWEN3, dtype="bfloat16", **arguments).compilation_config
     sizes = compilation.cudagraph_capture_sizes

@@ -6,18 +6,17 @@ import json
 import operator
 import re
 import statistics
-import sys
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm.config
 from readme import ROOT
 from small_models import QWEN3
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_opset import platform
+from vllm_opset.attention import BACKEND
 from vllm_opset.kernel import REFERENCE
 from vllm_opset.platform import stock
 from vllm_opset.platform.cuda import device
@@ -217,26 +216,11 @@ def test_attention_that_users_name_in_other_words_stays(changes, config, everyth
     ("has_sink", "asked", "ours"), [(False, False, True), (True, False, False), (True, True, True)]
 )
 def test_layers_with_sinks_are_left_to_vllm_unless_the_part_is_asked_for(
-    has_sink, asked, ours, config, everything_is_faster, monkeypatch
+    has_sink, asked, ours, config, everything_is_faster, attention_of
 ):
-    if not stock.has_kernels_for_cuda():  # vLLM's platform imports the compiled kernels for other code
-        monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", ModuleType("nothing"))
-    from vllm.platforms.cuda import CudaPlatform
-    from vllm.platforms.interface import DeviceCapability
-    from vllm.v1.attention.selector import AttentionSelectorConfig
-
-    from vllm_opset.platform.native import platform as native
-
-    monkeypatch.setattr(native, "_why_not", lambda *_: [])
-    monkeypatch.setattr(CudaPlatform, "get_attn_backend_cls", classmethod(lambda *_, **__: "vLLM's"))
-    monkeypatch.setattr(
-        native.OpsetNativePlatform, "get_device_capability", lambda *_, **__: DeviceCapability(9, 0), raising=False
-    )
     made = config(**({"attention_config__backend": AttentionBackendEnum.CUSTOM} if asked else {}))
-    wanted = AttentionSelectorConfig(64, torch.bfloat16, "auto", 16, has_sink=has_sink)
-    with vllm.config.set_current_vllm_config(made):
-        backend = native.OpsetNativePlatform.get_attn_backend_cls(None, wanted, 8)
-    assert backend == (native.BACKEND if ours else "vLLM's")
+    parts.decide_once(made, HOPPER)
+    assert attention_of(made, has_sink=has_sink) == (BACKEND if ours else "vLLM's")
 
 
 NOT_COVERED = {

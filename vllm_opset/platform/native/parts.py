@@ -17,14 +17,18 @@ engine. A part stays off for a kind in which it was not measured, or in which vL
 Users override this by `--additional-config '{"opset": {"native": {"attention": "on"}}}'`, by the key `native` of the
 file that OPSET_CONFIG names, or by OPSET_NATIVE="attention=on,sampler=off". If a part that is on by default does not
 support the configuration, vLLM's own code runs. If a user asked for the part, that is an error.
+
+The parts are decided once for an engine (`decide_once`), because vLLM changes its configuration later: a draft model's
+copy has another model and no parallelism, and an engine of several that share the load is told that it is alone.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_opset.platform import switches
 from vllm_opset.platform.cuda import device
 from vllm_opset.platform.native import evidence
-from vllm_opset.platform.native.rules import PARTS, WHERE, Part, our_backend
+from vllm_opset.platform.native.rules import PARTS, WHERE, Part, is_ours
 from vllm_opset.platform.refusals import Rule
 from vllm_opset.platform.switches import Switch
 from vllm_opset.unsupported import Refusal
@@ -33,9 +37,33 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+# The key of vLLM's additional configuration for the parts that are on: their names, and whether a user asked for each.
+# Every copy of the configuration has it, and so do workers in other processes. vLLM includes it in the key of its
+# compile cache, because graphs that were compiled with other parts cannot be used.
+KEY = "opset_parts"
+
+
 class Decision(NamedTuple):
     on: bool
     why: str
+
+
+def decide_once(config: "VllmConfig", family: int) -> dict[str, Decision]:
+    """Decide on the parts of an engine, and keep the decisions in its configuration for `kept`.
+
+    Returns nothing for a configuration without a model, and for a copy of one with decisions. Raises as `decide`.
+    """
+    if config.model_config is None or KEY in config.additional_config:
+        return {}
+    decisions, asked = decide(config, family), _switches(config)
+    parts = {name: name in asked for name, part in decisions.items() if part.on}
+    config.additional_config = {**config.additional_config, KEY: parts}
+    return decisions
+
+
+def kept(config: "VllmConfig") -> Mapping[str, bool]:
+    """The parts that are on for an engine, by name, and whether a user asked for each."""
+    return config.additional_config.get(KEY, {})
 
 
 def decide(config: "VllmConfig", family: int) -> dict[str, Decision]:
@@ -48,12 +76,6 @@ def decide(config: "VllmConfig", family: int) -> dict[str, Decision]:
     return {name: _decide(name, part, chosen.get(name), config, family) for name, part in PARTS.items()}
 
 
-def is_asked_for(name: str, config: "VllmConfig") -> bool:
-    """Whether a user has switched the part on."""
-    switch = _switches(config).get(name)
-    return switch is not None and switch.on
-
-
 def decide_without_model(family: int) -> dict[str, Decision]:
     """The result of `decide` by variables and files alone, for a model and configuration that all parts support."""
     chosen = switches.read({})
@@ -63,12 +85,13 @@ def decide_without_model(family: int) -> dict[str, Decision]:
 def is_wanted(name: str, kind: str, config: "VllmConfig", family: int) -> bool:
     """Whether a part that is on serves a kind: if a user asked for the part, or evidence of the kind says so."""
     found = evidence.of_kind(name, kind, family)
-    return is_asked_for(name, config) or (found is not None and found.on)
+    return kept(config)[name] or (found is not None and found.on)
 
 
 def _switches(config: "VllmConfig") -> dict[str, Switch]:
     """The user's switch of each part that has one; a later source overrides an earlier one."""
-    backend = {"attention": Switch(True, "--attention-backend CUSTOM")} if our_backend(config) else {}
+    backends = config.attention_config.backend, getattr(config.speculative_config, "attention_backend", None)
+    backend = {"attention": Switch(True, "--attention-backend CUSTOM")} if any(map(is_ours, backends)) else {}
     return backend | switches.read(config.additional_config)
 
 

@@ -12,10 +12,10 @@ from vllm.platforms.cuda import CudaPlatform
 
 from vllm_opset import ops, selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.platform import compile_cache, forking
+from vllm_opset.platform import forking
 from vllm_opset.platform.cuda import graphs
 from vllm_opset.platform.native import parts
-from vllm_opset.platform.native.rules import IN_THE_MODEL, PARTS, SINKS, STOCK_WORKER, WORKER
+from vllm_opset.platform.native.rules import SINKS, STOCK_WORKER, WORKER, is_ours
 from vllm_opset.platform.refusals import Refusal, wants_quick_start
 
 if TYPE_CHECKING:
@@ -32,18 +32,15 @@ class OpsetNativePlatform(CudaPlatform):
     attention_backend = BACKEND
 
     @classmethod
-    def decide(cls, config: "VllmConfig") -> dict[str, parts.Decision]:
-        """Whether each part is on under a configuration. Every process gets the same answer."""
-        return parts.decide(config, cls.get_device_capability().to_int())
-
-    @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
 
         super().apply_config_platform_defaults(vllm_config)
         graphs.note_named_sizes(vllm_config)
+        for name, part in parts.decide_once(vllm_config, cls.get_device_capability().to_int()).items():
+            logger.info_once(f"vllm-opset's {name} is {'on' if part.on else 'off'}: {part.why}")
         compilation = vllm_config.compilation_config
-        if vllm_config.model_config is None or not cls.decide(vllm_config)["ops"].on:
+        if "ops" not in parts.kept(vllm_config):
             return
         if compilation.mode is None:
             compilation.mode = CompilationMode.NONE
@@ -56,16 +53,10 @@ class OpsetNativePlatform(CudaPlatform):
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         selection.configure(vllm_config.additional_config)
         selection.require_device(cls.device_type)
-        decisions = {} if vllm_config.model_config is None else cls.decide(vllm_config)
-        on = {name for name, part in decisions.items() if part.on}
-        parallel = vllm_config.parallel_config
+        on, parallel = parts.kept(vllm_config), vllm_config.parallel_config
         forking.make_safe()
         if on and parallel.worker_cls in ("auto", STOCK_WORKER):
             parallel.worker_cls = WORKER
-        if seen_by_compiler := [name for name in PARTS if name in on & IN_THE_MODEL]:
-            compile_cache.keep_apart(vllm_config, f"{cls.__qualname__} with {' and '.join(seen_by_compiler)}")
-        for name, part in decisions.items():
-            logger.info_once(f"vllm-opset's {name} is {'on' if part.on else 'off'}: {part.why}")
         super().check_and_update_config(vllm_config)
         # Launching the kernels of attention and linear takes Python longer than launching vLLM's own. Without opset's
         # attention, FlashAttention would allocate memory for 32 splits of every step up to the longest captured size.
@@ -77,7 +68,8 @@ class OpsetNativePlatform(CudaPlatform):
         from vllm.config import get_current_vllm_config
 
         config = get_current_vllm_config()
-        if config.model_config is None or not cls.decide(config)["attention"].on:
+        named = selected_backend is not None  # by a user, and a draft model's may be another
+        if "attention" not in parts.kept(config) or (named and not is_ours(selected_backend)):
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
         reasons = _why_not(attn_selector_config, num_heads, cls.get_device_capability())
         family = cls.get_device_capability().to_int()
@@ -85,7 +77,7 @@ class OpsetNativePlatform(CudaPlatform):
             reasons = [*reasons, f"it was not measured to be faster with {SINKS}"]
         if not reasons:
             return BACKEND
-        if selected_backend is not None:
+        if named:
             raise Refusal(f"vllm-opset's attention cannot serve a layer of this model: {', '.join(reasons)}.")
         logger.info_once(f"vLLM's own attention serves some layers, since vllm-opset's does not: {', '.join(reasons)}")
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)

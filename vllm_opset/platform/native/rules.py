@@ -65,14 +65,14 @@ def _another_worker(config: "VllmConfig") -> bool:
     return config.parallel_config.worker_cls not in ("auto", STOCK_WORKER, WORKER)
 
 
-def our_backend(config: "VllmConfig") -> bool:
-    backend = config.attention_config.backend
+def is_ours(backend) -> bool:
+    """Whether a user named opset's attention. backend: a member of vLLM's enum of backends, or None."""
     return backend is not None and backend.name == "CUSTOM"
 
 
 def _another_backend(config: "VllmConfig") -> bool:
     attention = config.attention_config
-    named = attention.backend is not None and not our_backend(config)
+    named = attention.backend is not None and not is_ours(attention.backend)
     # Such a setting is only meaningful for vLLM's own backend.
     return named or bool(OF_ANOTHER_BACKEND & set(settings.changed(config, "attention_config")))
 
@@ -90,13 +90,9 @@ def _has_no_experts(config: "VllmConfig") -> bool:
 
 
 def _orders_ir_ops(config: "VllmConfig") -> bool:
-    """Whether a user gave an order to the providers of IR ops. vLLM adds its platform's order to what the user gave."""
-    from vllm.platforms import current_platform
-
+    """Whether a user gave an order to the providers of IR ops. vLLM adds its platform's order after it is asked."""
     given = getattr(config.kernel_config, "ir_op_priority", None)  # vLLM removes its IR after 0.33
-    if given is None or not any(vars(given).values()):
-        return False
-    return vars(given) != vars(current_platform.get_default_ir_op_priority(config))
+    return given is not None and any(vars(given).values())
 
 
 def _offloads_cache(config: "VllmConfig") -> bool:

@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.kernels.triton._constants import assume_unchanged
@@ -15,6 +14,7 @@ from vllm_opset.model import fusion, layers, linear, registration
 from vllm_opset.platform import compat, compile_cache, quantised_weights, refusals
 from vllm_opset.platform.cuda import device, warm_up
 from vllm_opset.platform.cuda.starting import Starting
+from vllm_opset.platform.native import parts
 from vllm_opset.platform.native.rules import IN_THE_MODEL
 from vllm_opset.platform.packing import PackingWorker
 
@@ -24,7 +24,7 @@ logger = init_logger(f"vllm.{__name__}")
 class OpsetNativeWorker(Starting, PackingWorker):
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        self.parts = {name for name, part in current_platform.decide(vllm_config).items() if part.on}
+        self.parts = set(parts.kept(vllm_config))
 
     def load_model(self, **kwargs) -> None:
         compat.forget_shared_layers()

@@ -1,0 +1,70 @@
+"""The decisions on opset's parts hold for an engine: for its draft model, its workers and no other engine."""
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+from small_models import QWEN3
+from vllm.config import replace
+from vllm.config.speculative import SpeculativeConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_opset.attention import BACKEND
+from vllm_opset.platform.native import parts
+
+pytestmark = pytest.mark.window
+
+
+@pytest.fixture
+def engine(configure, native, on_a_gpu, monkeypatch):
+    """`engine(**arguments)`: the configuration of an engine on stock vLLM, as on a Hopper GPU."""
+    monkeypatch.delenv("OPSET_NATIVE", raising=False)
+    monkeypatch.delenv("OPSET_CONFIG", raising=False)
+    on_a_gpu(native)
+    return lambda **arguments: configure(QWEN3, dtype="bfloat16", **arguments)
+
+
+def draft_of(config):
+    """The configuration that vLLM makes for a draft model: a copy without the engine's parallelism and worker."""
+    parallel = SpeculativeConfig.create_draft_parallel_config(config.parallel_config, 1)
+    return replace(config, parallel_config=parallel)
+
+
+def test_a_draft_model_has_opsets_attention_where_the_engine_has_it(engine, attention_of):
+    config = engine(additional_config={"mine": 1})
+    assert attention_of(config) == attention_of(draft_of(config)) == BACKEND
+    assert config.additional_config["mine"] == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"worker_cls": "another.Worker"},
+        {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+    ],
+)
+def test_a_draft_model_has_vllms_attention_where_the_engine_has_it(arguments, engine, attention_of):
+    config = engine(**arguments)
+    assert attention_of(config) == attention_of(draft_of(config)) == "vLLM's"
+
+
+def test_a_worker_in_another_process_has_the_parts_of_the_engine(engine):
+    """vLLM tells an engine of several with a dense model that it is alone."""
+    config = engine(pipeline_parallel_size=2, distributed_executor_backend="mp")
+    config.parallel_config.pipeline_parallel_size = 1
+    assert parts.decide(config, 90)["attention"].on
+    assert parts.kept(pickle.loads(pickle.dumps(config))) == {}
+    assert parts.kept(pickle.loads(pickle.dumps(engine()))) == {"attention": False, "sampler": False, "linear": False}
+
+
+def test_another_attention_of_a_draft_model_is_vllms(engine, attention_of):
+    config = engine()
+    assert attention_of(config, AttentionBackendEnum.TRITON_ATTN) == "vLLM's"
+    assert attention_of(config, AttentionBackendEnum.CUSTOM) == BACKEND
+
+
+def test_opsets_attention_of_a_draft_model_is_asked_for_the_engine(unprocessed):
+    config = unprocessed(QWEN3, load_format="dummy", dtype="bfloat16")
+    drafts = SimpleNamespace(method="draft_model", attention_backend=AttentionBackendEnum.CUSTOM)
+    object.__setattr__(config, "speculative_config", drafts)
+    assert parts.decide(config, 100)["attention"] == (True, "asked for by --attention-backend CUSTOM")
