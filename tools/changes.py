@@ -42,8 +42,9 @@ def _changes(bridge: Bridge) -> str:
 
 def _where(bridge: Bridge) -> str:
     loading = [f"{_on(bridge.loading)}, when the plugin is loaded."] if bridge.loading else []
+    configuring = [f"{_on(bridge.configuring)}, when an engine is configured."] if bridge.configuring else []
     worker = [f"{_on(bridge.worker)}, in a worker."] if bridge.worker else []
-    return " ".join(loading + worker)
+    return " ".join(loading + configuring + worker)
 
 
 def _on(platforms: tuple[str, ...]) -> str:

@@ -38,6 +38,7 @@ class Bridge:
     changes: tuple[str, ...] = ()  # qualified names of the attributes that it changes
     hook: bool = False  # whether vLLM offers these attributes to plugins
     loading: tuple[str, ...] = ()  # platforms on which loading the plugin makes the changes
+    configuring: tuple[str, ...] = ()  # platforms on which each configuration of an engine makes them
     worker: tuple[str, ...] = ()  # platforms on which a worker makes them later
 
     def is_needed_by(self, release: Release) -> bool:

@@ -305,3 +305,19 @@ def forget_shared_layers() -> None:
     from vllm.model_executor.layers import rotary_embedding
 
     rotary_embedding._ROPE_DICT.clear()
+
+
+@patch(
+    has("vllm.v1.attention.selector._cached_get_attn_backend.cache_clear"),
+    ends="vLLM asks its platform for the attention of every engine",
+    configuring=("native",),
+)
+def forget_chosen_attention() -> None:
+    """Empty the cache `vllm.v1.attention.selector._cached_get_attn_backend` when an engine is configured.
+
+    vLLM looks a layer up in it, whatever the engine, before it asks its platform. Without this, a second engine of a
+    process would get the attention of the first, also where only one of them has opset's.
+    """
+    from vllm.v1.attention import selector
+
+    selector._cached_get_attn_backend.cache_clear()

@@ -4,8 +4,9 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+import torch
 from small_models import QWEN3
-from vllm.config import replace
+from vllm.config import replace, set_current_vllm_config
 from vllm.config.speculative import SpeculativeConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -68,3 +69,21 @@ def test_opsets_attention_of_a_draft_model_is_asked_for_the_engine(unprocessed):
     drafts = SimpleNamespace(method="draft_model", attention_backend=AttentionBackendEnum.CUSTOM)
     object.__setattr__(config, "speculative_config", drafts)
     assert parts.decide(config, 100)["attention"] == (True, "asked for by --attention-backend CUSTOM")
+
+
+def test_a_second_engine_of_a_process_has_its_own_attention(engine, monkeypatch):
+    from vllm.platforms.cuda import CudaPlatform
+    from vllm.v1.attention.selector import get_attn_backend
+
+    from vllm_opset.platform.native import platform
+
+    of_vllm = "vllm.v1.attention.backend.AttentionBackend"  # one that loads everywhere
+    monkeypatch.setattr(platform, "_why_not", lambda *_: [])
+    monkeypatch.setattr(CudaPlatform, "get_attn_backend_cls", classmethod(lambda *_, **__: of_vllm))
+    chosen = []
+    for switch in ("on", "off", "on"):
+        config = engine(additional_config={"opset": {"native": {"attention": switch}}})
+        with set_current_vllm_config(config):
+            backend = get_attn_backend(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", num_heads=8)
+        chosen.append(f"{backend.__module__}.{backend.__qualname__}")
+    assert chosen == [BACKEND, of_vllm, BACKEND]

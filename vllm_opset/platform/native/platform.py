@@ -12,7 +12,7 @@ from vllm.platforms.cuda import CudaPlatform
 
 from vllm_opset import ops, selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.platform import forking
+from vllm_opset.platform import compat, forking
 from vllm_opset.platform.cuda import graphs
 from vllm_opset.platform.native import parts
 from vllm_opset.platform.native.rules import SINKS, STOCK_WORKER, WORKER, is_ours
@@ -55,6 +55,7 @@ class OpsetNativePlatform(CudaPlatform):
         selection.require_device(cls.device_type)
         on, parallel = parts.kept(vllm_config), vllm_config.parallel_config
         forking.make_safe()
+        compat.forget_chosen_attention()
         if on and parallel.worker_cls in ("auto", STOCK_WORKER):
             parallel.worker_cls = WORKER
         super().check_and_update_config(vllm_config)
