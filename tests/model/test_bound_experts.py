@@ -25,11 +25,13 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset import ops, selection
-from vllm_opset.model import bound_experts, experts, quantised_experts
+from vllm_opset.model import bound_experts, experts
 from vllm_opset.model.fp8_linear import scaled_fp8_quant
 from vllm_opset.model.quantised_experts import OpsetQuantisedExperts
+from vllm_opset.platform.packing import PackingWorker
 
 pytestmark = [pytest.mark.window, pytest.mark.usefixtures("alone")]
 
@@ -155,8 +157,18 @@ def test_bound_experts_with_fp8_weights_compute_what_the_formula_says(block, fp8
     assert_computes(made, w13, w2)
 
 
+def load_again(layer: torch.nn.Module) -> None:
+    model = torch.nn.ModuleList([layer])
+    initialize_layerwise_reload(model)
+    for name, parameter in list(layer.routed_experts.named_parameters()):
+        parameter.weight_loader(parameter, random_of(name, parameter))
+    finalize_layerwise_reload(model, None)
+
+
+# From a file, and from a trainer.
+@pytest.mark.parametrize("reload", ["reload_weights", "finish_weight_update"])
 @SCALES
-def test_fp8_weights_that_vllm_loads_again_get_the_memory_of_those_before(block, fp8_layer):
+def test_fp8_weights_that_vllm_loads_again_get_the_memory_of_those_before(reload, block, fp8_layer, monkeypatch):
     """vLLM's method makes a new kernel then. CUDA graphs that were captured before read the old memory.
 
     The reference reads weights as they are, as kernels for a GPU do.
@@ -166,11 +178,11 @@ def test_fp8_weights_that_vllm_loads_again_get_the_memory_of_those_before(block,
     model, layer = torch.nn.ModuleList([made]), made.routed_experts
     bound_experts.bind(model)
     kernel, read = made._quant_method.moe_kernel, read_by(layer)
-    initialize_layerwise_reload(model)
-    for name, parameter in list(layer.named_parameters()):
-        parameter.weight_loader(parameter, random_of(name, parameter))
-    finalize_layerwise_reload(model, None)
-    quantised_experts.bind(model)
+    monkeypatch.setattr(Worker, reload, lambda self: load_again(made), raising=False)
+    worker = PackingWorker.__new__(PackingWorker)
+    worker.model_runner = types.SimpleNamespace(get_model=lambda: model)
+    worker.model_config = types.SimpleNamespace(is_moe=True, quantization="fp8")
+    getattr(worker, reload)()
     assert made._quant_method.moe_kernel is not kernel and read_by(layer) == read
     assert_computes(made, dequantised(layer, "w13"), dequantised(layer, "w2"))
 

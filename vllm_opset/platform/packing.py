@@ -1,7 +1,7 @@
 """A worker for models whose kernels may keep weights in a format of their own, and free the originals.
 
 vLLM's methods that save, hash or reset all weights would find empty tensors, so they are refused if a weight is gone.
-Weights that vLLM loads again are packed again.
+Weights that vLLM loads again (`reload_weights`), or gets from a trainer (--weight-transfer-config), are packed again.
 """
 
 from collections.abc import Callable
@@ -32,10 +32,32 @@ class PackingWorker(Worker):
         drafting = getattr(getattr(self.model_runner, "speculator", None), "model", None)
         return [self.model_runner.get_model(), *([] if drafting is None else [drafting])]
 
+    @property
+    def has_quantised_experts(self) -> bool:
+        return self.model_config.is_moe and self.model_config.quantization is not None
+
     def reload_weights(self, *args, **kwargs) -> None:
         super().reload_weights(*args, **kwargs)
+        self._rebind()
+
+    def finish_weight_update(self, *args, **kwargs) -> None:
+        super().finish_weight_update(*args, **kwargs)
+        self._rebind()
+
+    def _rebind(self) -> None:
+        """Give opset's kernels the weights that were loaded again. vLLM makes the kernels of fp8 experts anew."""
         for model in self.models:
             packed_linear.refresh(model)
+        self.bind_quantised_experts()
+
+    def bind_quantised_experts(self) -> None:
+        """Bind those of opset's quantised experts whose weights were just loaded."""
+        if self.has_quantised_experts:
+            # Imported late: vLLM's module of experts imports thousands of others.
+            from vllm_opset.model import quantised_experts
+
+            for model in self.models:
+                quantised_experts.bind(model)
 
     save_sharded_state = _with_weights("save_sharded_state")
     save_tensorized_model = _with_weights("save_tensorized_model")

@@ -19,23 +19,18 @@ class OpsetWorker(Reporting, PackingWorker):
 
             experts.register()
         super().load_model(**kwargs)
-        self._with_quantised_experts("bind")
+        self.bind_quantised_experts()
         with set_current_vllm_config(self.vllm_config):
             for model in self.models:
                 layers.bind(model, self.model_config.dtype)
 
     def reload_weights(self, *args, **kwargs) -> None:
-        self._with_quantised_experts("make_room")
-        super().reload_weights(*args, **kwargs)
-        self._with_quantised_experts("bind")
-
-    def _with_quantised_experts(self, function: str) -> None:
-        """Call a function of `quantised_experts` with the models, if they have such experts."""
-        if self.model_config.is_moe and self.model_config.quantization is not None:
+        if self.has_quantised_experts:
             from vllm_opset.model import quantised_experts
 
             for model in self.models:
-                getattr(quantised_experts, function)(model)
+                quantised_experts.make_room(model)
+        super().reload_weights(*args, **kwargs)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
         """No pool: memory comes from the system or PyTorch. vLLM's pool allocators are for its own platforms."""

@@ -47,14 +47,6 @@ class OpsetNativeWorker(Starting, PackingWorker):
             else:
                 self.parts.remove("sampler")
 
-    def reload_weights(self, *args, **kwargs) -> None:
-        super().reload_weights(*args, **kwargs)
-        if "moe" in self.parts:
-            from vllm_opset.model import quantised_experts
-
-            for model in self.models:
-                quantised_experts.bind(model)
-
     def _bind(self, model: torch.nn.Module) -> None:
         """Let the parts that are on serve a model that was just loaded."""
         if "ops" in self.parts:
