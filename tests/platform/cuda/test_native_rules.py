@@ -22,6 +22,7 @@ EXAMPLES: dict[str, dict] = {
     "another worker class": {"parallel_config__worker_cls": "another.Worker"},
     "another attention backend": {"attention_config__backend": SimpleNamespace(name="TRITON_ATTN")},
     "multi-head latent attention (MLA)": {"model_config__use_mla": True},
+    "multimodal prefix LMs (bidirectional attention within an image)": {"model_config__is_mm_prefix_lm": True},
     "encoders with a pooled KV cache (Voxtral Realtime)": {
         "model_config__hf_config": SimpleNamespace(audio_config=SimpleNamespace(block_pool_size=4))
     },
@@ -140,8 +141,9 @@ def test_without_any_of_these_every_part_serves(changed):
 UNSUPPORTED = {
     "attention": (
         "another worker class", "another attention backend", "multi-head latent attention (MLA)",
-        "encoders with a pooled KV cache (Voxtral Realtime)", "a KV cache in that dtype",
-        "KV connectors", "KV cache offloading", "decode context parallelism",
+        "multimodal prefix LMs (bidirectional attention within an image)",
+        "encoders with a pooled KV cache (Voxtral Realtime)", "a KV cache in that dtype", "KV connectors",
+        "KV cache offloading", "decode context parallelism",
         "prefill context parallelism", "batch invariance", "tensor descriptors in vLLM's own Triton kernels",
     ),
     "sampler": (
@@ -290,6 +292,7 @@ IN_USE = evidence.defaults
         (("drafts by EAGLE",), {"attention"}),
         (("drafts by MTP",), {"attention"}),
         (("drafts by other methods",), set()),
+        (("multimodal models", "multimodal prefix LMs (bidirectional attention within an image)"), set()),
         (("multimodal models", "encoders with a pooled KV cache (Voxtral Realtime)"), set()),
     ],
 )

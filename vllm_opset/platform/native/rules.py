@@ -183,6 +183,12 @@ PARTS: Mapping[str, Part] = {
             _OTHER_WORKER,
             Rule("another attention backend", "leave out --attention-backend and --attention-config", _another_backend),
             _MLA,
+            # Each of their layers needs it, so that vLLM's attention would serve them all.
+            Rule(
+                "multimodal prefix LMs (bidirectional attention within an image)",
+                _LEAVE_IT_OUT,
+                _model("is_mm_prefix_lm"),
+            ),
             Rule("encoders with a pooled KV cache (Voxtral Realtime)", _LEAVE_IT_OUT, of_model(_pools_cache)),
             Rule("a KV cache in that dtype", "leave out --kv-cache-dtype", caches_neither_alike_nor_in_fp8),
             Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
