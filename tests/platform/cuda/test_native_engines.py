@@ -87,3 +87,17 @@ def test_a_second_engine_of_a_process_has_its_own_attention(engine, monkeypatch)
             backend = get_attn_backend(head_size=64, dtype=torch.bfloat16, kv_cache_dtype="auto", num_heads=8)
         chosen.append(f"{backend.__module__}.{backend.__qualname__}")
     assert chosen == [BACKEND, of_vllm, BACKEND]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], ["all"]),
+        (["+quant_fp8"], ["+quant_fp8", "all"]),  # as vLLM gives it for fp8 weights by blocks
+        (["none", "+rms_norm"], ["none", "+rms_norm"]),
+    ],
+)
+def test_torch_compile_sees_opsets_layers_unless_users_switch_them_off(given, expected, engine):
+    compilation = {"mode": 3, "backend": "inductor", "custom_ops": given}
+    config = engine(compilation_config=compilation, additional_config={"opset": {"native": {"ops": "on"}}})
+    assert config.compilation_config.custom_ops == expected

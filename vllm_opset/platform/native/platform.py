@@ -46,8 +46,9 @@ class OpsetNativePlatform(CudaPlatform):
             compilation.mode = CompilationMode.NONE
             if compilation.cudagraph_mode is None and not wants_quick_start(vllm_config):
                 compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-        if not compilation.custom_ops:
-            compilation.custom_ops = ["all"]
+        # vLLM names single ops for some weights before it asks, and would add "none" where it compiles.
+        if not {"all", "none"} & set(compilation.custom_ops):
+            compilation.custom_ops = [*compilation.custom_ops, "all"]
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
