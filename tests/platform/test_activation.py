@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from vllm_opset import platform
+from vllm_opset.kernels import ascend
 from vllm_opset.platform import stock
 
 PLATFORM = "vllm_opset.platform.OpsetCpuPlatform"
@@ -104,6 +105,14 @@ def test_an_npu_that_cannot_be_used_is_an_error_with_its_cure(monkeypatch):
     monkeypatch.setenv("OPSET_PLATFORM", "npu")
     with pytest.raises(platform.PluginError, match=r"OPSET_PLATFORM=npu: torch_npu is not installed; .* pip install"):
         resolve_obj_by_qualname(platform.activate())
+
+
+def test_an_npu_that_is_asked_for_and_not_there_is_an_error(machine, monkeypatch):
+    machine("npu", found=False)
+    monkeypatch.setattr(ascend, "unavailable", lambda: None)
+    monkeypatch.setenv("OPSET_PLATFORM", "npu")
+    with pytest.raises(platform.PluginError, match="OPSET_PLATFORM=npu: PyTorch finds no npu device"):
+        getattr(platform, platform.activate().rpartition(".")[2])
 
 
 @pytest.mark.parametrize("choice", ["cuda", "native"])

@@ -122,8 +122,8 @@ def _best() -> str:
     wanted = _accelerator()
     if wanted is None:
         return "cpu"
-    if not _is_found(wanted):
-        reason = _why_no_gpu() if wanted == "cuda" else f"PyTorch finds no {wanted} device"
+    if reason := _why_none_is_found(wanted):
+        reason = _why_no_gpu() if wanted == "cuda" else reason
         raise ValueError(
             f"this PyTorch was built for {wanted}, and cannot use it: {reason}. "
             "To take the CPU, set OPSET_PLATFORM=cpu."
@@ -153,7 +153,7 @@ def _why_no_gpu() -> str | None:
 def _why_no_npu() -> str | None:
     from vllm_opset.kernels import ascend
 
-    return ascend.unavailable()
+    return ascend.unavailable() or _why_none_is_found("npu")
 
 
 def _accelerator() -> str | None:
@@ -164,6 +164,10 @@ def _accelerator() -> str | None:
     if accelerator is None:
         return None
     return "rocm" if torch.version.hip else accelerator.type  # PyTorch calls AMD's "cuda"
+
+
+def _why_none_is_found(accelerator: str) -> str | None:
+    return None if _is_found(accelerator) else f"PyTorch finds no {accelerator} device"
 
 
 def _is_found(accelerator: str) -> bool:
