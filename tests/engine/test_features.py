@@ -13,6 +13,7 @@ import torch
 from engines import NUM_TOKENS, counter, generate, is_first_runner, report, tokens
 
 from vllm_opset.platform import second_runner
+from vllm_opset.platform.v1 import input_batch
 from vllm_opset.selection import PREFERENCE
 
 REPLACED = Path(__file__).with_name("replaced.py")
@@ -34,6 +35,7 @@ WITH_FIRST = {
     "torch.accelerator.empty_cache": "vLLM's own model runner for CPUs, which opset's extends",
     "torch.accelerator.synchronize": "vLLM's own model runner too",
 }
+ALLOWED_TOKENS = input_batch.keep_allowed_tokens_apart.bridge
 WITH_SECOND = {
     "vllm.triton_utils.triton.next_power_of_2": "opset, where there is no Triton: docs/changes-to-vllm.md",
     **dict.fromkeys(second_runner.name_cpu_as_cuda.bridge.changes, "opset: nothing runs beside a CPU"),
@@ -136,6 +138,28 @@ def test_bias_and_allowed_tokens(llm, greedy):
     assert banned not in biased.outputs[0].token_ids
     (allowed,) = generate(llm, [prompt], allowed_token_ids=[10, 20, 30])
     assert set(allowed.outputs[0].token_ids) <= {10, 20, 30}
+
+
+def test_allowed_tokens_of_a_request_are_not_those_of_others(llm, greedy):
+    """Requests end one after the other, so the others change their rows in the batch, and new ones get these rows."""
+    from vllm import SamplingParams
+
+    prompts, alone = models.prompts() * 8, greedy * 8
+    parameters = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=4 * (number % 7) + 4,
+            ignore_eos=True,
+            allowed_token_ids=[10, 20, 30] if number % 3 == 1 else None,
+        )
+        for number in range(len(prompts))
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+    for asked, answer, expected in zip(parameters, tokens(outputs), alone, strict=True):
+        if asked.allowed_token_ids:
+            assert set(answer) <= {10, 20, 30}
+        else:
+            assert answer == expected[: asked.max_tokens]
 
 
 @pytest.mark.parametrize(
@@ -259,4 +283,6 @@ def test_an_engine_replaces_no_function_of_vllm(llm, qwen):  # modules of `llm` 
     if torch.cuda.is_available():
         assert replaced - ALLOWED.keys() - ON_GPU.keys() == set()
     else:
-        assert replaced == ALLOWED.keys() | (WITH_FIRST if is_first_runner(llm) else WITH_SECOND).keys()
+        patched = ALLOWED_TOKENS.changes if ALLOWED_TOKENS.needed() else ()
+        with_first = WITH_FIRST | dict.fromkeys(patched, "opset: docs/changes-to-vllm.md")
+        assert replaced == ALLOWED.keys() | (with_first if is_first_runner(llm) else WITH_SECOND).keys()

@@ -160,8 +160,10 @@ def in_a_worker(platform: str) -> Iterator[None]:
     compat.forget_shared_layers()
     if platform in WITHOUT_KERNELS:
         from vllm_opset.model import experts
+        from vllm_opset.platform.v1 import input_batch
 
         experts.register()
+        input_batch.keep_allowed_tokens_apart()
     with contextlib.ExitStack() as until_the_end:
         if platform in WITHOUT_KERNELS:
             from vllm_opset.platform import quantised_weights

@@ -1,4 +1,4 @@
-"""The patches of vLLM and PyTorch, but for those of `second_runner`, `quantised_layers` and `quantised_loading`.
+"""The patches of vLLM and PyTorch, but for those of `second_runner`, `quantised_layers`, `quantised_loading` and `v1`.
 
 Each is one registered function, whose docstring says why it is needed.
 """

@@ -2,6 +2,7 @@
 
 from vllm_opset.platform import compat, quantised_layers, quantised_loading, second_runner
 from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, Bridge, has, lacks, takes, uses
+from vllm_opset.platform.v1 import input_batch
 
 BACKEND = "vllm.v1.attention.backend.AttentionBackend"
 RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
@@ -105,7 +106,7 @@ HOOKS = (
 PATCHES = (
     *(
         value.bridge
-        for module in (compat, second_runner, quantised_layers, quantised_loading)
+        for module in (compat, second_runner, quantised_layers, quantised_loading, input_batch)
         for value in vars(module).values()
         if hasattr(value, "bridge")
     ),

@@ -13,6 +13,10 @@ from vllm_opset.platform.report import Reporting
 class OpsetWorker(Reporting, PackingWorker):
     def load_model(self, **kwargs) -> None:
         compat.forget_shared_layers()
+        if not self.vllm_config.use_v2_model_runner:
+            from vllm_opset.platform.v1 import input_batch
+
+            input_batch.keep_allowed_tokens_apart()
         if self.model_config.is_moe:
             # Imported late: vLLM's module of experts imports thousands of others.
             from vllm_opset.model import experts
