@@ -140,8 +140,8 @@ def test_a_request_without_room_is_refused(full, too_much, name):
 @pytest.mark.parametrize(
     ("fits", "too_much", "message"),
     [
-        ({"seed": 2**63 - 1}, {"seed": 2**63}, "has the seed 9223372036854775808, .* takes signed ones of 64 bits"),
-        ({"seed": -(2**63)}, {"seed": -(2**63) - 1}, "has the seed -9223372036854775809"),
+        ({"seed": 2**63 - 1}, {"seed": 2**63}, "has the seed 9223372036854775808 .* takes signed seeds of 64 bits"),
+        ({"seed": 2**63 - 2, "n": 2}, {"seed": 2**63 - 1, "n": 2}, "the seed 9223372036854775807 and n=2, .* takes"),
         ({"max_tokens": 2**30}, {"max_tokens": 2**31}, "has max_tokens=2147483648, .* takes 1073741824 at most: give"),
     ],
 )
@@ -151,6 +151,26 @@ def test_a_number_that_the_second_runner_cannot_hold_is_refused(fits, too_much, 
     OpsetPlatform.validate_request({}, parameters(fits))
     with pytest.raises(VLLMValidationError, match=message):
         OpsetPlatform.validate_request({}, parameters(too_much))
+    assert config.use_v2_model_runner
+
+
+@pytest.mark.parametrize("name", ["top_k", "seed", "thinking_token_budget", "stream_interval"])
+@pytest.mark.parametrize("second", [False, True])
+def test_an_integer_that_is_too_long_for_the_engine_is_refused(name, second):
+    if name not in SamplingParams.__struct_fields__:
+        pytest.skip(f"this vLLM has no {name}: runs with later releases")
+    config = served(second)
+    OpsetPlatform.validate_request({}, parameters({name: 2**40}))
+    with pytest.raises(VLLMValidationError, match=f"has {name}=18446744073709551616, .* of 64 bits to its engine"):
+        OpsetPlatform.validate_request({}, parameters({name: 2**64}))
+    assert config.use_v2_model_runner == second
+
+
+def test_a_seed_may_be_any_integer_that_fits():
+    config = served()
+    OpsetPlatform.validate_request({}, parameters({"seed": -(2**63)}))
+    with pytest.raises(VLLMValidationError, match="has seed=-9223372036854775809"):
+        OpsetPlatform.validate_request({}, parameters({"seed": -(2**63) - 1}))
     assert config.use_v2_model_runner
 
 

@@ -27,6 +27,7 @@ WRONG = [
     ({"top_p": 1.5}, "top_p must be in (0, 1]"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 1.5}, "top_k"),
+    ({"top_k": 2**70, "temperature": 1.0}, "has top_k=1180591620717411303424"),
     ({"min_p": 1.5}, "min_p must be in [0, 1]"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"presence_penalty": 3}, "presence_penalty"),
@@ -86,6 +87,15 @@ def test_a_bad_request_beside_good_ones_harms_nobody(server):
 
     answers = all_at_once(server, ask, [False, True] * 8)
     assert answers == [(200, " nigulp"), (400, "")] * 8
+
+
+def test_a_request_whose_last_seed_is_too_large_harms_nobody(server):
+    """vLLM's second model runner refuses it, and its first one serves it: the second answer has the seed 2⁶³."""
+    response = server.post("/v1/completions", {**COMPLETION, "temperature": 1.0, "seed": 2**63 - 1, "n": 2})
+    if response.status_code == 200:
+        assert len(response.json()["choices"]) == 2
+    else:
+        assert_refused(response, "has the seed 9223372036854775807 and n=2", server)
 
 
 @pytest.mark.parametrize("option", [{"top_k": 10**6}, {"top_k": 2**31}, {"seed": -5}, {"seed": 2**63 - 1}], ids=str)

@@ -111,6 +111,7 @@ class OpsetPlatform(Platform):
         from vllm import SamplingParams
 
         if isinstance(params, SamplingParams):
+            runners.check_integers(params)
             runners.check_request(params)
 
     # vLLM calls the next two if users ask for the feature. vLLM would then refuse it in its own words.

@@ -1,4 +1,4 @@
-"""Says which of vLLM's two model runners serves and why, and refuses requests that the second one has no room for."""
+"""Says which of vLLM's two model runners serves and why, and refuses requests whose values it has no room for."""
 
 import weakref
 from typing import TYPE_CHECKING
@@ -42,6 +42,21 @@ def remember(config: "VllmConfig") -> None:
         _served.append((weakref.ref(config), frozenset([ends] if isinstance(ends, int) else ends)))
 
 
+def check_integers(params: "SamplingParams") -> None:
+    """Raise VLLMValidationError, an HTTP 400, for an integer that vLLM cannot pass to its engine.
+
+    vLLM would raise while it packs the request, and the client would get an HTTP 500 without a message.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        if isinstance(value, int) and not -(2**63) <= value < 2**64:
+            raise VLLMValidationError(
+                f"A request has {name}={value}, and vLLM passes integers of 64 bits to its engine: give another."
+            )
+
+
 def check_request(params: "SamplingParams") -> None:
     """Raise VLLMValidationError, an HTTP 400, if the second runner serves and has no room for a request's parameters.
 
@@ -50,8 +65,10 @@ def check_request(params: "SamplingParams") -> None:
     engines = [ends for config, ends in _served if config() is not None]
     if not engines:
         return
-    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
-        raise _refused(f"A request has the seed {params.seed}", "takes signed ones of 64 bits", "give another")
+    # vLLM adds 1 to the seed for each further answer.
+    if params.seed is not None and not -(2**63) <= params.seed <= 2**63 - params.n:
+        found = f"A request has the seed {params.seed} and n={params.n}"
+        raise _refused(found, "takes signed seeds of 64 bits", "give another")
     if params.max_tokens is not None and params.max_tokens > MOST_TOKENS:
         raise _refused(f"A request has max_tokens={params.max_tokens}", f"takes {MOST_TOKENS} at most", "give fewer")
     if not (params.min_tokens or params.allowed_token_ids or params.logit_bias):
