@@ -186,6 +186,14 @@ def test_an_answer_has_at_least_as_many_tokens_as_asked_for(ends_by, llm):
         assert tokens(outputs) == [[*[b] * min_tokens, end]] * len(outputs)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_was_sent_to_sleep_serves_again(level, llm, greedy):
+    """It frees nothing, as without sleep mode. A server in development mode is sent to sleep over HTTP."""
+    llm.sleep(level)
+    llm.wake_up()
+    assert tokens(generate(llm, models.prompts())) == greedy
+
+
 def test_the_report_counts(llm):
     from vllm.platforms import current_platform
 

@@ -3,11 +3,15 @@
 from contextlib import AbstractContextManager, nullcontext
 
 from vllm.config import set_current_vllm_config
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from vllm_opset.model import layers
 from vllm_opset.platform import compat
 from vllm_opset.platform.packing import PackingWorker
 from vllm_opset.platform.report import Reporting
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class OpsetWorker(Reporting, PackingWorker):
@@ -35,6 +39,15 @@ class OpsetWorker(Reporting, PackingWorker):
             for model in self.models:
                 quantised_experts.make_room(model)
         super().reload_weights(*args, **kwargs)
+
+    # An HTTP client may ask a server in development mode for the next two, also without --enable-sleep-mode.
+
+    def sleep(self, level: int = 1) -> None:
+        """Free nothing: see `_maybe_get_memory_pool_context`. vLLM's own worker for CPUs does the same."""
+        logger.warning("Weights and KV cache stay in memory: vllm-opset %s has no sleep mode", current_platform.where)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Do nothing, because nothing was freed."""
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager:
         """No pool: memory comes from the system or PyTorch. vLLM's pool allocators are for its own platforms."""
