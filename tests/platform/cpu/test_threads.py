@@ -1,6 +1,7 @@
 """A worker has as many threads as the user asks for, or as there are cores."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -26,11 +27,28 @@ def test_threads_of_a_worker(environment, expected):
     """Covers one, two and eight workers on five cores. vLLM sets 3."""
     script = (
         "import os; from vllm_opset.platform.cpu import machine, threads; machine.physical_cores = lambda: 5\n"
-        "threads.remember_users_choice(); os.environ['OMP_NUM_THREADS'] = '3'; threads.remember_users_choice()\n"
+        "threads.remember_users_choice(); os.environ['OMP_NUM_THREADS'] = '3'\n"
+        "os.environ[threads.VLLMS_MARK] = '1'; threads.remember_users_choice()\n"
         "print(*(threads.set_compute_threads(workers) for workers in (1, 2, 8)))"
     )
     process = run(script, environment)
     assert process.stdout.strip() == expected, process.stderr
+
+
+@pytest.mark.parametrize(("marks", "expected"), [(True, ["auto", "1", "auto", "7"]), (False, ["auto"] * 3 + ["7"])])
+def test_each_engine_has_the_threads_that_were_asked_for_when_it_was_configured(marks, expected, monkeypatch):
+    """Where vLLM does not mark what it set itself, a later OMP_NUM_THREADS may be vLLM's."""
+    for name in (threads.VARIABLE, "OMP_NUM_THREADS", threads.VLLMS_MARK):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(threads, "_remembered", "")
+    monkeypatch.setattr(threads, "lacks", lambda name: lambda: not marks)
+    choices = []
+    for variable, value in ((None, None), ("OMP_NUM_THREADS", "1"), ("OMP_NUM_THREADS", ""), (threads.VARIABLE, "7")):
+        if variable is not None:
+            monkeypatch.setenv(variable, value)
+        threads.remember_users_choice()
+        choices.append(threads.users_choice())
+    assert choices == expected
 
 
 @pytest.mark.parametrize("word", ["all", "0"])
@@ -76,6 +94,9 @@ def test_an_engine_keeps_its_threads_after_its_model_is_loaded():
     """vLLM's worker for GPUs sets one thread then, unless the user has set OMP_NUM_THREADS."""
     process = run(ENGINE, {"OPSET_NUM_THREADS": "3"})
     assert process.stdout.split()[-1:] == ["3"], process.stderr
+    said = process.stdout + process.stderr
+    *_, (number, _) = re.findall(r"Computing with (\d) thread|Reducing Torch threads (from)", said)
+    assert number == "3", said
 
 
 def run(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess:

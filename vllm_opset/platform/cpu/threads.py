@@ -5,6 +5,7 @@ import threading
 
 import torch
 
+from vllm_opset.platform.bridges import lacks
 from vllm_opset.platform.cpu import machine
 
 VARIABLE = "OPSET_NUM_THREADS"
@@ -13,17 +14,29 @@ AUTO = "auto"
 HOW_TO_WAIT = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 # PyTorch gives a thread at least so many elements (at::internal::GRAIN_SIZE).
 SHARE = 32768
+# Says that vLLM, and not the user, set OMP_NUM_THREADS (0.28 and later).
+VLLMS_MARK = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
+
+# The choice that this process made of OMP_NUM_THREADS when it configured an engine.
+_remembered = ""
 
 
 def remember_users_choice() -> None:
-    """Keep OMP_NUM_THREADS as the user set it, for workers. vLLM sets it for several workers (up to 0.27: to 1).
+    """Keep OMP_NUM_THREADS as the user set it, for the workers of the engine that is being configured.
 
-    If it is a list, which OpenMP uses for nested loops, the first number counts. A value that is not a number is
-    ignored, as OpenMP ignores it too.
+    vLLM sets it for several workers (up to 0.27: to 1). If it is a list, which OpenMP uses for nested loops, the first
+    number counts. A value that is not a number is ignored, as OpenMP ignores it too.
     """
+    global _remembered
+    if os.environ.get(VARIABLE, "") not in ("", _remembered) or (_remembered and _is_vllms()):
+        return
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if not os.environ.get(VARIABLE):
-        os.environ[VARIABLE] = first if first.isdecimal() and int(first) else AUTO
+    _remembered = os.environ[VARIABLE] = first if first.isdecimal() and int(first) else AUTO
+
+
+def _is_vllms() -> bool:
+    """Whether vLLM may have set OMP_NUM_THREADS. Up to 0.27 it does not say so."""
+    return os.environ.get(VLLMS_MARK) == "1" or lacks("vllm.utils.torch_utils.OMP_NUM_THREADS_SET_BY_VLLM")()
 
 
 def set_compute_threads(num_workers: int) -> int:

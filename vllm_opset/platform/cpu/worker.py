@@ -27,8 +27,7 @@ class OpsetCpuWorker(OpsetWorker):
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
-        num_threads = threads.set_compute_threads(self.parallel_config.local_world_size)
-        logger.info("Computing with %d thread(s); set OPSET_NUM_THREADS to choose", num_threads)
+        threads.set_compute_threads(self.parallel_config.local_world_size)
         init_worker_distributed_environment(
             self.vllm_config, self.rank, self.distributed_init_method, self.local_rank, "gloo"
         )
@@ -49,9 +48,10 @@ class OpsetCpuWorker(OpsetWorker):
         quantised_weights.register(self.model_config)
         num_threads = torch.get_num_threads()
         super().load_model(**kwargs)
-        # In 0.32 and 0.33, vLLM's worker for GPUs leaves PyTorch one thread here. On a CPU, the threads compute the
-        # model.
+        # In 0.32 and 0.33, vLLM's worker for GPUs leaves PyTorch one thread here, and says so. On a CPU, the threads
+        # compute the model.
         torch.set_num_threads(num_threads)
+        logger.info("Computing with %d thread(s); set OPSET_NUM_THREADS to choose", num_threads)
         self.fuse()
         for model in self.models:
             packed_linear.bind(model)
