@@ -191,6 +191,12 @@ def test_too_little_memory_names_the_setting(memory, asked, monkeypatch):
         budget(monkeypatch, memory, asked=asked)
 
 
+def test_the_size_that_is_asked_for_counts_for_each_worker(monkeypatch):
+    assert budget(monkeypatch, Memory(16 * GIB, 10 * GIB), asked=5 * GIB, workers=2) == 5 * GIB
+    with pytest.raises(ValueError, match=r"6\.00 GiB for each of 2 workers is asked for, and 10\.00 GiB"):
+        budget(monkeypatch, Memory(16 * GIB, 10 * GIB), asked=6 * GIB, workers=2)
+
+
 def test_a_size_that_is_asked_for_is_not_cured_by_a_share_that_does_not_count(monkeypatch):
     with pytest.raises(ValueError, match="Ask for less by --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE") as error:
         budget(monkeypatch, Memory(40 * GIB, 2 * GIB), asked=3 * GIB)

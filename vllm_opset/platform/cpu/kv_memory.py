@@ -28,24 +28,26 @@ CURE = (
 def budget(vllm_config: "VllmConfig", specs: Iterable["KVCacheSpec"]) -> int:
     """Bytes for this worker's KV cache, measured after its weights were loaded. specs: of its layers.
 
-    `--kv-cache-memory-bytes`, or VLLM_CPU_KVCACHE_SPACE in GiB, is used as it is, if that much memory is available.
-    Otherwise the workers share the memory that is available beyond a reserve. The reserve is the part of the memory
-    that gpu_memory_utilization leaves, and at least 1 GiB. If the control group limits memory, its limit replaces the
-    machine's memory. No worker takes more than --max-num-seqs requests of --max-model-len tokens can fill, and one more
-    request: vLLM keeps a block for itself, and may pad groups of layers.
+    `--kv-cache-memory-bytes`, or VLLM_CPU_KVCACHE_SPACE in GiB, is used as it is, if that much memory is available
+    for each worker. Otherwise the workers share the memory that is available beyond a reserve. The reserve is the part
+    of the memory that gpu_memory_utilization leaves, and at least 1 GiB. If the control group limits memory, its limit
+    replaces the machine's memory. No worker takes more than --max-num-seqs requests of --max-model-len tokens can fill,
+    and one more request: vLLM keeps a block for itself, and may pad groups of layers.
     Raises ValueError if there is too little memory.
     """
     memory = machine.memory()
+    num_workers = vllm_config.parallel_config.local_world_size
     asked = vllm_config.cache_config.kv_cache_memory_bytes or users_choice()
     if asked is not None:
-        if asked > memory.available:
+        if num_workers * asked > memory.available:
+            each = f" for each of {num_workers} workers" if num_workers > 1 else ""
             raise ValueError(
-                f"A KV cache of {gib(asked)} is asked for, and {gib(memory.available)} are free. Ask for less by "
+                f"A KV cache of {gib(asked)}{each} is asked for, and {gib(memory.available)} are free. Ask for less by "
                 f"--kv-cache-memory-bytes or {VARIABLE}, free memory, or take a smaller model or dtype."
             )
         return asked
     reserve = max(HEADROOM, int((1 - vllm_config.cache_config.gpu_memory_utilization) * memory.total))
-    share = (memory.available - reserve) // vllm_config.parallel_config.local_world_size
+    share = (memory.available - reserve) // num_workers
     if share <= 0:
         raise ValueError(
             f"No memory is left for the KV cache: {gib(memory.available)} of {gib(memory.total)} are free, and "
