@@ -10,6 +10,7 @@ import torch
 from vllm_opset import ops, selection
 from vllm_opset.attention import BACKEND
 from vllm_opset.ops.attention.paged_batch import packed_cache
+from vllm_opset.unsupported import Refusal
 
 pytestmark = pytest.mark.window
 
@@ -165,6 +166,29 @@ def test_an_encoder_attends_without_a_cache(window):
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
     assert layer.problem == attended(layer, query, packed_cache(key, value), step, output)
     assert layer.problem in chosen("paged_attention")
+
+
+def test_a_prompt_of_a_prefix_lm_sees_itself_whole():
+    """Kernels for an NPU do not support that. Its problem must say so, or one of them is chosen and raises."""
+    from vllm.model_executor.layers.attention.encoder_only_attention import create_encoder_only_attention_backend
+
+    from vllm_opset.attention.backend import OpsetAttentionBackend
+
+    layer, seq_lens = impl(), [1, 6, 9]
+    query, key, value, output = tensors(sum(seq_lens))
+    spec = dataclasses.replace(specs()[0], non_causal=True)
+    builder_cls = create_encoder_only_attention_backend(OpsetAttentionBackend).get_builder_cls()
+    step, cache = builder(spec, layer, builder_cls=builder_cls).build(0, metadata(seq_lens)), empty_cache()
+    layer.forward(None, query, key, value, cache, step, output)
+    torch.testing.assert_close(output, dense(query, key, value, seq_lens, causal=False), rtol=1e-5, atol=1e-5)
+    assert layer.problem == attended(layer, query, cache, step, output)
+    assert not layer.problem.causal
+
+
+def test_attention_in_chunks_that_look_back_is_refused():
+    impl(chunk_lookback=-1)  # vLLM's value for a layer without chunks
+    with pytest.raises(Refusal, match=r"in chunks that look back \(chunk_lookback=1\): choose another model"):
+        impl(chunk_lookback=1)
 
 
 def test_layers_that_share_a_cache_do_not_write_it():

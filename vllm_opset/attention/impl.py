@@ -12,6 +12,9 @@ from vllm_opset import ops, selection
 from vllm_opset.attention.metadata import OpsetMetadata
 from vllm_opset.ops.attention.paged_batch import PagedBatch, packed_cache
 from vllm_opset.ops.schemes import FP8
+from vllm_opset.unsupported import Refusal
+
+NO_CHUNKS = -1  # vLLM's chunk_lookback of a layer that does not attend in chunks
 
 
 class Deferred(Protocol):
@@ -42,7 +45,13 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
+        chunk_lookback: int = NO_CHUNKS,
     ) -> None:
+        if chunk_lookback != NO_CHUNKS:
+            raise Refusal(
+                f"vllm-opset does not support attention in chunks that look back (chunk_lookback={chunk_lookback}): "
+                "choose another model."
+            )
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale
@@ -59,8 +68,11 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         # What is to be done to query and key together with writing the cache (model/fusion.py).
         self.deferred: Deferred | None = None
 
-    def choose_kernels(self, kv_cache_dtype: torch.dtype, block_size: int) -> None:
-        """Choose kernels once the cache's geometry is known, before the first step. kv_cache_dtype: uint8 means fp8."""
+    def choose_kernels(self, kv_cache_dtype: torch.dtype, block_size: int, causal: bool = True) -> None:
+        """Choose kernels once the cache's geometry is known, before the first step.
+
+        kv_cache_dtype: uint8 means fp8. causal: False for a decoder whose prompts see themselves whole (prefix LM).
+        """
         cache = {
             "device": current_platform.device_type,
             "dtype": self.dtype,
@@ -83,7 +95,7 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
             soft_cap=self.soft_cap > 0,
             alibi=self.alibi_slopes is not None,
             sinks=self.sinks is not None,
-            causal=self.attn_type == AttentionType.DECODER,
+            causal=causal and self.attn_type == AttentionType.DECODER,
             split_kv_layout=split_kv_layout,
         )
         choice = selection.select(ops.paged_attention, self.problem)

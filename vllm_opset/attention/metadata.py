@@ -37,9 +37,10 @@ class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
         # Whether a model that drafts several tokens may attend for each of them with the metadata of the first.
         self.supports_draft_decode_metadata_update = type(self) is OpsetMetadataBuilder
         block_size = PACKED_BLOCK_SIZE if self.encoder_only else kv_cache_spec.block_size
+        causal = not getattr(kv_cache_spec, "non_causal", False)  # specifications of other kinds lack the field
         layers = vllm_config.compilation_config.static_forward_context
         for name in layer_names:
-            layers[name].impl.choose_kernels(kv_cache_spec.dtype, block_size)
+            layers[name].impl.choose_kernels(kv_cache_spec.dtype, block_size, causal)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

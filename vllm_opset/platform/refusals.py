@@ -95,6 +95,12 @@ def of_model(is_so: Callable) -> Callable[["VllmConfig"], bool]:
     return lambda config: config.model_config is not None and bool(is_so(config.model_config))
 
 
+def looks_back(model) -> bool:
+    """Whether layers attend in chunks and to the chunk before. Other models name such layers and do not look back."""
+    layers = getattr(model.hf_text_config, "layer_types", None) or ()
+    return "Rnj1ForCausalLM" in model.architectures and "chunked_attention" in layers
+
+
 def several(name: str) -> Callable[["VllmConfig"], bool]:
     return lambda config: getattr(config.parallel_config, name) > 1
 
@@ -183,6 +189,7 @@ RULES: tuple[Rule, ...] = (
     Rule("multi-head latent attention (MLA)", ANOTHER_MODEL, of_model(lambda model: model.use_mla)),
     Rule("Mamba, state-space and linear attention", ANOTHER_MODEL, of_model(lambda model: model.has_inner_state)),
     MULTIMODAL,
+    Rule("attention in chunks that look back (Rnj-1)", ANOTHER_MODEL, of_model(looks_back)),
     Rule("encoder-decoder models", ANOTHER_MODEL, of_model(lambda model: model.is_encoder_decoder)),
     SLEEP,
     CUMEM_ALLOCATOR,

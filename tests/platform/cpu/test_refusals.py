@@ -52,6 +52,13 @@ LLAVA = {
         "patch_size": 14,
     },
 }
+RNJ1 = {
+    "model_type": "gemma3_text",
+    "architectures": ["Rnj1ForCausalLM"],
+    **SMALL,
+    "layer_types": ["chunked_attention", "full_attention"],
+    "sliding_window": 64,
+}
 BACKENDS = {"linear_backend": "cutlass", "moe_backend": "triton"}
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
 FP8_AND_MXFP4 = {"quantization_config": FP8["quantization_config"] | {"store_dtype": "mxfp4"}}
@@ -194,6 +201,7 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         ("KV connectors", "--kv-transfer-config", LLAMA, {"kv_transfer_config": "example connector"}),
         ("KV cache in another dtype", "--kv-cache-dtype", LLAMA, {"kv_cache_dtype": "fp8"}),
         ("fp64 sampling noise", "--use-fp64-gumbel", LLAMA, {"use_fp64_gumbel": True}),
+        ("chunks that look back", "choose another model", RNJ1, {}),
         ("prompt embeddings", "--enable-prompt-embeds", LLAMA, {"enable_prompt_embeds": True}),
         ("fast prefill", "--kv-sharing-fast-prefill", LLAMA, {"kv_sharing_fast_prefill": True}),
         ("weight offloading", "--cpu-offload-gb", LLAMA, {"cpu_offload_gb": 1}),
@@ -233,6 +241,10 @@ def test_refused_with_the_cure(feature, cure, model, arguments, configure):
         configure(model, **arguments)
     (line,) = [line for line in str(refusal.value).splitlines() if "vllm-opset" in line]
     assert cure in line
+
+
+def test_rnj_1_without_chunks_is_not_refused(configure):
+    configure(RNJ1 | {"layer_types": ["full_attention"] * 2})
 
 
 def test_int4_experts_in_act_order_are_refused(configure):
