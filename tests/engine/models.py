@@ -44,6 +44,16 @@ CONFIGS = {
     ),
     # Its layers take keyword arguments that they do not use.
     "gemma3": lambda: architectures.Gemma3TextConfig(**GROUPED, sliding_window=32, query_pre_attn_scalar=32),
+    # Its layers differ in head size. The last two layers read the KV cache of the first two.
+    "gemma4": lambda: architectures.Gemma4TextConfig(
+        **{**GROUPED, "num_hidden_layers": 4},
+        sliding_window=32,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        per_layer_config={"01": {"head_dim": 64}, "03": {"head_dim": 64}},
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=16,
+    ),
     # Only layers with a window use rotary embedding.
     "exaone4": lambda: architectures.Exaone4Config(
         **GROUPED, sliding_window=32, layer_types=["sliding_attention", "full_attention", "sliding_attention"]

@@ -21,6 +21,7 @@ OPS = {
     "mistral": LLAMA_LIKE,
     "gemma2": GEMMA_LIKE,
     "gemma3": GEMMA_LIKE,
+    "gemma4": GEMMA_LIKE - {"fused_add_rms_norm"},
     "exaone4": LLAMA_LIKE - {"fused_add_rms_norm"},
     # vLLM has code of its own for it until 0.32; later it runs transformers' code, with its own LayerNorm.
     "gpt_neox": set(),

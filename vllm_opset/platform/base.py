@@ -9,7 +9,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_opset import selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.platform import compat, compile_cache, forking, refusals, runners, switches
+from vllm_opset.platform import compat, compile_cache, forking, model_settings, refusals, runners, switches
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,7 +57,7 @@ class OpsetPlatform(Platform):
         if cls.why_no_second_runner():
             os.environ.setdefault(runners.VARIABLE, "0")  # vLLM would choose the second one where it finds Triton
         compat.inspect_models_in_this_process()
-        compat.leave_capture_sizes_unset()
+        model_settings.take_back()
         compat.ask_before_models_are_imported(_refuse_multimodal)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The patches of vLLM and PyTorch, but for those of `second_runner`, `quantised_layers`, `quantised_loading` and `v1`.
+"""The patches of vLLM and PyTorch that belong to no module of their own; `differences` names these modules.
 
 Each is one registered function, whose docstring says why it is needed.
 """
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 REGISTRY = "vllm.model_executor.models.registry"
-GPT_OSS_CONFIG = "vllm.model_executor.models.config.GptOssForCausalLMConfig.verify_and_update_config"
 # The names of torch.cuda that vLLM's model runner uses.
 NAMES_OF_CUDA = ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -161,32 +160,6 @@ def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
         return asked
 
     wrap_once(VllmConfig, "_maybe_enable_breakable_cudagraph", around)
-
-
-@patch(
-    uses(GPT_OSS_CONFIG, "max_cudagraph_capture_size"),
-    ends="vLLM leaves the captured sizes of gpt-oss to its platform, as those of other models",
-    changes=(GPT_OSS_CONFIG,),
-    loading=WITHOUT_KERNELS,
-)
-def leave_capture_sizes_unset() -> None:
-    """Let the platform choose which steps of gpt-oss are captured, as for any other model.
-
-    Before vLLM asks its platform, it sets the longest captured step of this model, which then looks like a user's
-    choice. A CPU captures nothing and refuses such a choice, and on a GPU it would replace opset's longer steps.
-    """
-    from vllm.model_executor.models.config import GptOssForCausalLMConfig
-
-    def around(verify: Callable) -> Callable:
-        def restored(config: "VllmConfig") -> None:
-            compilation = config.compilation_config
-            users_choice = compilation.max_cudagraph_capture_size
-            verify(config)
-            compilation.max_cudagraph_capture_size = users_choice
-
-        return restored
-
-    wrap_once(GptOssForCausalLMConfig, "verify_and_update_config", around)
 
 
 @patch(

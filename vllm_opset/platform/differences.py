@@ -1,6 +1,6 @@
 """All bridges: vLLM's hooks, the patches, and the differences between releases that need no patch."""
 
-from vllm_opset.platform import compat, quantised_layers, quantised_loading, second_runner
+from vllm_opset.platform import compat, model_settings, quantised_layers, quantised_loading, second_runner
 from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, Bridge, has, lacks, takes, uses
 from vllm_opset.platform.v1 import input_batch
 
@@ -106,7 +106,7 @@ HOOKS = (
 PATCHES = (
     *(
         value.bridge
-        for module in (compat, second_runner, quantised_layers, quantised_loading, input_batch)
+        for module in (compat, model_settings, second_runner, quantised_layers, quantised_loading, input_batch)
         for value in vars(module).values()
         if hasattr(value, "bridge")
     ),

@@ -25,6 +25,8 @@ ASCENDS = {
     # Gemma 2 has a soft cap, which the NPU's attention does not support.
     "gemma2": {*LAYERS, "gelu_and_mul", "reshape_and_cache", "top_k_top_p_sample"},
     "gemma3": {*LAYERS, "gelu_and_mul", "reshape_and_cache", "paged_attention", "top_k_top_p_sample"},
+    # vLLM's layers of it add and normalise in two steps.
+    "gemma4": {"rotary_embedding", "rms_norm", "gelu_and_mul", "reshape_and_cache", "paged_attention"},
     "exaone4": {"rms_norm", "rotary_embedding", "silu_and_mul", "paged_attention", "top_k_top_p_sample"},
     # vLLM has code of its own for it until 0.32; later it runs transformers' code, with its own LayerNorm.
     "gpt_neox": {"reshape_and_cache", "paged_attention", "top_k_top_p_sample"},

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_models import QWEN3
+from transformers import Gemma4TextConfig
 from vllm.config import replace, set_current_vllm_config
 from vllm.config.speculative import SpeculativeConfig
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_opset.attention import BACKEND
@@ -101,3 +103,39 @@ def test_torch_compile_sees_opsets_layers_unless_users_switch_them_off(given, ex
     compilation = {"mode": 3, "backend": "inductor", "custom_ops": given}
     config = engine(compilation_config=compilation, additional_config={"opset": {"native": {"ops": "on"}}})
     assert config.compilation_config.custom_ops == expected
+
+
+@pytest.fixture
+def gemma4(configure, native, on_a_gpu, monkeypatch):
+    """`gemma4(has_fa4, **arguments)`: the configuration of a model whose layers differ in head size, on stock vLLM.
+
+    has_fa4: whether vLLM has FlashAttention 4.
+    """
+    monkeypatch.delenv("OPSET_NATIVE", raising=False)
+    monkeypatch.delenv("OPSET_CONFIG", raising=False)
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "per_layer_config": {"01": {"head_dim": 64}}}
+    model = Gemma4TextConfig(**layers, num_hidden_layers=2, head_dim=32, architectures=["Gemma4ForCausalLM"]).to_dict()
+    configure(model)  # reads the model's class, which the other platform could not import here
+    on_a_gpu(native)
+
+    def gemma4(has_fa4: bool, **arguments):
+        monkeypatch.setattr(fa_utils, "is_fa_version_supported", lambda *_, **__: has_fa4)
+        return configure(model, dtype="bfloat16", **arguments)
+
+    return gemma4
+
+
+@pytest.mark.parametrize(("has_fa4", "backend", "version"), [(True, None, 4), (False, "TRITON_ATTN", None)])
+def test_the_attention_that_vllm_sets_for_a_model_stays_where_the_part_is_off(has_fa4, backend, version, gemma4):
+    ours = gemma4(has_fa4)
+    assert "attention" in parts.kept(ours)
+    assert (ours.attention_config.backend, ours.attention_config.flash_attn_version) == (None, None)
+    theirs = gemma4(has_fa4, additional_config={"opset": {"native": {"attention": "off"}}})
+    assert "attention" not in parts.kept(theirs)
+    assert getattr(theirs.attention_config.backend, "name", None) == backend
+    assert theirs.attention_config.flash_attn_version == version
+
+
+def test_the_attention_that_a_user_sets_stays(gemma4):
+    attention = gemma4(has_fa4=False, attention_backend="FLASH_ATTN")
+    assert "attention" not in parts.kept(attention) and attention.attention_config.backend.name == "FLASH_ATTN"

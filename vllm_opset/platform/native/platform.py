@@ -12,7 +12,7 @@ from vllm.platforms.cuda import CudaPlatform
 
 from vllm_opset import ops, selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.platform import compat, forking
+from vllm_opset.platform import compat, forking, model_settings
 from vllm_opset.platform.cuda import graphs
 from vllm_opset.platform.native import parts
 from vllm_opset.platform.native.rules import SINKS, STOCK_WORKER, WORKER, is_ours
@@ -32,15 +32,23 @@ class OpsetNativePlatform(CudaPlatform):
     attention_backend = BACKEND
 
     @classmethod
+    def pre_register_and_update(cls, parser=None) -> None:
+        super().pre_register_and_update(parser)
+        model_settings.take_back()
+
+    @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         from vllm.config import CompilationMode, CUDAGraphMode
 
         super().apply_config_platform_defaults(vllm_config)
+        model_settings.leave_to_vllm(vllm_config, model_settings.CAPTURED_SIZES)
         graphs.note_named_sizes(vllm_config)
         for name, part in parts.decide_once(vllm_config, cls.get_device_capability().to_int()).items():
             logger.info_once(f"vllm-opset's {name} is {'on' if part.on else 'off'}: {part.why}")
-        compilation = vllm_config.compilation_config
-        if "ops" not in parts.kept(vllm_config):
+        compilation, on = vllm_config.compilation_config, parts.kept(vllm_config)
+        if "attention" not in on:
+            model_settings.leave_to_vllm(vllm_config, model_settings.ATTENTION)
+        if "ops" not in on:
             return
         if compilation.mode is None:
             compilation.mode = CompilationMode.NONE
