@@ -115,3 +115,44 @@ def test_a_damaged_scale_of_an_expert_is_named(damage, name, scale_name, mixture
     named = rf"model\.layers\.1\.mlp\.experts.*\.w2_{scale_name} holds NaN, .* for expert 5: the checkpoint is damaged"
     with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("channelwise", "weight"),
+        ("blockwise", "weight"),
+        ("int8", "weight"),
+        ("awq", "qweight"),
+        ("awq", "qzeros"),
+        ("gptq", "qweight"),
+        ("int4, zero points", "weight_zero_point"),
+    ],
+)
+def test_a_missing_weight_or_zero_point_of_an_expert_is_named(name, tensor, mixtures, engine, tmp_path):
+    missing = f"model.layers.1.mlp.experts.5.up_proj.{tensor}"
+    folder = damaged(mixtures[name], lambda weights, name: weights.pop(name), missing, tmp_path)
+    named = rf"model\.layers\.1\.mlp\.experts.*\.w13_{tensor} \(w3 of expert 5\) is missing in the checkpoint"
+    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("channelwise", "weight_scale"),
+        ("blockwise", "weight_scale_inv"),
+        ("int8", "weight"),
+        ("awq", "qzeros"),
+        ("gptq", "scales"),
+        ("int4, zero points", "weight_scale"),
+    ],
+)
+def test_a_tensor_of_another_size_of_an_expert_is_named(name, tensor, mixtures, engine, tmp_path):
+    def lengthen(weights: dict[str, torch.Tensor], name: str) -> None:
+        weights[name] = torch.cat([weights[name]] * 3).contiguous()
+
+    folder = damaged(mixtures[name], lengthen, f"model.layers.1.mlp.experts.5.down_proj.{tensor}", tmp_path)
+    named = rf"model\.layers\.1\.mlp\.experts.*\.w2_{tensor} \(w2 of expert 5\) has another size or granularity than"
+    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
+        pass

@@ -132,7 +132,7 @@ def test_activations_are_quantised_where_the_device_multiplies_them(
 @DAMAGES
 def test_a_damaged_scale_is_named(damage, checkpoints, engine, tmp_path):
     folder = damaged(checkpoints["channelwise"], damage, "model.layers.1.mlp.down_proj.weight_scale", tmp_path)
-    named = r"model\.layers\.1\.mlp\.down_proj\.weight_scale holds NaN: the checkpoint is damaged, or lacks it"
+    named = r"model\.layers\.1\.mlp\.down_proj\.weight_scale holds NaN.*: the checkpoint is damaged, or lacks it"
     with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
         pass
 
@@ -161,15 +161,56 @@ def test_a_missing_scale_of_a_part_of_a_fused_layer_is_named(name, scale, checkp
 
 
 @pytest.mark.parametrize(
-    ("name", "scale"), [("channelwise", "weight_scale"), ("blockwise", "weight_scale_inv"), ("awq", "scales")]
+    ("name", "tensor"),
+    [
+        ("channelwise", "weight"),
+        ("blockwise", "weight"),
+        ("int8", "weight"),
+        ("awq", "qweight"),
+        ("awq", "qzeros"),
+        ("gptq", "qweight"),
+        ("int4, zero points", "weight_packed"),
+        ("int4, zero points", "weight_zero_point"),
+    ],
 )
-def test_a_scale_of_another_granularity_is_named(name, scale, checkpoints, engine, tmp_path):
+@pytest.mark.parametrize(
+    ("of_checkpoint", "layer", "part"),
+    [("k_proj", "qkv_proj", r" \(k\)"), ("o_proj", "o_proj", "")],
+    ids=["part", "all"],
+)
+def test_a_missing_weight_or_zero_point_is_named(
+    name, tensor, of_checkpoint, layer, part, checkpoints, engine, tmp_path
+):
+    missing = f"model.layers.1.self_attn.{of_checkpoint}.{tensor}"
+    folder = damaged(checkpoints[name], lambda weights, name: weights.pop(name), missing, tmp_path)
+    named = rf"model\.layers\.1\.self_attn\.{layer}\.{tensor}{part} is missing in the checkpoint"
+    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("channelwise", "weight_scale"),
+        ("blockwise", "weight_scale_inv"),
+        ("int8", "weight"),
+        ("awq", "scales"),
+        ("awq", "qzeros"),
+        ("gptq", "qzeros"),
+        ("gptq", "qweight"),
+        ("int4, zero points", "weight_zero_point"),
+    ],
+)
+def test_a_tensor_of_another_size_is_named(name, tensor, checkpoints, engine, tmp_path):
     def shorten(weights: dict[str, torch.Tensor], name: str) -> None:
         weights[name] = weights[name][:1, :1].contiguous()
 
-    folder = damaged(checkpoints[name], shorten, f"model.layers.1.mlp.down_proj.{scale}", tmp_path)
-    named = rf"model\.layers\.1\.mlp\.down_proj\.{scale} has another granularity than config.json says: \[1, 1\] in"
-    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
+    folder = damaged(checkpoints[name], shorten, f"model.layers.1.mlp.up_proj.{tensor}", tmp_path)
+    gate_up = rf"model\.layers\.1\.mlp\.gate_up_proj\.{tensor} \(1\)"
+    said = (
+        r"has another size or granularity than config\.json says: \[1, 1\] in the checkpoint, for .* here \(.*Error\("
+    )
+    with pytest.raises(Exception, match=f"{gate_up} {said}"), engine(folder, dtype="bfloat16"):
         pass
 
 

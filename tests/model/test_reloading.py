@@ -101,7 +101,7 @@ def experts_layer() -> torch.nn.Module:
     layer = torch.nn.Module()
     layer.layer_name, layer.local_num_experts, layer.expert_map = "experts", NUM_EXPERTS, None
     layer.activation, layer.apply_router_weight_on_input = SimpleNamespace(value="silu"), False
-    layer.moe_config = SimpleNamespace()
+    layer.moe_config = SimpleNamespace(is_act_and_mul=True)
     layer.swiglu_limit = layer.swiglu_alpha = layer.swiglu_beta = None
     layer.custom_routing_function, layer.use_grouped_topk = None, False
     layer.top_k, layer.global_num_experts, layer.num_expert_group = 2, NUM_EXPERTS, None

@@ -8,13 +8,13 @@ layout, which vLLM's loader fills, and then convert these once to the layout of 
 from collections.abc import Iterator
 
 import torch
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_opset.model.experts import Experts, MonolithicMethod
 from vllm_opset.model.int4_linear import nibbles, nibbles_of_awq
+from vllm_opset.model.loading import check_experts, watch
 from vllm_opset.model.reloading import refilled
 from vllm_opset.ops.schemes import PER_ROW, UINT4, UINT4_BLOCK, GroupShape, Scheme, check_scale, packed, quantised
 from vllm_opset.unsupported import Refusal
@@ -64,16 +64,14 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
         attributes |= {"is_transposed": self.is_transposed}
         attributes["quant_method"] = "channel" if self.group_size == -1 else "group"
         halves = 2 if self.moe.is_act_and_mul else 1
-        marked = get_current_vllm_config().load_config.load_format != "dummy"
         sizes = (halves * intermediate_size_per_partition, hidden_size), (hidden_size, intermediate_size_per_partition)
         for weight, (outputs, inputs) in zip(ARGUMENTS, sizes, strict=True):
             for name, shape, dtype in self.shapes(outputs, inputs, self._groups(inputs)):
                 data = torch.empty(num_experts, *shape, dtype=dtype or params_dtype)
-                if name == self.scale_name and marked:
-                    data.fill_(torch.nan)  # stays where the checkpoint lacks one
                 parameter = torch.nn.Parameter(data, requires_grad=False)
                 layer.register_parameter(f"{weight}_{name}", parameter)
                 set_weight_attrs(parameter, attributes)
+        watch(layer)
 
     @property
     def multiple(self) -> int:
@@ -89,7 +87,11 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
         return 1 if self.group_size == -1 else inputs // self.multiple
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Convert the weights and choose the kernels. Raises ValueError for a damaged scale, by its name."""
+        """Convert the weights and choose the kernels.
+
+        Raises ValueError, with its name, for a damaged scale and for a tensor that the checkpoint lacks.
+        """
+        check_experts(layer, (self.weight_name, *([self.zero_point_name] if self.has_zero_points else [])))
         how = {"out_dtype": self.moe.in_dtype}
         for weight, argument in ARGUMENTS.items():
             stored = getattr(layer, f"{weight}_{self.weight_name}")

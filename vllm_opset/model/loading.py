@@ -1,14 +1,30 @@
-"""What is checked of a layer's quantised weights before they are loaded. Errors name the layer."""
+"""What is checked of a layer's quantised weights before and while they are loaded. Errors name the tensor.
 
-from collections.abc import Sequence
+vLLM does not notice a tensor that a checkpoint lacks. It keeps what was in memory. So scales are NaN until they are
+loaded, and `schemes.check_scale` raises for NaN. Other values have no such mark. Their loaders note which parts they
+have loaded.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from vllm_opset.unsupported import Refusal
 
+# A part of a fused layer by vLLM's name of it, and the expert that it belongs to. None stands for all.
+Part = tuple[int | str | None, int | None]
+ALL: Part = (None, None)
+# vLLM's names of weights and zero points. Those of GPTQ, `qzeros`, are not read.
+VALUES = ("weight", "qweight", "weight_packed", "weight_zero_point")
+AWQ_VALUES = ("qweight", "qzeros")
+MOST = 8  # of missing parts that an error names
+NOTED = "opset_loaded"  # the attribute of a loader with the parts that it has loaded
+
 
 def prefix_of(layer: torch.nn.Module) -> str:
-    """The name of a layer in its model. vLLM up to 0.30 tells that of a language model head to nobody."""
+    """The name of a layer in its model, or its class: up to vLLM 0.30, a language model head does not know its name."""
     names = (getattr(layer, name, None) for name in ("prefix", "layer_name"))
     return next(filter(None, names), type(layer).__name__)
 
@@ -16,8 +32,8 @@ def prefix_of(layer: torch.nn.Module) -> str:
 def check_blocks(layer: torch.nn.Module, block: Sequence[int], widths: Sequence[int], out_features: int) -> None:
     """Raise Refusal if a part of a fused layer ends inside a block of rows that share scales.
 
-    The next part then begins inside the block, and vLLM gives each part scales of its own from the next block on. Read
-    as the scales of the whole weight, they would belong to other rows.
+    The next part then begins inside the block. vLLM places its scales from the next block on. Read as the scales of the
+    whole weight, they would belong to other rows.
 
     block: the rows and columns of weights that share a scale. widths: the rows of each part in this worker.
     out_features: the rows in all workers.
@@ -30,3 +46,84 @@ def check_blocks(layer: torch.nn.Module, block: Sequence[int], widths: Sequence[
         f"vllm-opset does not support fp8 blocks of {' x '.join(map(str, block))} in {prefix_of(layer)}, whose parts "
         f"of {', '.join(map(str, widths))} rows end inside a block: {cure}."
     )
+
+
+def watch(layer: torch.nn.Module) -> None:
+    """Mark the scales of a layer whose parameters were just created, and have loaders name and note what they load.
+
+    A loader then raises ValueError, with the name of the tensor and vLLM's own error, for one that does not fit.
+    """
+    for name, parameter in layer.named_parameters(recurse=False):
+        if "scale" in name:
+            parameter.data.fill_(torch.nan)
+        load = getattr(parameter, "weight_loader", None)
+        if load is not None:
+            parameter.weight_loader = _watched(load, f"{prefix_of(layer)}.{name}")
+
+
+def _watched(load: Callable, name: str) -> Callable:
+    signature, noted = inspect.signature(load), set()
+
+    @functools.wraps(load)
+    def watched(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        parameter, loaded, *_ = given.values()
+        try:
+            result = load(*args, **kwargs)
+        except (AssertionError, IndexError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{name}{_said([_part(given)])} has another size or granularity than config.json says: "
+                f"{list(loaded.shape)} in the checkpoint, for {list(parameter.shape)} here ({error!r})"
+            ) from error
+        shard, expert = _part(given)
+        shards = shard if isinstance(shard, tuple) else (shard,)
+        noted.update((one, None if loaded.ndim == 3 else expert) for one in shards)
+        return result
+
+    setattr(watched, NOTED, noted)
+    return watched
+
+
+def _part(given: Mapping) -> Part:
+    """What a call of a loader loads. given: its arguments, whose names differ between linear layers and experts."""
+    return given.get("loaded_shard_id", given.get("shard_id")), given.get("expert_id")
+
+
+def _said(parts: Iterable[Part]) -> str:
+    """Names of parts, in parentheses; empty for a whole tensor."""
+    named = [str(shard) if expert is None else f"{shard} of expert {expert}" for shard, expert in parts]
+    return "" if named == [str(None)] else f" ({', '.join(named)})"
+
+
+def check_linear(layer: torch.nn.Module, names: Sequence[str] = VALUES) -> None:
+    """Raise ValueError, with their name, for values of a linear layer that the checkpoint lacks, or a part of them."""
+    number = len(getattr(layer, "output_partition_sizes", ()))  # a head has none
+    for name, noted in _noted(layer, names).items():
+        if not noted:
+            _check(layer, name, noted, [ALL])
+        elif number > 1:
+            of_attention = any(isinstance(shard, str) for shard, _ in noted)
+            _check(layer, name, noted, [(shard, None) for shard in ("qkv" if of_attention else range(number))])
+
+
+def check_experts(layer: torch.nn.Module, names: Sequence[str] = VALUES) -> None:
+    """The same for a layer of experts. names: without "w13_" and "w2_"."""
+    mapped = layer.expert_map
+    experts = range(layer.local_num_experts) if mapped is None else (mapped >= 0).nonzero().flatten().tolist()
+    halves = ("w1", "w3") if layer.moe_config.is_act_and_mul else ("w1",)
+    for weight, shards in (("w13", halves), ("w2", ("w2",))):
+        for name, noted in _noted(layer, [f"{weight}_{name}" for name in names]).items():
+            _check(layer, name, noted, [(shard, expert) for expert in experts for shard in shards])
+
+
+def _noted(layer: torch.nn.Module, names: Sequence[str]) -> dict[str, set[Part]]:
+    """What was loaded, by the names of parameters; empty if no loader was called, as for `--load-format dummy`."""
+    loaders = {name: getattr(one, "weight_loader", None) for name, one in layer.named_parameters(recurse=False)}
+    noted = {name: getattr(load, NOTED) for name, load in loaders.items() if hasattr(load, NOTED)}
+    return {name: noted[name] for name in names if name in noted} if any(noted.values()) else {}
+
+
+def _check(layer: torch.nn.Module, name: str, noted: set[Part], wanted: Iterable[Part]) -> None:
+    missing = [part for part in wanted if noted.isdisjoint({part, (part[0], None), ALL})]
+    if missing:
+        raise ValueError(f"{prefix_of(layer)}.{name}{_said(missing[:MOST])} is missing in the checkpoint")

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_opset.model.loading import check_blocks, prefix_of
-from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, uses, wrap_once
+from vllm_opset.model.loading import AWQ_VALUES, check_blocks, check_experts, check_linear, watch
+from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, wrap_once
 from vllm_opset.platform.quantised_layers import QUANTISATION
 from vllm_opset.unsupported import Refusal
 
@@ -28,57 +28,69 @@ CHOICE = f"{COMPRESSED_TENSORS}.compressed_tensors.CompressedTensorsConfig"
 
 
 @patch(
-    lambda: all(uses(f"{method}.create_weights", "ones")() for method in EXPERTS_METHODS),
-    ends="vLLM raises for scales that a checkpoint lacks",
-    changes=tuple(f"{method}.create_weights" for method in EXPERTS_METHODS),
+    lambda: all(has(f"{method}.{name}")() for method in EXPERTS_METHODS for name in STEPS_OF_LOADING),
+    ends="vLLM raises for weights that a checkpoint lacks, and names those that do not fit",
+    changes=tuple(f"{method}.{name}" for method in EXPERTS_METHODS for name in STEPS_OF_LOADING),
     worker=WITHOUT_KERNELS,
 )
-def mark_missing_scales() -> None:
-    """Fill the scales of experts with NaN before weights are loaded, so that one which the checkpoint lacks is noticed.
+def check_weights_of_experts() -> None:
+    """Raise an error with a name for a tensor of fp8 or int8 experts that is missing, or whose shape does not fit.
 
-    vLLM fills them with 1. It does not notice a missing one either: it loads the scales of all experts as one weight.
+    vLLM does not notice a missing one, since it loads the weights of all experts as one. The engine then answers with
+    wrong tokens. For a shape that does not fit, vLLM raises an error without a name.
     """
     for method in map(find, EXPERTS_METHODS):
-        wrap_once(method, "create_weights", _with_marked_scales)
+        wrap_once(method, "create_weights", _watching)
+        wrap_once(method, "process_weights_after_loading", _after(check_experts))
 
 
-def _with_marked_scales(create: Callable[..., None]) -> Callable[..., None]:
+def _watching(create: Callable[..., None]) -> Callable[..., None]:
     def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
         create(self, layer, *args, **kwargs)
-        for parameter in _scales_of(layer).values():
-            parameter.data.fill_(torch.nan)
+        watch(layer)
 
     return create_weights
 
 
-def _scales_of(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    return {name: parameter for name, parameter in layer.named_parameters(recurse=False) if "scale" in name}
+def _after(check: Callable[[torch.nn.Module], None]) -> Callable[[Callable], Callable]:
+    """Has `process_weights_after_loading` check the layer first."""
+
+    def around(process: Callable[..., None]) -> Callable[..., None]:
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            check(layer)
+            process(self, layer)
+
+        return process_weights_after_loading
+
+    return around
 
 
 @patch(
     lambda: all(has(f"{method}.{name}")() for method in LINEAR_METHODS for name in STEPS_OF_LOADING),
-    ends="vLLM raises for scales that a checkpoint lacks, and names those that do not fit",
+    ends="vLLM raises for weights that a checkpoint lacks, and names those that do not fit",
     changes=tuple(f"{method}.{name}" for method in LINEAR_METHODS for name in STEPS_OF_LOADING),
     worker=WITHOUT_KERNELS,
 )
-def check_scales_of_linear_layers(awq: type) -> None:
-    """Raise an error with a name for a scale of a linear layer that is missing, or whose shape does not fit.
+def check_weights_of_linear_layers(awq: type) -> None:
+    """Raise an error with a name for a tensor of a linear layer that is missing, or whose shape does not fit.
 
-    vLLM does not notice a missing scale. It uses what was in memory, or the scale of another part of a fused layer. The
+    vLLM does not notice a missing one. It uses what was in memory, or the scale of another part of a fused layer. The
     engine then answers with wrong tokens. For a shape that does not fit, vLLM raises an error without a name.
 
     A part of a fused layer that ends inside a block of fp8 weights is refused before weights are loaded. vLLM loads the
     scales of the parts after it as those of other rows.
 
-    Parameters: awq is opset's subclass of vLLM's method for AWQ, whose scales are checked alike.
+    Parameters: awq is opset's subclass of vLLM's method for AWQ, whose weights are checked alike.
     """
-    for method in (awq, *map(find, LINEAR_METHODS)):
-        wrap_once(method, "create_weights", _with_named_scales)
-        wrap_once(method, "process_weights_after_loading", _with_checked_scales)
+    wrap_once(awq, "create_weights", _watching)
+    wrap_once(awq, "process_weights_after_loading", _after(functools.partial(check_linear, names=AWQ_VALUES)))
+    for method in map(find, LINEAR_METHODS):
+        wrap_once(method, "create_weights", _watching_blocks)
+        wrap_once(method, "process_weights_after_loading", _after(check_linear))
 
 
-def _with_named_scales(create: Callable[..., None]) -> Callable[..., None]:
-    marked = _with_marked_scales(create)
+def _watching_blocks(create: Callable[..., None]) -> Callable[..., None]:
+    watching = _watching(create)
 
     def create_weights(
         self,
@@ -94,37 +106,9 @@ def _with_named_scales(create: Callable[..., None]) -> Callable[..., None]:
         if block is not None:
             check_blocks(layer, block, output_partition_sizes, output_size)
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
-        marked(self, layer, *sizes, *args, **kwargs)
-        for name, parameter in _scales_of(layer).items():
-            parameter.weight_loader = _named(parameter.weight_loader, f"{prefix_of(layer)}.{name}")
+        watching(self, layer, *sizes, *args, **kwargs)
 
     return create_weights
-
-
-def _named(load: Callable[..., None], name: str) -> Callable[..., None]:
-    """A parameter's loader whose errors have the name of the parameter."""
-
-    @functools.wraps(load)
-    def named(parameter: torch.nn.Parameter, loaded: torch.Tensor, *args, **kwargs) -> None:
-        try:
-            load(parameter, loaded, *args, **kwargs)
-        except (AssertionError, RuntimeError) as error:
-            raise ValueError(
-                f"{name} has another granularity than config.json says: {list(loaded.shape)} in the checkpoint, "
-                f"for {list(parameter.shape)} here"
-            ) from error
-
-    return named
-
-
-def _with_checked_scales(process: Callable[..., None]) -> Callable[..., None]:
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        for name, parameter in _scales_of(layer).items():
-            if parameter.isnan().any():
-                raise ValueError(f"{prefix_of(layer)}.{name} holds NaN: the checkpoint is damaged, or lacks it")
-        process(self, layer)
-
-    return process_weights_after_loading
 
 
 @patch(

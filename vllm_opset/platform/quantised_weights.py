@@ -197,7 +197,7 @@ def _register_linear() -> None:
     register_linear_kernel(OpsetFp8LinearKernel, PlatformEnum.OOT, "fp8")
     register_linear_kernel(OpsetInt8LinearKernel, PlatformEnum.OOT, "int8")
     register_linear_kernel(OpsetInt4LinearKernel, PlatformEnum.OOT)
-    quantised_loading.check_scales_of_linear_layers(OpsetAwqLinearMethod)
+    quantised_loading.check_weights_of_linear_layers(OpsetAwqLinearMethod)
     quantised_loading.refuse_embeddings_without_triton()
     quantised_layers.serve_gptq_without_marlin()
     quantised_layers.serve_awq(OpsetAwqLinearMethod)
@@ -250,7 +250,7 @@ def _register_experts() -> None:
     from vllm_opset.model.quantised_experts import OpsetQuantisedExperts
 
     quantised_layers.register_quantised_experts(OpsetQuantisedExperts)
-    quantised_loading.mark_missing_scales()
+    quantised_loading.check_weights_of_experts()
     quantised_layers.serve_int4_experts(
         int4_experts.OpsetCompressedExpertsMethod,
         int4_experts.OpsetAwqExpertsMethod,
