@@ -14,7 +14,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_opset.model.experts import Experts, MonolithicMethod
 from vllm_opset.model.int4_linear import nibbles, nibbles_of_awq
-from vllm_opset.model.loading import check_experts, watch
+from vllm_opset.model.loading import check_columns, check_experts, watch
 from vllm_opset.model.reloading import refilled
 from vllm_opset.ops.schemes import PER_ROW, UINT4, UINT4_BLOCK, GroupShape, Scheme, check_scale, packed, quantised
 from vllm_opset.unsupported import Refusal
@@ -79,11 +79,7 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
         return UINT4_BLOCK if self.group_size == -1 else self.group_size
 
     def _groups(self, inputs: int) -> int:
-        if inputs % self.multiple:
-            raise Refusal(
-                f"vllm-opset does not support int4 experts with {inputs} columns, which are no multiple of "
-                f"{self.multiple}: give a smaller --tensor-parallel-size, or --enable-expert-parallel."
-            )
+        check_columns("int4 experts", inputs, self.multiple)
         return 1 if self.group_size == -1 else inputs // self.multiple
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:

@@ -48,8 +48,8 @@ class OpsetInt4LinearKernel(MPLinearKernel):
         scales, zeros = scale.data.t() if scale.output_dim == 1 else scale.data, None
         if self.config.zero_points:
             zeros = nibbles(getattr(layer, self.w_zp_name).data.t()).t()
-        name, group, dtype = self.w_s_name, self.config.group_size, self.config.act_type
-        self._linear = _product(layer, self._call, values, name, scales, zeros, group, dtype, self._linear)
+        stored = _stored(f"{prefix_of(layer)}.{self.w_s_name}", values, scales, zeros, self.config.group_size)
+        self._linear = ScaledLinear(self._call, **stored, dtype=self.config.act_type, before=self._linear)
         weight.data = weight.data.new_empty(0)
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -67,7 +67,8 @@ class OpsetAwqLinearMethod(AutoAWQLinearMethod):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         values, zeros = (nibbles_of_awq(packed.data).t() for packed in (layer.qweight, layer.qzeros))
         scales, group = layer.scales.data.t(), self.quant_config.group_size
-        self._linear = _product(layer, self._call, values, "scales", scales, zeros, group, self._dtype, self._linear)
+        stored = _stored(f"{prefix_of(layer)}.scales", values, scales, zeros, group)
+        self._linear = ScaledLinear(self._call, **stored, dtype=self._dtype, before=self._linear)
         layer.qweight.data = layer.qweight.data.new_empty(0)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -85,25 +86,16 @@ def nibbles_of_awq(packed: torch.Tensor) -> torch.Tensor:
     return nibbles(packed).unflatten(1, (-1, len(AWQ_ORDER)))[:, :, AWQ_ORDER].flatten(1)
 
 
-def _product(
-    layer: torch.nn.Module,
-    call,
-    values: torch.Tensor,
-    scale_name: str,
-    scale: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group_size: int,
-    dtype: torch.dtype,
-    before: ScaledLinear | None,
-) -> ScaledLinear:
-    """The product with values [out_features, in_features], whose scales and zero points have a row for each output.
+def _stored(
+    scale_name: str, values: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None, group_size: int
+) -> dict[str, torch.Tensor | Scheme | None]:
+    """The arguments of ScaledLinear for a weight with these values. Raises ValueError for a damaged scale, by its name.
 
-    before: see `ScaledLinear`.
+    values: uint8 [out_features, in_features]. scale, and zeros in uint8: [out_features, groups]. group_size: the number
+    of columns that share a scale, or -1 for all.
     """
     group = GroupShape(1, group_size) if 0 < group_size < values.shape[1] else PER_ROW
-    name = f"{prefix_of(layer)}.{scale_name}"
-    check_scale(name, scale, values.shape, group)
+    check_scale(scale_name, scale, values.shape, group)
     weight, scale = packed(values, UINT4), scale.contiguous()
     zeros = None if zeros is None else zeros.contiguous()
-    scheme = Scheme(quantised(weight, scale, zeros))
-    return ScaledLinear(call, weight, scale, scheme, dtype, zero_point=zeros, before=before)
+    return {"weight": weight, "scale": scale, "scheme": Scheme(quantised(weight, scale, zeros)), "zero_point": zeros}

@@ -48,6 +48,18 @@ def check_blocks(layer: torch.nn.Module, block: Sequence[int], widths: Sequence[
     )
 
 
+def check_columns(weights: str, columns: int, multiple: int) -> None:
+    """Raise Refusal for weights of experts whose rows are no whole groups of one scale.
+
+    weights: what the message calls them. multiple: the number of columns must be one of this.
+    """
+    if columns % multiple:
+        raise Refusal(
+            f"vllm-opset does not support {weights} with {columns} columns, which are no multiple of {multiple}: give "
+            "a smaller --tensor-parallel-size, or --enable-expert-parallel."
+        )
+
+
 def watch(layer: torch.nn.Module) -> None:
     """Mark the scales of a layer whose parameters were just created, and have loaders name and note what they load.
 

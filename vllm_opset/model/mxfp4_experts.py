@@ -13,8 +13,8 @@ from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 
 from vllm_opset.model.experts import Experts, MonolithicMethod
+from vllm_opset.model.loading import check_columns
 from vllm_opset.ops.schemes import MXFP4, NO_SCALE, Scheme, check_scale, values_shape
-from vllm_opset.unsupported import Refusal
 
 # vLLM's names of the scales, and those of the checkpoint.
 SCALES = {"w13_weight_scale": "gate_up_proj_scales", "w2_weight_scale": "down_proj_scales"}
@@ -40,11 +40,7 @@ class OpsetMxfp4ExpertsMethod(MonolithicMethod, GptOssMxfp4MoEMethod):
         """Raises Refusal for weights whose rows are no whole groups of one scale."""
         super().create_weights(layer, *args, **kwargs)
         for size in (self.hidden_size, self.intermediate_size):
-            if size % self.multiple:
-                raise Refusal(
-                    f"vllm-opset does not support MXFP4 weights with {size} columns, which are no multiple of "
-                    f"{self.multiple}: give a smaller --tensor-parallel-size, or --enable-expert-parallel."
-                )
+            check_columns("MXFP4 weights", size, self.multiple)
         if get_current_vllm_config().load_config.load_format != "dummy":
             for name in SCALES:
                 getattr(layer, name).data.fill_(NO_SCALE)  # stays where the checkpoint lacks one
