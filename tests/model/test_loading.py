@@ -1,4 +1,4 @@
-"""What is said of a layer whose quantised weights cannot be served as they are loaded."""
+"""Fused layers with fp8 weights are refused if a part of them ends inside a block."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What is checked of a layer's quantised weights before and while they are loaded. Errors name the tensor.
+"""Checks of a layer's quantised weights before, while and after they are loaded. Errors name the tensor.
 
 vLLM does not notice a tensor that a checkpoint lacks. It keeps what was in memory. So scales are NaN until they are
 loaded, and `schemes.check_scale` raises for NaN. Other values have no such mark. Their loaders note which parts they
@@ -97,7 +97,7 @@ def _watched(load: Callable, name: str) -> Callable:
 
 
 def _part(given: Mapping) -> Part:
-    """What a call of a loader loads. given: its arguments, whose names differ between linear layers and experts."""
+    """The part that a loader is called for. given: its arguments. Loaders of experts give them other names."""
     return given.get("loaded_shard_id", given.get("shard_id")), given.get("expert_id")
 
 
@@ -129,7 +129,10 @@ def check_experts(layer: torch.nn.Module, names: Sequence[str] = VALUES) -> None
 
 
 def _noted(layer: torch.nn.Module, names: Sequence[str]) -> dict[str, set[Part]]:
-    """What was loaded, by the names of parameters; empty if no loader was called, as for `--load-format dummy`."""
+    """The parts that were loaded, by the names of parameters.
+
+    It is empty if no loader was called for this layer, as with `--load-format dummy`.
+    """
     loaders = {name: getattr(one, "weight_loader", None) for name, one in layer.named_parameters(recurse=False)}
     noted = {name: getattr(load, NOTED) for name, load in loaders.items() if hasattr(load, NOTED)}
     return {name: noted[name] for name in names if name in noted} if any(noted.values()) else {}

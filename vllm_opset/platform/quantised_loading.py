@@ -36,8 +36,8 @@ CHOICE = f"{COMPRESSED_TENSORS}.compressed_tensors.CompressedTensorsConfig"
 def check_weights_of_experts() -> None:
     """Raise an error with a name for a tensor of fp8 or int8 experts that is missing, or whose shape does not fit.
 
-    vLLM does not notice a missing one, since it loads the weights of all experts as one. The engine then answers with
-    wrong tokens. For a shape that does not fit, vLLM raises an error without a name.
+    vLLM does not notice a missing one, because a parameter holds the weights of all experts. The engine then answers
+    with wrong tokens. For a shape that does not fit, vLLM raises an error without a name.
     """
     for method in map(find, EXPERTS_METHODS):
         wrap_once(method, "create_weights", _watching)
