@@ -12,3 +12,4 @@ SMALL = {
 }
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SMALL}
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **SMALL, "torch_dtype": "bfloat16"}
+GPT_OSS = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **SMALL, "num_local_experts": 4}

@@ -13,7 +13,7 @@ ATTENTION = ("attention_config.backend", "attention_config.flash_attn_version")
 CAPTURED_SIZES = ("compilation_config.max_cudagraph_capture_size",)
 CONFIGS = "vllm.model_executor.models.config"
 
-# What was taken back from the configuration that vLLM is completing, by the paths above.
+# By their paths, the settings that were taken back from the configuration that vLLM is completing.
 _taken_back: dict[str, object] = {}
 
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from small_models import LLAMA, SMALL
+from small_models import GPT_OSS, LLAMA, SMALL
 
 from vllm_opset.platform.cpu.refusals import EARLY_RULES, RULES
 from vllm_opset.platform.refusals import Refusal, check
@@ -24,7 +24,6 @@ DEEPSEEK = {
     "moe_intermediate_size": 32,
 }
 MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **SMALL, "num_local_experts": 4}
-GPT_OSS = {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **SMALL, "num_local_experts": 4}
 MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], **SMALL, "state_size": 16}
 WHISPER = {
     "model_type": "whisper",

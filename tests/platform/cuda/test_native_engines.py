@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_models import QWEN3
+from small_models import GPT_OSS, QWEN3
 from transformers import Gemma4TextConfig
 from vllm.config import replace, set_current_vllm_config
 from vllm.config.speculative import SpeculativeConfig
@@ -139,3 +139,11 @@ def test_the_attention_that_vllm_sets_for_a_model_stays_where_the_part_is_off(ha
 def test_the_attention_that_a_user_sets_stays(gemma4):
     attention = gemma4(has_fa4=False, attention_backend="FLASH_ATTN")
     assert "attention" not in parts.kept(attention) and attention.attention_config.backend.name == "FLASH_ATTN"
+
+
+def test_the_captured_steps_that_vllm_sets_for_gpt_oss_stay(configure, native, on_a_gpu):
+    """Opset's attention was measured with them."""
+    configure(GPT_OSS)  # reads the model's class, which the other platform could not import here
+    on_a_gpu(native)
+    config = configure(GPT_OSS, dtype="bfloat16", max_num_seqs=512, max_num_batched_tokens=8192)
+    assert config.compilation_config.max_cudagraph_capture_size == 1024

@@ -18,8 +18,8 @@ Users override this by `--additional-config '{"opset": {"native": {"attention": 
 file that OPSET_CONFIG names, or by OPSET_NATIVE="attention=on,sampler=off". If a part that is on by default does not
 support the configuration, vLLM's own code runs. If a user asked for the part, that is an error.
 
-The parts are decided once for an engine (`decide_once`), because vLLM changes its configuration later: a draft model's
-copy has another model and no parallelism, and an engine of several that share the load is told that it is alone.
+The parts are decided once for an engine (`decide_once`), because vLLM changes its configuration later. A draft model's
+copy has another model and no parallelism. An engine of several that share the load is told that it is alone.
 """
 
 from collections.abc import Mapping
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 # The key of vLLM's additional configuration for the parts that are on: their names, and whether a user asked for each.
-# Every copy of the configuration has it, and so do workers in other processes. vLLM includes it in the key of its
-# compile cache, because graphs that were compiled with other parts cannot be used.
+# Every copy of the configuration has it, also in other processes. It is a part of the key of vLLM's compile cache: an
+# engine cannot use graphs that were compiled with other parts.
 KEY = "opset_parts"
 
 
