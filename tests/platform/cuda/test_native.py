@@ -197,6 +197,12 @@ def test_attention_backends_that_users_name(config, everything_is_faster):
     assert other == (False, "vLLM's own serves another attention backend")
 
 
+def test_a_backend_and_a_switch_of_attention_that_contradict_each_other_are_refused(config, monkeypatch):
+    monkeypatch.setenv("OPSET_NATIVE", "attention=off")
+    with pytest.raises(Refusal, match="CUSTOM asks for vllm-opset's attention, and OPSET_NATIVE switches it off"):
+        parts.decide(config(attention_config__backend=AttentionBackendEnum.CUSTOM), HOPPER)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -127,10 +127,10 @@ def gemma4(configure, native, on_a_gpu, monkeypatch):
 
 @pytest.mark.parametrize(("has_fa4", "backend", "version"), [(True, None, 4), (False, "TRITON_ATTN", None)])
 def test_the_attention_that_vllm_sets_for_a_model_stays_where_the_part_is_off(has_fa4, backend, version, gemma4):
-    ours = gemma4(has_fa4)
+    ours = gemma4(has_fa4, additional_config={"opset": {"native": {"attention": "on"}}})
     assert "attention" in parts.kept(ours)
     assert (ours.attention_config.backend, ours.attention_config.flash_attn_version) == (None, None)
-    theirs = gemma4(has_fa4, additional_config={"opset": {"native": {"attention": "off"}}})
+    theirs = gemma4(has_fa4)
     assert "attention" not in parts.kept(theirs)
     assert getattr(theirs.attention_config.backend, "name", None) == backend
     assert theirs.attention_config.flash_attn_version == version

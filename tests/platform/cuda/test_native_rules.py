@@ -45,6 +45,9 @@ EXAMPLES: dict[str, dict] = {
     "an fp8 KV cache": {"cache_config__cache_dtype": "fp8"},
     "soft-capped attention": {"model_config__hf_text_config__attn_logit_softcapping": 50.0},
     "ALiBi": {"model_config__uses_alibi": True},
+    "layers of several head sizes (Gemma-4)": {
+        "model_config__model_arch_config__per_layer_overrides": [{}, {"head_size": 512}]
+    },
     "fp32": {"model_config__dtype": torch.float32},
     "fp64 sampling noise": {"model_config__use_fp64_gumbel": True},
     "sampling masks": {"model_config__return_sampling_mask": True},
@@ -175,7 +178,10 @@ ENGINES = (
 )  # fmt: skip
 REPLACES_LAYERS = (*DRAFTS, *ENGINES, "pooling models", "multi-head latent attention (MLA)")
 NOT_BY_DEFAULT = {
-    "attention": (*DRAFTS, *ENGINES, "pooling models", "an fp8 KV cache", "soft-capped attention", "ALiBi", "fp32"),
+    "attention": (
+        *DRAFTS, *ENGINES, "pooling models", "an fp8 KV cache", "soft-capped attention", "ALiBi",
+        "layers of several head sizes (Gemma-4)", "fp32",
+    ),
     "sampler": ENGINES,
     "linear": (*REPLACES_LAYERS, "fp32"),
     "ops": REPLACES_LAYERS,

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 # Every copy of the configuration has it, also in other processes. It is a part of the key of vLLM's compile cache: an
 # engine cannot use graphs that were compiled with other parts.
 KEY = "opset_parts"
+BACKEND_OPTION = "--attention-backend CUSTOM"
 
 
 class Decision(NamedTuple):
@@ -89,10 +90,14 @@ def is_wanted(name: str, kind: str, config: "VllmConfig", family: int) -> bool:
 
 
 def _switches(config: "VllmConfig") -> dict[str, Switch]:
-    """The user's switch of each part that has one; a later source overrides an earlier one."""
+    """The user's switch of each part that has one. Raises Refusal if two of attention contradict each other."""
+    chosen = dict(switches.read(config.additional_config))
     backends = config.attention_config.backend, getattr(config.speculative_config, "attention_backend", None)
-    backend = {"attention": Switch(True, "--attention-backend CUSTOM")} if any(map(is_ours, backends)) else {}
-    return backend | switches.read(config.additional_config)
+    if any(map(is_ours, backends)):
+        switch = chosen.setdefault("attention", Switch(True, BACKEND_OPTION))
+        if not switch.on:
+            raise Refusal(f"{BACKEND_OPTION} asks for vllm-opset's attention, and {switch.source} switches it off.")
+    return chosen
 
 
 def _decide(name: str, part: Part, switch: Switch | None, config: "VllmConfig", family: int) -> Decision:

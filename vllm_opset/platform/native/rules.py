@@ -120,6 +120,13 @@ def _soft_caps(model) -> bool:
     return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
 
 
+def _head_sizes_differ(model) -> bool:
+    """Whether layers have heads of several sizes, for which vLLM chooses among its own backends by itself."""
+    of_layers = getattr(model.model_arch_config, "per_layer_overrides", None) or ()
+    other = getattr(model.hf_text_config, "global_head_dim", None)  # vLLM up to 0.27 has it in place of these
+    return any("head_size" in layer for layer in of_layers) or other not in (None, model.get_head_size())
+
+
 def _pools_cache(model) -> bool:
     """Whether an encoder stores several positions in one slot. For these, vLLM derives backends from its own only."""
     audio = getattr(model.hf_config, "audio_config", None)
@@ -207,6 +214,7 @@ PARTS: Mapping[str, Part] = {
             Rule("an fp8 KV cache", _LEAVE_IT_OUT, _caches_fp8),
             Rule("soft-capped attention", _LEAVE_IT_OUT, of_model(_soft_caps)),
             Rule("ALiBi", _LEAVE_IT_OUT, _model("uses_alibi")),
+            Rule("layers of several head sizes (Gemma-4)", _LEAVE_IT_OUT, of_model(_head_sizes_differ)),
             _FP32,
         ),
     ),
