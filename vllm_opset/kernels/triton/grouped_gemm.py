@@ -1,14 +1,15 @@
 """grouped_gemm: each program multiplies a tile of one block's rows by a tile of the weight of the block's expert.
 
-Rows are gathered by the sorted choices, so none is copied before. The grid covers as many blocks as the shapes allow.
-Programs of empty blocks, which have the expert −1, multiply and write nothing.
+Programs read rows of x through `sorted_token_ids`, so no sorted copy is made. The grid covers as many blocks as the
+shapes allow. Programs of empty blocks, which have the expert −1, multiply and write nothing.
 
 - `decode`: blocks of up to 16 choices. Reading the weights takes the time, and each weight is read once.
 - `prefill`: larger blocks, whose programs are ordered so that those of one expert run at the same time.
 
 On Hopper GPUs, two variants multiply blocks of up to 16 choices: `wide_decode_sm90` by int4 weights in groups of 128
-columns and more, and `decode_sm90` by MXFP4 and other int4 weights. `prefill_sm90` multiplies larger blocks in fp8, and
-in 16 bits by int4 and MXFP4 weights.
+columns and more, and `decode_sm90` by MXFP4 weights, and by other int4 weights in groups of 32 columns or with long
+rows (`least_columns` in launch.yaml). `prefill_sm90` multiplies larger blocks in fp8, and in 16 bits by int4 and MXFP4
+weights.
 """
 
 from typing import NamedTuple

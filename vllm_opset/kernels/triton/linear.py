@@ -1,15 +1,17 @@
 """linear for one row and a few, as in decode steps, and for quantised weights. PyTorch does the rest.
 
-int4 weights have four variants. `ring` multiplies by few tokens on NVIDIA GPUs, in groups of 128 and more
-(`_packed_linear_sm80`). `packed_sm90` multiplies by some more on Hopper GPUs, and by few in smaller groups
-(`_packed_gemm_sm90`). `packed` multiplies by few tokens on every GPU and for all groups, and `dequantised` by many
-(`_packed_linear`).
+int4 weights have four variants, here with their numbers of tokens on Hopper GPUs:
 
-fp8 weights have three variants. On Hopper GPUs, `decode_sm90` multiplies by few tokens (`_decode_sm90`), and
+- `ring` (`_packed_linear_sm80`): 1 to 8, in groups of 128 columns and more. It serves other NVIDIA GPUs, too.
+- `packed_sm90` (`_packed_gemm_sm90`): 9 to 256, and 1 to 8 where `ring` cannot.
+- `packed` (`_packed_linear`): up to 128 where neither can, such as on other GPUs.
+- `dequantised` (`_packed_linear`): more.
+
+fp8 weights have three variants. On Hopper GPUs, `decode_sm90` multiplies by up to 64 tokens (`_decode_sm90`), and
 `scaled_sm90` by more (`_scaled_gemm_sm90`). `scaled` does all else, and serves int8 weights as well (`_scaled_linear`).
 
 Other weights have three variants. `one_row` sums products in registers, as fast as the weight can be read.
-`decode_sm90` multiplies by few tokens on Hopper GPUs. `torch` calls PyTorch (cuBLAS), which uses the tensor cores.
+`decode_sm90` multiplies by up to 64 tokens on Hopper GPUs. `torch` calls PyTorch (cuBLAS), which uses the tensor cores.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,12 @@
-"""paged_attention in Triton: four variants, by the queries of a call's requests.
+"""paged_attention in Triton: four variants, by the rows of a request: its queries times the query heads of a KV head.
 
-- `decode`: a tile of the fewest rows holds all queries of any request.
-- `verify`: some request has more queries, and one tile still holds them: drafted tokens, ends of prompts.
-- `prefill_sm90`: on Hopper GPUs, all others that it takes, and drafts if their requests are enough to fill the GPU.
+- `decode` (in `decode`): up to 16 rows.
+- `verify` (in `decode`): up to `verify_rows` (64), such as those of drafted tokens and ends of prompts.
+- `prefill_sm90`: on Hopper GPUs, more rows in bf16 and fp16, and drafts if there are enough requests to fill the GPU.
 - `prefill`: all others, such as those with ALiBi, in fp32, or in fp16 with an fp8 cache.
+
+An order to read them in: `_call`, `_tile`, `decode`, `combine` and `prefill`; then `prefill_sm90` with `_plan_sm90`,
+`_load_sm90`, `_attend_sm90`, `_queries_sm90` and `_widen_sm90`. Thresholds are in launch.yaml.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The plan of prefill_sm90, and the launches around it.
 
-A tile that takes longer than a multiprocessor's share of the work is attended in several splits of its keys, each at
-most so many blocks. `plan_prefill` compares several such numbers, and lists the splits, which are items of the plan.
+A tile with more blocks of keys than a split may have is attended in several splits of its keys. `plan_prefill`
+estimates the time for several lengths of a split, takes the fastest, and lists the splits, which are items of the plan.
 `combine_prefill_sm90` combines the partial results of split tiles.
 """
 

@@ -1,4 +1,4 @@
-"""The queries of prefill_sm90: how their rows are spread over threads, and how they become fp8 for keys in fp8."""
+"""The queries of prefill_sm90: the register layout of their rows, and their conversion to fp8 for a cache in fp8."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

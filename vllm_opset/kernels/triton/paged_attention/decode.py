@@ -2,8 +2,8 @@
 
 `plan` puts the key blocks of all requests into one sequence and cuts it into ranges of equal length, one for each
 program. A range may begin in one request and end in another. So every program of a KV head attends the same number of
-blocks, however much the lengths of the requests differ (stream-K, split-KV). Where that costs little, each range lies
-in one request. `attend_decode` attends the ranges. A request that spans several programs leaves a partial result of
+blocks, however much the lengths of the requests differ (stream-K, split-KV). If there are enough programs, no range
+spans two requests. `attend_decode` attends the ranges. A request that spans several programs leaves a partial result of
 each, and the last of these programs combines them, or `combine_verify` does.
 """
 

@@ -1,11 +1,10 @@
 """The kernel of paged_attention for prefill on Hopper GPUs, specialised by warps.
 
-A persistent program takes one item of a plan (`_plan_sm90`) after the other: a query tile, or a split of its keys. Two
-loading warps (`_load_sm90`) have the tensor memory accelerator (TMA) bring keys and values into rings of STAGES blocks
-in shared memory. One of them is the scheduler: it draws items and publishes them to the other warps. Two or three
-warpgroups (`_attend_sm90`) attend 64 of a tile's rows each: while one computes exponentials, the matrix products
-(wgmma) of another run. A warpgroup skips a tile that has no rows for it, such as that of a decoded token. Splits leave
-partial results, which another launch combines.
+Each program is persistent. It takes items of a plan (`_plan_sm90`): a query tile, or a split of its keys. Two loading
+warps (`_load_sm90`) start copies by TMA of keys and values into rings of STAGES blocks in shared memory. One of them
+also draws the items and publishes them to the other warps. Two or three warpgroups (`_attend_sm90`) compute 64 rows
+each. While one computes exponentials, the wgmma of another runs. A warpgroup without rows in a tile skips it, such as
+the second one for a decoded token. Splits leave partial results, which another launch combines.
 
 For an fp8 cache, a warpgroup stores its queries as sums of two matrices in fp8, and wgmma multiplies the keys by both.
 Two more warps (`_widen_sm90`) convert values to fp16.
