@@ -25,7 +25,7 @@ ALLOWED = {
     "vllm.model_executor.models.registry._ModelRegistry.inspect_model_cls": "the same",
     "vllm.engine.arg_utils.EngineArgs.create_engine_config": "the same",
     "vllm.sampling_params.SamplingParams.update_from_tokenizer": "the same",
-    "vllm.model_executor.models.config.GptOssForCausalLMConfig.verify_and_update_config": "the same",
+    "vllm.config.vllm.VllmConfig.try_verify_and_update_config": "the same",
 }
 ON_GPU = {
     "vllm.v1.worker.workspace._manager._alloc_context": "vLLM itself makes it for each engine",
