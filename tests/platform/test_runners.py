@@ -166,6 +166,17 @@ def test_an_integer_that_is_too_long_for_the_engine_is_refused(name, second):
     assert config.use_v2_model_runner == second
 
 
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [({"seed": 2**64 - 1, "n": 2}, r"seed \+ n - 1"), ({"stop_token_ids": [1, 2**64]}, "stop_token_ids")],
+)
+def test_an_integer_that_vllm_makes_or_that_is_one_of_several_is_refused_as_well(values, name):
+    config = served(second=False)
+    with pytest.raises(VLLMValidationError, match=f"has {name}=18446744073709551616, .* of 64 bits to its engine"):
+        OpsetPlatform.validate_request({}, parameters(values))
+    assert not config.use_v2_model_runner
+
+
 def test_a_seed_may_be_any_integer_that_fits():
     config = served()
     OpsetPlatform.validate_request({}, parameters({"seed": -(2**63)}))

@@ -47,7 +47,7 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         sinks: torch.Tensor | None = None,
         chunk_lookback: int = NO_CHUNKS,
     ) -> None:
-        if chunk_lookback != NO_CHUNKS:
+        if chunk_lookback != NO_CHUNKS:  # vLLM 0.33 asks its own Triton backend alone, and would raise before
             raise Refusal(
                 f"vllm-opset does not support attention in chunks that look back (chunk_lookback={chunk_lookback}): "
                 "choose another model."

@@ -31,10 +31,10 @@ def _sets_them() -> bool:
 def take_back() -> None:
     """Let the platform choose the attention backend and the captured steps of every model, unless a user did.
 
-    Before vLLM asks its platform, it sets a backend or a version of FlashAttention for Gemma-4, whose layers differ in
-    head size, and the longest captured step of gpt-oss. These look like a user's choice. Platforms with one backend
-    would refuse Gemma-4, and a CPU, which captures nothing, would refuse gpt-oss. On stock vLLM, what vLLM set stays
-    where opset's attention is off.
+    Before vLLM asks its platform, it sets a backend or a version of FlashAttention for some models, such as Gemma-4,
+    whose layers differ in head size, and the longest captured step of gpt-oss. These look like a user's choice.
+    Platforms with one backend would refuse Gemma-4, and a CPU, which captures nothing, would refuse gpt-oss. On stock
+    vLLM, what vLLM set stays where opset's attention is off.
     """
     from vllm.config import VllmConfig
 

@@ -49,12 +49,15 @@ def check_integers(params: "SamplingParams") -> None:
     """
     from vllm.exceptions import VLLMValidationError
 
-    for name in params.__struct_fields__:
-        value = getattr(params, name)
-        if isinstance(value, int) and not -(2**63) <= value < 2**64:
-            raise VLLMValidationError(
-                f"A request has {name}={value}, and vLLM passes integers of 64 bits to its engine: give another."
-            )
+    asked = {name: getattr(params, name) for name in params.__struct_fields__}
+    if params.seed is not None:
+        asked["seed + n - 1"] = params.seed + params.n - 1  # the seed of the last answer
+    for name, value in asked.items():
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, int) and not -(2**63) <= one < 2**64:
+                raise VLLMValidationError(
+                    f"A request has {name}={one}, and vLLM passes integers of 64 bits to its engine: give another."
+                )
 
 
 def check_request(params: "SamplingParams") -> None:

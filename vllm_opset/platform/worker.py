@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_opset.model import layers
-from vllm_opset.platform import compat
+from vllm_opset.platform import compat, model_settings
 from vllm_opset.platform.packing import PackingWorker
 from vllm_opset.platform.report import Reporting
 
@@ -17,6 +17,7 @@ logger = init_logger(f"vllm.{__name__}")
 class OpsetWorker(Reporting, PackingWorker):
     def load_model(self, **kwargs) -> None:
         compat.forget_shared_layers()
+        model_settings.take_back()  # vLLM copies the configuration for a draft model
         if not self.vllm_config.use_v2_model_runner:
             from vllm_opset.platform.v1 import input_batch
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,33 @@ def test_kernels_are_launched_while_weights_load(monkeypatch):
     made.model_config, made.model_runner = None, SimpleNamespace(get_model=lambda: None)
     made.load_model()
     assert ran == [("weights", True), ("sampler", False)]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "native"])
+def test_a_worker_of_its_own_process_leaves_a_draft_models_settings_to_the_platform(platform, monkeypatch):
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_worker import Worker
+
+    class Loads(Exception):
+        """Ends the test where vLLM would load the model."""
+
+    def load_model(self, **kwargs) -> None:
+        raise Loads
+
+    worker = importlib.import_module(f"vllm_opset.platform.{platform}.worker")
+    kind = next(value for name, value in vars(worker).items() if name.lower() == f"opset{platform}worker")
+    monkeypatch.setattr(Worker, "load_model", load_model)
+    for module, name in (("graphs", "in_pieces"), ("quantised_weights", "register")):
+        monkeypatch.setattr(getattr(worker, module, worker), name, lambda *_: False, raising=False)
+    monkeypatch.setattr(
+        VllmConfig, "try_verify_and_update_config", inspect.unwrap(VllmConfig.try_verify_and_update_config)
+    )
+    made = kind.__new__(kind)
+    made.vllm_config = SimpleNamespace(use_v2_model_runner=True)
+    made.model_config, made.parts = SimpleNamespace(is_moe=False), set()
+    with contextlib.suppress(Loads):
+        made.load_model()
+    assert hasattr(VllmConfig.try_verify_and_update_config, "__wrapped__")
 
 
 @pytest.mark.parametrize("platform", ["cuda", "native"])

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_opset.attention import BACKEND
 from vllm_opset.platform.native import parts
+from vllm_opset.platform.refusals import Refusal
 
 pytestmark = pytest.mark.window
 
@@ -66,11 +67,19 @@ def test_another_attention_of_a_draft_model_is_vllms(engine, attention_of):
     assert attention_of(config, AttentionBackendEnum.CUSTOM) == BACKEND
 
 
-def test_opsets_attention_of_a_draft_model_is_asked_for_the_engine(unprocessed):
+@pytest.mark.parametrize("of_the_engine", [AttentionBackendEnum.CUSTOM, AttentionBackendEnum.FLASH_ATTN])
+def test_a_draft_model_has_opsets_attention_only_with_that_of_the_engine(of_the_engine, unprocessed):
     config = unprocessed(QWEN3, load_format="dummy", dtype="bfloat16")
     drafts = SimpleNamespace(method="draft_model", attention_backend=AttentionBackendEnum.CUSTOM)
     object.__setattr__(config, "speculative_config", drafts)
-    assert parts.decide(config, 100)["attention"] == (True, "asked for by --attention-backend CUSTOM")
+    config.attention_config.backend = of_the_engine
+    if of_the_engine == AttentionBackendEnum.CUSTOM:
+        assert parts.decide_once(config, 90)["attention"].on
+    else:
+        with pytest.raises(
+            Refusal, match="asks for vllm-opset's attention for the draft model alone: give --attention-"
+        ):
+            parts.decide_once(config, 90)
 
 
 def test_a_second_engine_of_a_process_has_its_own_attention(engine, monkeypatch):

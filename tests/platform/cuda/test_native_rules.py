@@ -26,6 +26,10 @@ EXAMPLES: dict[str, dict] = {
     "encoders with a pooled KV cache (Voxtral Realtime)": {
         "model_config__hf_config": SimpleNamespace(audio_config=SimpleNamespace(block_pool_size=4))
     },
+    "attention in chunks that look back (Rnj-1)": {
+        "model_config__architectures": ["Rnj1ForCausalLM"],
+        "model_config__hf_text_config__layer_types": ["chunked_attention"],
+    },
     "a KV cache in that dtype": {"cache_config__cache_dtype": "fp8_e5m2"},
     "KV connectors": {"kv_transfer_config": object()},
     "KV cache offloading": {"cache_config__kv_offloading_size": 1.0},
@@ -46,7 +50,7 @@ EXAMPLES: dict[str, dict] = {
     "soft-capped attention": {"model_config__hf_text_config__attn_logit_softcapping": 50.0},
     "ALiBi": {"model_config__uses_alibi": True},
     "layers of several head sizes (Gemma-4)": {
-        "model_config__model_arch_config__per_layer_overrides": [{}, {"head_size": 512}]
+        "model_config__hf_text_config__per_layer_config": [SimpleNamespace(head_dim=size) for size in (256, 512)]
     },
     "fp32": {"model_config__dtype": torch.float32},
     "fp64 sampling noise": {"model_config__use_fp64_gumbel": True},
@@ -145,7 +149,8 @@ UNSUPPORTED = {
     "attention": (
         "another worker class", "another attention backend", "multi-head latent attention (MLA)",
         "multimodal prefix LMs (bidirectional attention within an image)",
-        "encoders with a pooled KV cache (Voxtral Realtime)", "a KV cache in that dtype", "KV connectors",
+        "encoders with a pooled KV cache (Voxtral Realtime)", "attention in chunks that look back (Rnj-1)",
+        "a KV cache in that dtype", "KV connectors",
         "KV cache offloading", "decode context parallelism",
         "prefill context parallelism", "batch invariance", "tensor descriptors in vLLM's own Triton kernels",
     ),

@@ -58,6 +58,11 @@ def decide_once(config: "VllmConfig", family: int) -> dict[str, Decision]:
         return {}
     decisions, asked = decide(config, family), _switches(config)
     parts = {name: name in asked for name, part in decisions.items() if part.on}
+    if is_ours(getattr(config.speculative_config, "attention_backend", None)) and "attention" not in parts:
+        raise Refusal(
+            "attention_backend CUSTOM in --speculative-config asks for vllm-opset's attention for the draft model "
+            f"alone: give {BACKEND_OPTION}, too."
+        )
     config.additional_config = {**config.additional_config, KEY: parts}
     return decisions
 
@@ -91,9 +96,8 @@ def is_wanted(name: str, kind: str, config: "VllmConfig", family: int) -> bool:
 
 def _switches(config: "VllmConfig") -> dict[str, Switch]:
     """The user's switch of each part that has one. Raises Refusal if two of attention contradict each other."""
-    chosen = dict(switches.read(config.additional_config))
-    backends = config.attention_config.backend, getattr(config.speculative_config, "attention_backend", None)
-    if any(map(is_ours, backends)):
+    chosen = switches.read(config.additional_config)
+    if is_ours(config.attention_config.backend):
         switch = chosen.setdefault("attention", Switch(True, BACKEND_OPTION))
         if not switch.on:
             raise Refusal(f"{BACKEND_OPTION} asks for vllm-opset's attention, and {switch.source} switches it off.")

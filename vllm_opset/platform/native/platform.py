@@ -78,7 +78,7 @@ class OpsetNativePlatform(CudaPlatform):
         from vllm.config import get_current_vllm_config
 
         config = get_current_vllm_config()
-        named = selected_backend is not None  # by a user, and a draft model's may be another
+        named = selected_backend is not None  # by a user, also for the draft model alone, or by vLLM for a model
         if "attention" not in parts.kept(config) or (named and not is_ours(selected_backend)):
             return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
         reasons = _why_not(attn_selector_config, num_heads, cls.get_device_capability())

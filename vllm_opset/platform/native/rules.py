@@ -18,6 +18,7 @@ from vllm_opset.platform.refusals import (
     caches_neither_alike_nor_in_fp8,
     environment,
     given,
+    looks_back,
     of_model,
     several,
     two_batches,
@@ -122,9 +123,10 @@ def _soft_caps(model) -> bool:
 
 def _head_sizes_differ(model) -> bool:
     """Whether layers have heads of several sizes, for which vLLM chooses among its own backends by itself."""
-    of_layers = getattr(model.model_arch_config, "per_layer_overrides", None) or ()
-    other = getattr(model.hf_text_config, "global_head_dim", None)  # vLLM up to 0.27 has it in place of these
-    return any("head_size" in layer for layer in of_layers) or other not in (None, model.get_head_size())
+    config = model.hf_text_config
+    sizes = {getattr(layer, "head_dim", None) for layer in getattr(config, "per_layer_config", ())}
+    other = getattr(config, "global_head_dim", None)  # in releases of transformers without settings by layer
+    return len(sizes) > 1 or other not in (None, getattr(config, "head_dim", None))
 
 
 def _pools_cache(model) -> bool:
@@ -190,13 +192,14 @@ PARTS: Mapping[str, Part] = {
             _OTHER_WORKER,
             Rule("another attention backend", "leave out --attention-backend and --attention-config", _another_backend),
             _MLA,
-            # Each of their layers needs it, so that vLLM's attention would serve them all.
+            # All layers of such a model ask for this attention, and opset's does not have it.
             Rule(
                 "multimodal prefix LMs (bidirectional attention within an image)",
                 _LEAVE_IT_OUT,
                 _model("is_mm_prefix_lm"),
             ),
             Rule("encoders with a pooled KV cache (Voxtral Realtime)", _LEAVE_IT_OUT, of_model(_pools_cache)),
+            Rule("attention in chunks that look back (Rnj-1)", _LEAVE_IT_OUT, of_model(looks_back)),
             Rule("a KV cache in that dtype", "leave out --kv-cache-dtype", caches_neither_alike_nor_in_fp8),
             Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
             # vLLM makes a connector for it after the configuration is checked.

@@ -11,7 +11,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_opset.kernels.triton._constants import assume_unchanged
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import fusion, layers, linear, registration
-from vllm_opset.platform import compat, compile_cache, quantised_weights, refusals
+from vllm_opset.platform import compat, compile_cache, model_settings, quantised_weights, refusals
 from vllm_opset.platform.cuda import device, warm_up
 from vllm_opset.platform.cuda.starting import Starting
 from vllm_opset.platform.native import parts
@@ -28,6 +28,7 @@ class OpsetNativeWorker(Starting, PackingWorker):
 
     def load_model(self, **kwargs) -> None:
         compat.forget_shared_layers()
+        model_settings.take_back()  # vLLM copies the configuration for a draft model
         with ExitStack() as building:
             if "ops" in self.parts:
                 building.enter_context(_opset_layers())
