@@ -4,6 +4,8 @@ import models
 import pytest
 from engines import generate, served, tokens
 
+from vllm_opset.platform.bridges import has
+
 NUM_TOKENS = 48
 # If two logits nearly tie, either token would be right, and the model would prove nothing. The logits are of the order
 # of 10, and fp32 leaves about 1e-5 of them open.
@@ -31,7 +33,17 @@ FUSED, IN_FUSED = {"rope_cache", "qk_norm_rope_cache"}, {"rotary_embedding", "re
 EITHER = {"gpt_neox": {"rotary_embedding", "layer_norm"}}
 
 
-@pytest.mark.parametrize("name", [*models.CONFIGS, *models.MIXTURES])
+LAYERS_DIFFER = pytest.mark.skipif(
+    not has("vllm.config.model_arch.ModelArchitectureConfig.__getitem__")(),
+    reason="vLLM up to 0.27 reads no model of several head sizes: ends when 0.28 is the oldest supported release",
+)
+MODELS = [
+    pytest.param(name, marks=LAYERS_DIFFER) if name == "gemma4" else name
+    for name in (*models.CONFIGS, *models.MIXTURES)
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_equal(name, engine, tmp_path):
     reference = models.build(name, tmp_path)
     prompts = models.prompts()
