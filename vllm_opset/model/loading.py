@@ -8,6 +8,7 @@ have loaded.
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MethodType
 
 import torch
 
@@ -74,12 +75,19 @@ def watch(layer: torch.nn.Module) -> None:
 
 
 def _watched(load: Callable, name: str) -> Callable:
+    """The loader with its errors named and its parts noted. A bound method stays one.
+
+    vLLM keeps loaders for a later reload. It can cut the layer off bound methods alone (`sanitize_layer_refs`). With
+    another reference to it, the layer would never be freed.
+    """
+    if inspect.ismethod(load):
+        return MethodType(_watched(load.__func__, name), load.__self__)
     signature, noted = inspect.signature(load), set()
 
     @functools.wraps(load)
     def watched(*args, **kwargs):
         given = signature.bind(*args, **kwargs).arguments
-        parameter, loaded, *_ = given.values()
+        parameter, loaded, *_ = (one for one in given.values() if isinstance(one, torch.Tensor))
         try:
             result = load(*args, **kwargs)
         except (AssertionError, IndexError, RuntimeError, ValueError) as error:
