@@ -1,8 +1,10 @@
 """Errors name a quantised tensor that does not fit or is missing, and a watched layer is freed with its model."""
 
 import gc
+import re
 import weakref
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,8 +29,32 @@ class Linear(torch.nn.Module):
         watch(self)
 
     def load(self, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id=None) -> None:
-        first = 2 * (loaded_shard_id if isinstance(loaded_shard_id, int) else 0)
-        param.data[first : first + len(loaded_weight)].copy_(loaded_weight)
+        self.copy(param.data[2 * loaded_shard_id :], loaded_weight)
+
+    @staticmethod
+    def copy(rows: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+        rows[: len(loaded_weight)] = loaded_weight
+
+
+@pytest.mark.parametrize(
+    "raised", [ValueError("input_scales of w1 and w3 of a layer must be equal"), AssertionError(), IndexError("row")]
+)
+def test_an_error_of_a_loader_is_quoted_with_the_name_of_the_tensor(raised, monkeypatch):
+    monkeypatch.setattr(Linear, "copy", Mock(side_effect=raised))
+    layer = Linear()
+    said = (
+        "layers.0.gate_up_proj.weight (1) cannot be loaded: [2, 4] in the checkpoint, into [4, 4] "
+        f"(all parts, in this worker): {raised!r}"
+    )
+    with pytest.raises(ValueError, match=re.escape(said)):
+        layer.weight.weight_loader(param=layer.weight, loaded_weight=torch.ones(2, 4), loaded_shard_id=1)
+
+
+def test_an_error_of_memory_while_weights_are_loaded_stays_one(monkeypatch):
+    monkeypatch.setattr(Linear, "copy", Mock(side_effect=torch.OutOfMemoryError))
+    layer = Linear()
+    with pytest.raises(torch.OutOfMemoryError):
+        layer.weight.weight_loader(layer.weight, torch.ones(2, 4), 1)
 
 
 def test_a_watched_layer_is_freed_with_its_model():

@@ -17,7 +17,7 @@ from vllm_opset.unsupported import Refusal
 # A part of a fused layer by vLLM's name of it, and the expert that it belongs to. None stands for all.
 Part = tuple[int | str | None, int | None]
 ALL: Part = (None, None)
-# vLLM's names of weights and zero points. Those of GPTQ, `qzeros`, are not read.
+# vLLM's names of weights and zero points. GPTQ's `qzeros` are ignored: opset serves symmetric GPTQ alone.
 VALUES = ("weight", "qweight", "weight_packed", "weight_zero_point")
 AWQ_VALUES = ("qweight", "qzeros")
 MOST = 8  # of missing parts that an error names
@@ -64,7 +64,7 @@ def check_columns(weights: str, columns: int, multiple: int) -> None:
 def watch(layer: torch.nn.Module) -> None:
     """Mark the scales of a layer whose parameters were just created, and have loaders name and note what they load.
 
-    A loader then raises ValueError, with the name of the tensor and vLLM's own error, for one that does not fit.
+    A loader then raises ValueError, with the name of the tensor and vLLM's own error, for one that it cannot load.
     """
     for name, parameter in layer.named_parameters(recurse=False):
         if "scale" in name:
@@ -90,10 +90,12 @@ def _watched(load: Callable, name: str) -> Callable:
         parameter, loaded, *_ = (one for one in given.values() if isinstance(one, torch.Tensor))
         try:
             result = load(*args, **kwargs)
+        except torch.OutOfMemoryError:  # a RuntimeError, and no fault of the tensor
+            raise
         except (AssertionError, IndexError, RuntimeError, ValueError) as error:
             raise ValueError(
-                f"{name}{_said([_part(given)])} has another size or granularity than config.json says: "
-                f"{list(loaded.shape)} in the checkpoint, for {list(parameter.shape)} here ({error!r})"
+                f"{name}{_said([_part(given)])} cannot be loaded: {list(loaded.shape)} in the checkpoint, into "
+                f"{list(parameter.shape)} (all parts, in this worker): {error!r}"
             ) from error
         shard, expert = _part(given)
         shards = shard if isinstance(shard, tuple) else (shard,)
