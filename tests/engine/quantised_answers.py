@@ -97,11 +97,10 @@ def assert_the_same_without_fusing(llm, answered: list[list[int]]) -> None:
     assert answers(llm) == answered
 
 
-DAMAGES = pytest.mark.parametrize(
-    "damage",
-    [lambda weights, name: weights[name].fill_(float("nan")), lambda weights, name: weights.pop(name)],
-    ids=["NaN", "missing"],
-)
+def lose(weights: dict[str, torch.Tensor], name: str) -> None:
+    """Delete a tensor, or all tensors of a layer."""
+    for one in [one for one in weights if f"{one}.".startswith(f"{name}.")]:
+        del weights[one]
 
 
 def damaged(checkpoint: Path, damage, name: str, folder: Path) -> Path:

@@ -9,7 +9,6 @@ import quantised
 import torch
 from engines import report, served
 from quantised_answers import (
-    DAMAGES,
     NOT_ON_GPU,
     NUM_TOKENS,
     PER_GROUP,
@@ -20,6 +19,7 @@ from quantised_answers import (
     answers_of_plain,
     assert_the_same_without_fusing,
     damaged,
+    lose,
     multiplies_in_eight_bits,
     quantising_layers,
     saved,
@@ -106,12 +106,12 @@ def test_experts_quantise_activations_where_the_device_multiplies_them(
     assert f"scheme={kind} {weight_group} by {kind} {group}," in row["problem"]
 
 
-@DAMAGES
 @pytest.mark.parametrize(
     ("name", "scale_name"), [("channelwise", "weight_scale"), ("blockwise", "weight_scale_inv"), ("awq", "scales")]
 )
-def test_a_damaged_scale_of_an_expert_is_named(damage, name, scale_name, mixtures, engine, tmp_path):
-    folder = damaged(mixtures[name], damage, f"model.layers.1.mlp.experts.5.down_proj.{scale_name}", tmp_path)
+def test_a_damaged_scale_of_an_expert_is_named(name, scale_name, mixtures, engine, tmp_path):
+    scale = f"model.layers.1.mlp.experts.5.down_proj.{scale_name}"
+    folder = damaged(mixtures[name], lambda weights, name: weights[name].fill_(torch.nan), scale, tmp_path)
     named = rf"model\.layers\.1\.mlp\.experts.*\.w2_{scale_name} holds NaN, .* for expert 5: the checkpoint is damaged"
     with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
         pass
@@ -121,17 +121,21 @@ def test_a_damaged_scale_of_an_expert_is_named(damage, name, scale_name, mixture
     ("name", "tensor"),
     [
         ("channelwise", "weight"),
+        ("channelwise", "weight_scale"),
+        ("static", "input_scale"),
         ("blockwise", "weight"),
+        ("blockwise", "weight_scale_inv"),
         ("int8", "weight"),
         ("awq", "qweight"),
         ("awq", "qzeros"),
+        ("awq", "scales"),
         ("gptq", "qweight"),
         ("int4, zero points", "weight_zero_point"),
     ],
 )
-def test_a_missing_weight_or_zero_point_of_an_expert_is_named(name, tensor, mixtures, engine, tmp_path):
+def test_a_missing_tensor_of_an_expert_is_named(name, tensor, mixtures, engine, tmp_path):
     missing = f"model.layers.1.mlp.experts.5.up_proj.{tensor}"
-    folder = damaged(mixtures[name], lambda weights, name: weights.pop(name), missing, tmp_path)
+    folder = damaged(mixtures[name], lose, missing, tmp_path)
     named = rf"model\.layers\.1\.mlp\.experts.*\.w13_{tensor} \(w3 of expert 5\) is missing in the checkpoint"
     with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
         pass

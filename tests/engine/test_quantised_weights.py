@@ -1,6 +1,7 @@
 """Models with fp8, int8 and int4 weights give the tokens of the same weights in bf16, whatever their format."""
 
 import json
+import re
 from pathlib import Path
 
 import models
@@ -10,7 +11,6 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from engines import report, runner, served
 from quantised_answers import (
-    DAMAGES,
     NOT_ON_GPU,
     PER_GROUP,
     PER_TOKEN,
@@ -19,6 +19,7 @@ from quantised_answers import (
     answers_of_plain,
     assert_the_same_without_fusing,
     damaged,
+    lose,
     multiplies_in_eight_bits,
     quantising_layers,
     saved,
@@ -42,6 +43,9 @@ def expected(checkpoints, engine) -> dict[str, list[list[int]]]:
     return answers_of_plain(checkpoints, engine)
 
 
+LOST = {"channelwise": "o_proj.weight_scale", "blockwise": "k_proj.weight"}  # when weights are loaded again
+
+
 @NOT_ON_GPU
 @pytest.mark.parametrize(
     ("name", "arguments", "dtype", "groups"),
@@ -58,7 +62,9 @@ def expected(checkpoints, engine) -> dict[str, list[list[int]]]:
         ("int4, zero points", {}, "uint4", ["1x32 with zero points"]),
     ],
 )
-def test_quantised_weights_serve_as_what_they_stand_for(name, arguments, dtype, groups, checkpoints, expected, engine):
+def test_quantised_weights_serve_as_what_they_stand_for(
+    name, arguments, dtype, groups, checkpoints, expected, engine, tmp_path
+):
     with engine(checkpoints[name], dtype="bfloat16", **arguments) as llm:
         assert answers(llm) == expected[dtype]
         rows = [row for row in report(llm) if row["op"] == "linear"]
@@ -70,12 +76,16 @@ def test_quantised_weights_serve_as_what_they_stand_for(name, arguments, dtype, 
             llm.collective_rpc("save_sharded_state", kwargs={"path": "unused"})
         if name == "static, int8" or (name.startswith("gptq") and "has_g_idx" in MPLinearLayerConfig.__annotations__):
             # vLLM counts the one scale of a fused layer's activations once for each part, and so did vLLM 0.26 with the
-            # groups of GPTQ's inputs. So when it loads weights again, it takes the layer for complete too early.
-            # Missing scales of int8 are then named as NaN; GPTQ's hold what was in memory.
+            # groups of GPTQ's inputs. So when it loads weights again, it takes the layer for complete too early. What
+            # was not loaded until then is named as missing.
             return
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoints[name])})
         llm.reset_prefix_cache()
         assert answers(llm) == expected[dtype]
+        if name in LOST:
+            folder = damaged(checkpoints[name], lose, f"model.layers.1.self_attn.{LOST[name]}", tmp_path)
+            with pytest.raises(Exception, match="is missing in the checkpoint"):
+                llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
 
 
 @NOT_ON_GPU
@@ -129,61 +139,53 @@ def test_activations_are_quantised_where_the_device_multiplies_them(
     assert (found.float() - expected).norm() < 2**-8 * expected.norm()
 
 
-@DAMAGES
-def test_a_damaged_scale_is_named(damage, checkpoints, engine, tmp_path):
-    folder = damaged(checkpoints["channelwise"], damage, "model.layers.1.mlp.down_proj.weight_scale", tmp_path)
+def test_a_damaged_scale_is_named(checkpoints, engine, tmp_path):
+    scale = "model.layers.1.mlp.down_proj.weight_scale"
+    folder = damaged(checkpoints["channelwise"], lambda weights, name: weights[name].fill_(torch.nan), scale, tmp_path)
+    named = rf"{re.escape(scale)} holds NaN.*: the checkpoint is damaged, or lacks it"
+    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
+        pass
+
+
+def test_a_layer_that_the_checkpoint_lacks_as_a_whole_is_named_by_its_scale(checkpoints, engine, tmp_path):
+    folder = damaged(checkpoints["channelwise"], lose, "model.layers.1.mlp.down_proj", tmp_path)
     named = r"model\.layers\.1\.mlp\.down_proj\.weight_scale holds NaN.*: the checkpoint is damaged, or lacks it"
     with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
         pass
 
 
-@pytest.mark.parametrize(
-    ("name", "scale"),
-    [
-        ("channelwise", "weight_scale"),
-        ("static", "weight_scale"),
-        ("static", "input_scale"),
-        ("blockwise", "weight_scale_inv"),
-        ("int8", "weight_scale"),
-        ("static, int8", "weight_scale"),
-        ("awq", "scales"),
-        ("gptq", "scales"),
-        ("int4", "weight_scale"),
-        ("int4, zero points", "weight_scale"),
-    ],
-)
-def test_a_missing_scale_of_a_part_of_a_fused_layer_is_named(name, scale, checkpoints, engine, tmp_path):
-    missing = f"model.layers.1.self_attn.k_proj.{scale}"
-    folder = damaged(checkpoints[name], lambda weights, name: weights.pop(name), missing, tmp_path)
-    named = rf"model\.layers\.1\.self_attn\.qkv_proj\.{scale} holds NaN.*: the checkpoint is damaged, or lacks it"
-    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
-        pass
+K_PROJ, O_PROJ = ("k_proj", r"qkv_proj\.{} \(k\)"), ("o_proj", r"o_proj\.{}")  # a part of a layer, and a whole one
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor"),
+    ("name", "tensor", "layer"),
     [
-        ("channelwise", "weight"),
-        ("blockwise", "weight"),
-        ("int8", "weight"),
-        ("awq", "qweight"),
-        ("awq", "qzeros"),
-        ("gptq", "qweight"),
-        ("int4, zero points", "weight_packed"),
-        ("int4, zero points", "weight_zero_point"),
+        ("channelwise", "weight", K_PROJ),
+        ("channelwise", "weight", O_PROJ),
+        ("channelwise", "weight_scale", K_PROJ),
+        ("channelwise", "weight_scale", O_PROJ),
+        ("static", "weight_scale", K_PROJ),
+        ("static", "input_scale", K_PROJ),
+        ("blockwise", "weight", K_PROJ),
+        ("blockwise", "weight_scale_inv", K_PROJ),
+        ("int8", "weight", K_PROJ),
+        ("int8", "weight_scale", K_PROJ),
+        ("static, int8", "weight_scale", K_PROJ),
+        ("awq", "qweight", K_PROJ),
+        ("awq", "qzeros", O_PROJ),
+        ("awq", "scales", K_PROJ),
+        ("gptq", "qweight", O_PROJ),
+        ("gptq", "scales", K_PROJ),
+        ("int4", "weight_scale", K_PROJ),
+        ("int4, zero points", "weight_packed", O_PROJ),
+        ("int4, zero points", "weight_scale", K_PROJ),
+        ("int4, zero points", "weight_zero_point", K_PROJ),
     ],
 )
-@pytest.mark.parametrize(
-    ("of_checkpoint", "layer", "part"),
-    [("k_proj", "qkv_proj", r" \(k\)"), ("o_proj", "o_proj", "")],
-    ids=["part", "all"],
-)
-def test_a_missing_weight_or_zero_point_is_named(
-    name, tensor, of_checkpoint, layer, part, checkpoints, engine, tmp_path
-):
-    missing = f"model.layers.1.self_attn.{of_checkpoint}.{tensor}"
-    folder = damaged(checkpoints[name], lambda weights, name: weights.pop(name), missing, tmp_path)
-    named = rf"model\.layers\.1\.self_attn\.{layer}\.{tensor}{part} is missing in the checkpoint"
+def test_a_missing_tensor_is_named(name, tensor, layer, checkpoints, engine, tmp_path):
+    of_checkpoint, of_model = layer
+    folder = damaged(checkpoints[name], lose, f"model.layers.1.self_attn.{of_checkpoint}.{tensor}", tmp_path)
+    named = rf"model\.layers\.1\.self_attn\.{of_model.format(tensor)} is missing in the checkpoint"
     with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
         pass
 

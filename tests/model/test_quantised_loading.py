@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from vllm_opset.model.loading import check_blocks, watch
+from vllm_opset.model.loading import check_blocks, check_experts, check_linear, watch
 from vllm_opset.unsupported import Refusal
 
 LAYER = SimpleNamespace(prefix="layers.0.gate_up_proj")
@@ -29,7 +29,8 @@ class Linear(torch.nn.Module):
         watch(self)
 
     def load(self, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id=None) -> None:
-        self.copy(param.data[2 * loaded_shard_id :], loaded_weight)
+        first = 2 * loaded_shard_id if isinstance(loaded_shard_id, int) else 0
+        self.copy(param.data[first:], loaded_weight)
 
     @staticmethod
     def copy(rows: torch.Tensor, loaded_weight: torch.Tensor) -> None:
@@ -55,6 +56,111 @@ def test_an_error_of_memory_while_weights_are_loaded_stays_one(monkeypatch):
     layer = Linear()
     with pytest.raises(torch.OutOfMemoryError):
         layer.weight.weight_loader(layer.weight, torch.ones(2, 4), 1)
+
+
+def load(layer: torch.nn.Module, *shards, lacks: str | None = None) -> None:
+    """Load the parts of all parameters, but of one only the first of them."""
+    for name, parameter in layer.named_parameters():
+        for shard in shards[:1] if name == lacks else shards:
+            parameter.weight_loader(parameter, torch.ones(2, parameter.shape[1]), shard)
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale"])
+def test_each_time_that_weights_are_loaded_a_part_that_is_missing_is_named(name):
+    layer = Linear()
+    missing = rf"layers\.0\.gate_up_proj\.{name} \(1\) is missing in the checkpoint"
+    load(layer, 0, 1, lacks=name)
+    with pytest.raises(ValueError, match=missing):
+        check_linear(layer)
+    load(layer, 0, 1)
+    check_linear(layer)
+    load(layer, 0, 1, lacks=name)
+    with pytest.raises(ValueError, match=missing):
+        check_linear(layer)
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale"])
+def test_a_whole_tensor_that_is_missing_is_named(name):
+    layer = Linear(1)
+    others = [one for own, one in layer.named_parameters() if own != name]
+    others[0].weight_loader(others[0], torch.ones(2, others[0].shape[1]), 0)
+    with pytest.raises(ValueError, match=rf"layers\.0\.gate_up_proj\.{name} is missing in the checkpoint"):
+        check_linear(layer)
+
+
+@pytest.mark.parametrize("shards", [(None,), ((0, 1), 2), (0, (1, 2))], ids=str)
+def test_a_tensor_may_be_fused_on_disk_as_a_whole_or_in_part(shards):
+    layer = Linear(3)
+    load(layer, *shards)
+    check_linear(layer)
+
+
+def test_a_part_beside_a_fused_one_that_is_missing_is_named():
+    layer = Linear(3)
+    load(layer, (0, 1), 2, lacks="weight")
+    with pytest.raises(ValueError, match=r"gate_up_proj\.weight \(2\) is missing"):
+        check_linear(layer)
+
+
+def test_a_layer_for_which_no_loader_was_called_is_not_checked():
+    layer = Linear()
+    check_linear(layer)
+    assert layer.weight_scale.isnan().all(), "which the kernel names if nothing else has filled it"
+
+
+class Experts(torch.nn.Module):
+    """Four experts, of which this worker has those that are mapped to one of its rows."""
+
+    local_num_experts, moe_config = 4, SimpleNamespace(is_act_and_mul=True)
+
+    def __init__(self, expert_map: list[int] | None = None) -> None:
+        super().__init__()
+        self.layer_name = "layers.0.experts"
+        self.expert_map = None if expert_map is None else torch.tensor(expert_map)
+        for name in ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"):
+            parameter = torch.nn.Parameter(torch.zeros(4, 2, 4), requires_grad=False)
+            parameter.weight_loader = self.load
+            self.register_parameter(name, parameter)
+        watch(self)
+
+    def load(self, param, loaded_weight, weight_name: str, shard_id: str, expert_id: int, return_success=False) -> bool:
+        return self.expert_map is None or bool(self.expert_map[expert_id] >= 0)
+
+    def load_all(self, experts: range, lacks: tuple[str, str, int] | None = None, dimensions: int = 2) -> None:
+        for name, parameter in self.named_parameters():
+            for shard in ("w1", "w3") if name.startswith("w13") else ("w2",):
+                for expert in experts:
+                    if (name, shard, expert) != lacks:
+                        loaded = torch.ones((2,) * dimensions)
+                        parameter.weight_loader(parameter, loaded, name, shard_id=shard, expert_id=expert)
+
+
+@pytest.mark.parametrize("lacks", [("w13_weight", "w3", 2), ("w2_weight_scale", "w2", 3)], ids=str)
+def test_a_tensor_of_an_expert_that_is_missing_is_named_each_time(lacks):
+    layer, (name, shard, expert) = Experts(), lacks
+    layer.load_all(range(4))
+    check_experts(layer)
+    layer.load_all(range(4), lacks)
+    with pytest.raises(ValueError, match=rf"layers\.0\.experts\.{name} \({shard} of expert {expert}\) is missing"):
+        check_experts(layer)
+
+
+def test_experts_of_other_workers_may_be_missing():
+    layer = Experts([-1, 0, -1, 1])
+    layer.load_all(range(4), ("w2_weight", "w2", 2))
+    check_experts(layer)
+    layer.load_all(range(4), ("w2_weight", "w2", 3))
+    with pytest.raises(ValueError, match=r"w2_weight \(w2 of expert 3\) is missing"):
+        check_experts(layer)
+
+
+def test_one_tensor_of_three_dimensions_holds_all_experts():
+    layer = Experts()
+    layer.load_all(range(1), dimensions=3)
+    check_experts(layer)
+    layer.load_all(range(1), ("w13_weight_scale", "w3", 0), dimensions=3)
+    with pytest.raises(ValueError, match=r"w13_weight_scale \(w3 of expert 0, .*w3 of expert 3\) is missing"):
+        check_experts(layer)
 
 
 def test_a_watched_layer_is_freed_with_its_model():

@@ -1,13 +1,14 @@
 """Checks of a layer's quantised weights before, while and after they are loaded. Errors name the tensor.
 
-vLLM does not notice a tensor that a checkpoint lacks. It keeps what was in memory. So scales are NaN until they are
-loaded, and `schemes.check_scale` raises for NaN. Other values have no such mark. Their loaders note which parts they
-have loaded.
+vLLM does not notice a tensor that a checkpoint lacks. It keeps what was in memory. So loaders note which parts they
+load, and a layer asks for all parts each time its weights were loaded. It does not ask if its loaders noted nothing, as
+with `--load-format dummy`. For a layer that the checkpoint lacks as a whole, scales are therefore NaN at first, and
+`schemes.check_scale` raises for NaN. When weights are loaded again, vLLM keeps such a layer's old weights.
 """
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 
 import torch
@@ -21,7 +22,7 @@ ALL: Part = (None, None)
 VALUES = ("weight", "qweight", "weight_packed", "weight_zero_point")
 AWQ_VALUES = ("qweight", "qzeros")
 MOST = 8  # of missing parts that an error names
-NOTED = "opset_loaded"  # the attribute of a loader with the parts that it has loaded
+NOTED = "opset_loaded"  # the attribute of a loader with the parts that it has loaded since they were last checked
 
 
 def prefix_of(layer: torch.nn.Module) -> str:
@@ -118,9 +119,12 @@ def _said(parts: Iterable[Part]) -> str:
 
 
 def check_linear(layer: torch.nn.Module, names: Sequence[str] = VALUES) -> None:
-    """Raise ValueError, with their name, for values of a linear layer that the checkpoint lacks, or a part of them."""
+    """Raise ValueError, with its name, for a tensor of a linear layer that the checkpoint lacks, or a part of it.
+
+    names: of those that are asked for beside all scales.
+    """
     number = len(getattr(layer, "output_partition_sizes", ()))  # a head has none
-    for name, noted in _noted(layer, names).items():
+    for name, noted in _checked(_taken(layer), names):
         if not noted:
             _check(layer, name, noted, [ALL])
         elif number > 1:
@@ -133,19 +137,33 @@ def check_experts(layer: torch.nn.Module, names: Sequence[str] = VALUES) -> None
     mapped = layer.expert_map
     experts = range(layer.local_num_experts) if mapped is None else (mapped >= 0).nonzero().flatten().tolist()
     halves = ("w1", "w3") if layer.moe_config.is_act_and_mul else ("w1",)
-    for weight, shards in (("w13", halves), ("w2", ("w2",))):
-        for name, noted in _noted(layer, [f"{weight}_{name}" for name in names]).items():
+    loaded = _taken(layer)
+    for weight, shards in (("w13_", halves), ("w2_", ("w2",))):
+        for name, noted in _checked(loaded, names, weight):
             _check(layer, name, noted, [(shard, expert) for expert in experts for shard in shards])
 
 
-def _noted(layer: torch.nn.Module, names: Sequence[str]) -> dict[str, set[Part]]:
-    """The parts that were loaded, by the names of parameters.
+def _taken(layer: torch.nn.Module) -> dict[str, set[Part]]:
+    """The parts that were loaded since the last call, by the names of parameters.
 
     It is empty if no loader was called for this layer, as with `--load-format dummy`.
     """
     loaders = {name: getattr(one, "weight_loader", None) for name, one in layer.named_parameters(recurse=False)}
     noted = {name: getattr(load, NOTED) for name, load in loaders.items() if hasattr(load, NOTED)}
-    return {name: noted[name] for name in names if name in noted} if any(noted.values()) else {}
+    taken = {name: set(parts) for name, parts in noted.items()}
+    for parts in noted.values():
+        parts.clear()
+    return taken if any(taken.values()) else {}
+
+
+def _checked(
+    loaded: Mapping[str, set[Part]], names: Sequence[str], prefix: str = ""
+) -> Iterator[tuple[str, set[Part]]]:
+    """Those of the parameters with this prefix that are scales or have one of the names."""
+    for name, noted in loaded.items():
+        own = name.removeprefix(prefix)
+        if name.startswith(prefix) and (own in names or "scale" in own):
+            yield name, noted
 
 
 def _check(layer: torch.nn.Module, name: str, noted: set[Part], wanted: Iterable[Part]) -> None:
