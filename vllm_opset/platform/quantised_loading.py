@@ -80,6 +80,10 @@ def check_weights_of_linear_layers(awq: type) -> None:
     A part of a fused layer that ends inside a block of fp8 weights is refused before weights are loaded. vLLM loads the
     scales of the parts after it as those of other rows.
 
+    vLLM 0.26 to 0.29 create k and v also for the layers of Gemma 3n and Gemma 4 that share the KV cache of another
+    layer. Checkpoints that Transformers has saved lack these tensors, so with quantised weights they are an error. vLLM
+    0.30 and later create q alone there.
+
     Parameters: awq is opset's subclass of vLLM's method for AWQ, whose weights are checked alike.
     """
     wrap_once(awq, "create_weights", _watching)
