@@ -40,10 +40,10 @@ def parts() -> list[str]:
 
 def kinds() -> list[str]:
     """The parts that were measured with kinds of models or engines, and the conditions."""
-    columns = ("kind", "part", "by default", "model", "machine", "versions", "commit")
+    columns = ("kind", "parts", "by default", "model", "machine", "versions", "commit")
     rows = (
-        (row.kind, row.part, "on" if row.on else "off", row.model, row.machine, row.versions, _linked(row))
-        for row in rows_of_evidence()
+        (row.kind, names, "on" if row.on else "off", row.model, row.machine, row.versions, _linked(row))
+        for names, row in _switched_on_together()
     )
     return list(_table(columns, rows))
 
@@ -51,17 +51,25 @@ def kinds() -> list[str]:
 def ratios() -> list[str]:
     """The measurements, by case: time with the part over time without it."""
     found: dict[tuple[str, str, str], dict[str, str]] = {}
-    for row in rows_of_evidence():
+    for names, row in _switched_on_together():
         for name, ratio in row.ratios.items():
             quantity, case = name.split(" ", 1)
-            found.setdefault((row.kind, row.part, case), {})[quantity] = f"{ratio:.3f}{TIMES}"
+            found.setdefault((row.kind, names, case), {})[quantity] = f"{ratio:.3f}{TIMES}"
     quantities = list(dict.fromkeys(quantity for of in found.values() for quantity in of))
     rows = ((*case, *map(of.get, quantities)) for case, of in found.items())
-    return list(_table(("kind", "part", "case", *quantities), rows))
+    return list(_table(("kind", "parts", "case", *quantities), rows))
 
 
 def rows_of_evidence() -> list[evidence.Evidence]:
     return [row for family in evidence.defaults() for row in evidence.evidence(int(family.removeprefix("sm")))]
+
+
+def _switched_on_together() -> list[tuple[str, evidence.Evidence]]:
+    """The rows of evidence, one of them for parts that were switched on together, whose names come first."""
+    found: dict[tuple[str, str, str], list[evidence.Evidence]] = {}
+    for row in rows_of_evidence():
+        found.setdefault((row.kind, row.model, row.commit), []).append(row)
+    return [(", ".join(row.part for row in rows), rows[0]) for rows in found.values()]
 
 
 def _linked(row: evidence.Evidence) -> str:
