@@ -56,6 +56,10 @@ RNJ1 = {
     "architectures": ["Rnj1ForCausalLM"],
     **SMALL,
     "layer_types": ["chunked_attention", "full_attention"],
+    # Some releases of transformers look the kind of a layer up here.
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("chunked_attention", "full_attention")
+    },
     "sliding_window": 64,
 }
 BACKENDS = {"linear_backend": "cutlass", "moe_backend": "triton"}
