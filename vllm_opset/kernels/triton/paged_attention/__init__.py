@@ -1,7 +1,7 @@
 """paged_attention in Triton: four variants, by the rows of a request: its queries times the query heads of a KV head.
 
-- `decode` (in `decode`): up to 16 rows.
-- `verify` (in `decode`): up to `verify_rows` (64), such as those of drafted tokens and ends of prompts.
+- `decode` (decode.py): up to 16 rows.
+- `verify` (decode.py): up to `verify_rows` (64), such as those of drafted tokens and ends of prompts.
 - `prefill_sm90`: on Hopper GPUs, more rows in bf16 and fp16, and drafts if there are enough requests to fill the GPU.
 - `prefill`: all others, such as those with ALiBi, in fp32, or in fp16 with an fp8 cache.
 
