@@ -110,3 +110,9 @@ def damaged(checkpoint: Path, damage, name: str, folder: Path) -> Path:
     damage(weights, name)
     quantised.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def assert_refused(folder: Path, engine, named: str) -> None:
+    """No engine starts with this checkpoint, and the error says what is wrong with it."""
+    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
+        pass

@@ -17,6 +17,7 @@ from quantised_answers import (
     QUANTISING,
     answers,
     answers_of_plain,
+    assert_refused,
     assert_the_same_without_fusing,
     damaged,
     lose,
@@ -143,15 +144,13 @@ def test_a_damaged_scale_is_named(checkpoints, engine, tmp_path):
     scale = "model.layers.1.mlp.down_proj.weight_scale"
     folder = damaged(checkpoints["channelwise"], lambda weights, name: weights[name].fill_(torch.nan), scale, tmp_path)
     named = rf"{re.escape(scale)} holds NaN.*: the checkpoint is damaged, or lacks it"
-    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
-        pass
+    assert_refused(folder, engine, named)
 
 
 def test_a_layer_that_the_checkpoint_lacks_as_a_whole_is_named_by_its_scale(checkpoints, engine, tmp_path):
     folder = damaged(checkpoints["channelwise"], lose, "model.layers.1.mlp.down_proj", tmp_path)
     named = r"model\.layers\.1\.mlp\.down_proj\.weight_scale holds NaN.*: the checkpoint is damaged, or lacks it"
-    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
-        pass
+    assert_refused(folder, engine, named)
 
 
 K_PROJ, O_PROJ = ("k_proj", r"qkv_proj\.{} \(k\)"), ("o_proj", r"o_proj\.{}")  # a part of a layer, and a whole one
@@ -186,8 +185,7 @@ def test_a_missing_tensor_is_named(name, tensor, layer, checkpoints, engine, tmp
     of_checkpoint, of_model = layer
     folder = damaged(checkpoints[name], lose, f"model.layers.1.self_attn.{of_checkpoint}.{tensor}", tmp_path)
     named = rf"model\.layers\.1\.self_attn\.{of_model.format(tensor)} is missing in the checkpoint"
-    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
-        pass
+    assert_refused(folder, engine, named)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +208,7 @@ def test_a_tensor_of_another_size_is_named(name, tensor, checkpoints, engine, tm
     folder = damaged(checkpoints[name], shorten, f"model.layers.1.mlp.up_proj.{tensor}", tmp_path)
     gate_up = rf"model\.layers\.1\.mlp\.gate_up_proj\.{tensor} \(1\)"
     said = r"cannot be loaded: \[1, 1\] in the checkpoint, into .* \(all parts, in this worker\): .*Error\("
-    with pytest.raises(Exception, match=f"{gate_up} {said}"), engine(folder, dtype="bfloat16"):
-        pass
+    assert_refused(folder, engine, f"{gate_up} {said}")
 
 
 @pytest.mark.parametrize(
