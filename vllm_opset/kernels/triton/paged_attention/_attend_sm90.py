@@ -20,6 +20,7 @@ from vllm_opset.kernels.triton.paged_attention._tile import FP16_PEAK, LOG2E, LO
 
 WGMMA_BITS = gl.constexpr(256)  # of each row, which an instruction multiplies
 CLEARING_WARPGROUPS = gl.constexpr(2)  # the first ones of a program
+PREFETCHED_HEAD_SIZE = gl.constexpr(128)  # at most: larger queries do not fit in registers beside a tile's results
 
 
 @gluon.jit
@@ -42,44 +43,65 @@ def attend_tiles(
     scales = (scale, soft_cap, v_scale)
     _, _, empty_tiles = scheduler
     taken, done, num_cleared = 0, 0, 0  # counts of tiles, of key blocks, and of cleared blocks
-    num_queries = await_tile(scheduler, taken)
+    num_queries, rows = _queries(WARPGROUP_INDEX, tensors, scheduler, taken, PARTS, GROUP, HEAD_SIZE, BLOCK_D)
     while num_queries > 0:
         first_token, first_position = read_tile(scheduler, taken, 1), read_tile(scheduler, taken, 2)
         seq_len, head = read_tile(scheduler, taken, 3), read_tile(scheduler, taken, 4)
         split, partial = read_tile(scheduler, taken, 6), read_tile(scheduler, taken, 7)
         mbarrier.arrive(empty_tiles.index(taken % TILE_SLOTS))
         if WARPGROUP_INDEX == 0 or num_queries * GROUP > WARPGROUP_INDEX * WARPGROUP_ROWS:
-            done, num_cleared = _attend_tile(
-                WARPGROUP_INDEX, tensors, q, results.index(WARPGROUP_INDEX), ring, done, num_cleared,
-                num_queries, first_token, first_position, seq_len, head, split, partial, scales, split_blocks,
-                BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D,
+            done, num_cleared, num_queries, rows = _attend_tile(
+                WARPGROUP_INDEX, tensors, rows, q, results.index(WARPGROUP_INDEX), ring, scheduler, taken, done,
+                num_cleared, num_queries, first_token, first_position, seq_len, head, split, partial, scales,
+                split_blocks, BOX_ROWS, GROUP, HEAD_SIZE, LEFT, RIGHT, BLOCK_N, BLOCK_D,
             )  # fmt: skip
         else:
             done, num_cleared = _skip_tile(
                 WARPGROUP_INDEX, ring, done, num_cleared, num_queries, first_position, seq_len, split, split_blocks,
                 BOX_ROWS, LEFT, RIGHT, BLOCK_N,
             )  # fmt: skip
+            num_queries, rows = _queries(
+                WARPGROUP_INDEX, tensors, scheduler, taken + 1, PARTS, GROUP, HEAD_SIZE, BLOCK_D
+            )
         taken += 1
-        num_queries = await_tile(scheduler, taken)
+
+
+@gluon.jit
+def _queries(
+    WARPGROUP_INDEX: gl.constexpr, tensors, scheduler, taken,
+    PARTS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """Waits for a tile. Returns the number of its queries, and this warpgroup's rows of them."""
+    ROW_LAYOUT: gl.constexpr = coalesced(BLOCK_D) if PARTS == 1 else as_scores(BLOCK_D)
+    query, query_strides, _, _, _, _, _ = tensors
+    num_queries = await_tile(scheduler, taken)
+    first_token, head = read_tile(scheduler, taken, 1), read_tile(scheduler, taken, 4)
+    row = WARPGROUP_INDEX * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, ROW_LAYOUT))
+    column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROW_LAYOUT))
+    inside = (row < num_queries * GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
+    token, query_head = (first_token + row // GROUP).to(gl.int64), head * GROUP + row % GROUP
+    place = gl.multiple_of(query + token * query_strides[0] + query_head * query_strides[1], 16)
+    return num_queries, gl.load(place[:, None] + column[None, :], inside, 0.0)
 
 
 @gluon.jit
 def _attend_tile(
-    WARPGROUP_INDEX: gl.constexpr, tensors, q, result, ring, done, num_cleared,
+    WARPGROUP_INDEX: gl.constexpr, tensors, rows, q, result, ring, scheduler, taken, done, num_cleared,
     num_queries, first_token, first_position, seq_len, head, split, partial, scales, split_blocks,
     BOX_ROWS: gl.constexpr, GROUP: gl.constexpr, HEAD_SIZE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """The online softmax of a warpgroup's rows of a tile over a split, and its result, or partial result.
 
-    q: shared memory for the queries: one matrix, or two for keys in fp8, whose sum they are. result: the same memory,
-    in the dtype of results. Returns the counts so far.
+    rows: the queries. q: shared memory for them: one matrix, or two for keys in fp8, whose sum they are. result: the
+    same memory, in the dtype of results. Returns the counts so far, and what _queries returns for the next tile, whose
+    queries arrive while the last values are added.
     """
     WIDTH: gl.constexpr = WGMMA_BITS // q[0].dtype.primitive_bitwidth
     SCORE_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, WIDTH])
     ACC_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     ROW_LAYOUT: gl.constexpr = coalesced(BLOCK_D) if len(q) == 1 else as_scores(BLOCK_D)
-    query, query_strides, out, out_strides, sinks, partials, stats = tensors
+    _, _, out, out_strides, sinks, partials, stats = tensors
     _, values, _, empty_keys, full_values, empty_values, cleared = ring
     STAGES: gl.constexpr = values.shape[0]
     low, _, num_blocks, num_right, num_masked = blocks(
@@ -91,8 +113,6 @@ def _attend_tile(
     column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, ROW_LAYOUT))
     inside = (row < num_queries * GROUP)[:, None] & (column < HEAD_SIZE)[None, :]
     token, query_head = (first_token + row // GROUP).to(gl.int64), head * GROUP + row % GROUP
-    place = gl.multiple_of(query + token * query_strides[0] + query_head * query_strides[1], 16)
-    rows = gl.load(place[:, None] + column[None, :], inside, 0.0)
     scale, soft_cap, v_scale = scales
     if len(q) == 1:
         q[0].store(rows)
@@ -136,6 +156,8 @@ def _attend_tile(
         )  # fmt: skip
     done = before + last
     acc = _add(acc, p, ring, done - 1)
+    if BLOCK_D <= PREFETCHED_HEAD_SIZE:
+        following = _queries(WARPGROUP_INDEX, tensors, scheduler, taken + 1, len(q), GROUP, HEAD_SIZE, BLOCK_D)
     acc, _ = hopper.warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(empty_values.index((done - 1) % STAGES))
 
@@ -158,7 +180,10 @@ def _attend_tile(
         result.store(acc.to(result.dtype))
         place = gl.multiple_of(out + token * out_strides[0] + query_head * out_strides[1], 16)
         gl.store(place[:, None] + column[None, :], result.load(ROW_LAYOUT), inside)
-    return done, num_cleared
+    if BLOCK_D > PREFETCHED_HEAD_SIZE:
+        following = _queries(WARPGROUP_INDEX, tensors, scheduler, taken + 1, len(q), GROUP, HEAD_SIZE, BLOCK_D)
+    num_queries, rows = following
+    return done, num_cleared, num_queries, rows
 
 
 @gluon.jit
