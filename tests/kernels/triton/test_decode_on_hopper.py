@@ -12,7 +12,7 @@ from fp8_products import GROUPS, fp8_arguments
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import _launch, linear
-from vllm_opset.kernels.triton._decode_sm90 import most_pieces, run_of
+from vllm_opset.kernels.triton._shared_tiles import even_run_of, most_pieces, run_of
 from vllm_opset.ops.gemm._quantised import BLOCK
 from vllm_opset.targets import Target, instead
 
@@ -84,3 +84,18 @@ def test_programs_take_all_units(piece_units):
         starts = range(0, min(tiles, 50) * tile_units, tile_units)
         shared = max((start + tile_units - 1) // run - start // run + 1 for start in starts)
         assert shared <= most_pieces(tile_units, run)
+
+
+@pytest.mark.parametrize("piece_units", [0, 2, 100])
+def test_programs_that_share_a_tile_take_equally_many_units(piece_units):
+    for tiles, tile_units, programs in itertools.product((1, 3, 64, 96, 384), (1, 7, 32, 96), (132, 264)):
+        run = even_run_of(tiles, tile_units, programs, piece_units)
+        sharing = -(-tile_units // run)
+        assert run * (sharing - 1) < tile_units
+        assert sharing == 1 or sharing * tiles <= programs
+
+
+def test_programs_share_tiles_if_that_takes_less_time():
+    assert even_run_of(64, 32, 132, piece_units=4) == 16
+    assert even_run_of(64, 32, 132, piece_units=16) == 32, "the sum takes as long"
+    assert even_run_of(67, 32, 132, piece_units=0) == 32, "there are not two programs for each tile"

@@ -15,6 +15,7 @@ from vllm_opset.kernels.triton import (
     _launch,
     _mxfp4_gemm_sm90,
     _packed_experts_sm90,
+    _scaled_calls_sm90,
     fused_experts,
     grouped_gemm,
     linear,
@@ -25,9 +26,12 @@ from vllm_opset.targets import Target, instead
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper generation: runs on one")
+# piece: one that lets as many programs as possible share tiles, and one that lets none.
 TILES = [
-    {"rows": rows, "outputs": outputs, "box": box, "group": 8, "stages": 3, "ordered": ordered}
-    for (rows, outputs, box), ordered in itertools.product(((64, 256, 16), (128, 128, 128), (128, 256, 16)), (0, 1))
+    {"rows": rows, "outputs": outputs, "box": box, "group": 8, "stages": 3, "ordered": ordered, "piece": piece}
+    for (rows, outputs, box), ordered, piece in itertools.product(
+        ((64, 256, 16), (128, 128, 128), (128, 256, 16)), (0, 1), (0, 1000)
+    )
 ]
 PACKED_TILES = [{"rows": rows, "group": 8, "stages": 4} for rows in (64, 128, 256)]
 DECODE_TILES = [
@@ -75,14 +79,17 @@ def _experts(scheme: str, inputs: int, outputs: int, device: str) -> dict[str, t
 def test_linear_by_every_tile(groups, tile):
     """Rows, outputs and columns end within tiles, and there are more tiles than programs of one turn.
 
-    The copy engine does not write rows of 331 results.
+    The copy engine does not write rows of 331 results. The last of several programs that share 1,168 columns has fewer
+    of them.
     """
     rng = torch.Generator("cuda").manual_seed(1)
-    for tokens, outputs, columns in ((1, 40, 144), (130, 328, 400), (70, 331, 400), (3000, 2200, 1040)):
+    shapes = (1, 40, 144), (130, 328, 400), (70, 331, 400), (300, 640, 1168), (3000, 2200, 1040)
+    for tokens, outputs, columns in shapes:
         arguments = fp8_arguments(tokens, outputs, columns, groups, rng)
-        with _launch.trial("linear_scaled_sm90", tile):
-            got = kernels_of("linear")["triton"].run(*arguments, variant="scaled_sm90")
-        torch.testing.assert_close(got, ops.linear(*arguments), **NEAR)
+        with _launch.trial("linear_scaled_sm90", tile):  # The counters are zero again after each call.
+            got = [kernels_of("linear")["triton"].run(*arguments, variant="scaled_sm90") for _ in range(3)]
+        torch.testing.assert_close(got[0], ops.linear(*arguments), **NEAR)
+        assert all(torch.equal(got[0], other) for other in got), "the order of the sums differs"
 
 
 @pytest.fixture
@@ -211,6 +218,23 @@ def test_linear_takes_the_kernel_for_many_tokens_of_fp8():
     assert _picked_for_linear(300, rows, dtype=INT8) == _picked_for_linear(300, out_dtype=torch.float32) == "scaled"
     with instead(Target("nvidia", "sm80")):
         assert _picked_for_linear(4096) == "scaled"
+
+
+def test_the_warm_up_reaches_all_kernels_for_many_tokens_of_fp8(monkeypatch):
+    """Whether programs share tiles depends on outputs and tokens, and must not need another kernel."""
+    monkeypatch.setattr(_launch, "multiprocessors", lambda device: 132)
+    device = torch.device("cpu")
+
+    def kernels(tokens: range, outputs: int) -> set[tuple]:
+        launches = (_scaled_calls_sm90.of_linear(torch.empty(some, outputs, device="meta"), device) for some in tokens)
+        return {
+            tuple(values[name] for name in ("rows", "outputs", "group", "stages", "ordered")) for values in launches
+        }
+
+    with instead(Target("nvidia", "sm90")):
+        warmed = [size for size in _launch.warm_sizes(device, 8192) if size > 64]
+        for outputs in (384, 1024, 1536, 2560, 4096, 24576):
+            assert kernels(range(65, 8193, 8), outputs) <= kernels(warmed, outputs)
 
 
 def _operands(scheme: str, block_size: int, **others: torch.Tensor) -> tuple[tuple, dict]:

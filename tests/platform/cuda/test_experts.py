@@ -55,7 +55,7 @@ KERNELS = {
     "_scaled_grouped_gemm": ("_scaled_grouped_gemm",),
     "_mxfp4_grouped_gemm": ("_mxfp4_grouped_gemm",),
     "_int4_grouped_gemm": ("_int4_grouped_gemm",),
-    "_scaled_gemm_sm90": ("scaled_gemm_sm90",),
+    "_scaled_calls_sm90": ("scaled_gemm_sm90",),
     "_mxfp4_gemm_sm90": ("mxfp4_gemm_sm90",),
     "_experts_decode_sm90": ("experts_decode_sm90",),
     "_int4_experts_decode_sm90": ("_arrange_by_expert", "int4_experts_decode_sm90"),

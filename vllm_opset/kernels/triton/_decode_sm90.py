@@ -11,24 +11,22 @@ rows, tensor cores add the products, as in `_scaled_gemm_sm90`.
 The launch says which of two kernels takes a call: `decode_sm90`, whose warps load and multiply, or `_wide_decode_sm90`.
 """
 
-import functools
-import math
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vllm_opset.kernels.triton import _launch, _scaled_gemm_sm90
+from vllm_opset.kernels.triton import _launch, _scaled_calls_sm90
 from vllm_opset.kernels.triton._counters import zeros
 from vllm_opset.kernels.triton._decode_tiles_sm90 import SUM_BYTES, add, add_scaled, finish, load_weight, load_x
 from vllm_opset.kernels.triton._gluon import barrier
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import LINE, WARP, available, box_layout, is_aligned
 from vllm_opset.kernels.triton._rows import num_rows
+from vllm_opset.kernels.triton._scaled_calls_sm90 import Operands, by_blocks, strides
 from vllm_opset.kernels.triton._scaled_gemm_sm90 import WIDTH as BLOCK
-from vllm_opset.kernels.triton._scaled_gemm_sm90 import Operands, by_blocks, strides
+from vllm_opset.kernels.triton._shared_tiles import run_of
 from vllm_opset.kernels.triton._wide_decode_sm90 import WARPGROUPS, WARPS, wide_decode_sm90
 
 FEWEST_TOKENS = 8  # that wgmma takes as the columns of a product
@@ -116,7 +114,7 @@ def can(call: Operands) -> bool:
     if not 0 < tokens <= MOST_TOKENS:
         return False
     if call.weight_scale is not None:
-        return _scaled_gemm_sm90.can(call)
+        return _scaled_calls_sm90.can(call)
     in_16_bits = call.x.element_size() == 2 and available(call.x.device)
     return in_16_bits and is_aligned(call.weight) and is_aligned(_rows(call.x))
 
@@ -169,18 +167,3 @@ def most_registers(warps: int, programs: int) -> int:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-@functools.cache
-def run_of(tiles: int, tile_units: int, programs: int, piece_units: float) -> int:
-    """How many units each program takes, with the shortest time in units.
-
-    piece_units: the units that a program multiplies in the time in which it adds the sums of another one.
-    """
-    least, whole = _launch.cdiv(tiles * tile_units, programs), _launch.cdiv(tiles, programs) * tile_units
-    return min(range(least, whole + 1), key=lambda run: run + piece_units * (most_pieces(tile_units, run) - 1))
-
-
-def most_pieces(tile_units: int, run: int) -> int:
-    """The most programs that share a tile."""
-    return (run - math.gcd(run, tile_units) + tile_units - 1) // run + 1

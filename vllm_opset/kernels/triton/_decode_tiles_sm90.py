@@ -1,4 +1,4 @@
-"""Tiles of `decode_sm90`: loads and products of a unit, sums of several programs, and results.
+"""Tiles of `decode_sm90`: loads and products of a unit, and results.
 
 Outputs are rows and tokens are columns. A warpgroup has its rows of a tile in parts: one product each for 128 bytes of
 columns. The sums of a tile are a tuple of them.
@@ -9,12 +9,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from vllm_opset.kernels.triton._gluon import barrier, tma_load
+from vllm_opset.kernels.triton._gluon import tma_load
 from vllm_opset.kernels.triton._load_sm90 import LINE
+from vllm_opset.kernels.triton._shared_tiles import sums_of_tile
 
 SUM_BYTES = gl.constexpr(32)  # So many bytes of a row are the columns of one instruction.
-# From so many tokens on, a program looks at the counter before it stores its sums. For fewer, the look takes longer.
-TOKENS_OF_LARGE_SUMS = gl.constexpr(32)
 
 
 @gluon.jit
@@ -98,67 +97,6 @@ def finish(
     if is_last:
         for part in gl.static_range(PARTS):
             _store(sums[part], scales, bias, out, (tile * WARPGROUPS + INDEX) * PARTS + part, sizes, BY_BLOCKS)
-
-
-@gluon.jit
-def sums_of_tile(
-    sums, partials, counters, tile, tile_units, run, INDEX: gl.constexpr = 0, WARPGROUPS: gl.constexpr = 1
-):  # fmt: skip
-    """Whether this is the only program of a tile or the last one, and the sums of all its programs in their order.
-
-    Only the last program has these. INDEX, WARPGROUPS: see `finish`.
-    partials: room for two tiles of each program. counters: zero for each tile, and zero again afterwards.
-    """
-    PARTS: gl.constexpr = len(sums)
-    SUMS: gl.constexpr = sums[0].type.layout
-    LARGE: gl.constexpr = sums[0].shape[1] >= TOKENS_OF_LARGE_SUMS
-    program, first_unit, counter = gl.program_id(0), tile * tile_units, counters + tile * WARPGROUPS + INDEX
-    first, last = first_unit // run, (first_unit + tile_units - 1) // run
-    is_last = first == last
-    if first != last:
-        if LARGE:  # If all others' sums are in memory, this program's own need not be.
-            is_last = gl.atomic_add(counter, 0, sem="acquire") == last - first
-        if not is_last:
-            place = place_of(program, first_unit, run) * WARPGROUPS + INDEX
-            for part in gl.static_range(PARTS):
-                gl.store(partial_of(partials, sums[part], place * PARTS + part), sums[part])
-            barrier()  # all threads' stores come before the count
-            is_last = gl.atomic_add(counter, 1, sem="acq_rel") == last - first
-        if is_last:
-            gl.store(counter, 0)
-            total = (gl.zeros(sums[0].shape, gl.float32, SUMS),) * PARTS
-            for other in range(first, last + 1):
-                place, added = place_of(other, first_unit, run) * WARPGROUPS + INDEX, ()
-                for part in gl.static_range(PARTS):
-                    pointers = partial_of(partials, sums[part], place * PARTS + part)
-                    if LARGE:
-                        of_other = gl.load(pointers, other != program, cache_modifier=".cg")
-                        of_other = gl.where(other == program, sums[part], of_other)
-                    else:
-                        of_other = gl.load(pointers, cache_modifier=".cg")
-                    added += (total[part] + of_other,)
-                total = added
-            sums = total
-    return is_last, sums
-
-
-@gluon.jit
-def place_of(program, first_unit, run):
-    """Which of the places is for a program's sums of a tile. It shares only its first and its last tile with others.
-
-    first_unit: of the tile.
-    """
-    return 2 * program + gl.where(first_unit > program * run, 1, 0)
-
-
-@gluon.jit
-def partial_of(partials, sums, place):
-    ROWS: gl.constexpr = sums.shape[0]
-    TOKENS: gl.constexpr = sums.shape[1]
-    SUMS: gl.constexpr = sums.type.layout
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    token = gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))
-    return partials + place * (ROWS * TOKENS) + (row[:, None] * TOKENS + token[None, :])
 
 
 @gluon.jit

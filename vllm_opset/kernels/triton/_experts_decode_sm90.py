@@ -18,7 +18,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._counters import zeros
 from vllm_opset.kernels.triton._decode_sm90 import most_registers
-from vllm_opset.kernels.triton._decode_tiles_sm90 import sums_of_tile
 from vllm_opset.kernels.triton._fp4_sm90 import SUMS_FACTOR, widened
 from vllm_opset.kernels.triton._gluon import barrier, tma_load
 from vllm_opset.kernels.triton._launch import pdl_wait
@@ -26,6 +25,7 @@ from vllm_opset.kernels.triton._load_sm90 import available, box_layout, is_align
 from vllm_opset.kernels.triton._nibbles_sm90 import dequantised_words
 from vllm_opset.kernels.triton._packed_experts_sm90 import Packed
 from vllm_opset.kernels.triton._packed_linear import NO_ZERO_POINT, scale_columns
+from vllm_opset.kernels.triton._shared_tiles import sums_of_tile
 from vllm_opset.kernels.triton._tiles import Order
 from vllm_opset.kernels.triton._words_sm90 import GROUPS, WIDTH, WORDS, reordered, rows_and_groups, words_of
 from vllm_opset.ops.schemes import MXFP4, PACKED, is_mxfp4

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from vllm_opset.kernels.triton import INTERPRETED, _launch
 from vllm_opset.kernels.triton._gluon import cp_async, tma_load
+from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._tiles import tile_of
 from vllm_opset.targets import WGMMA
 
@@ -114,6 +115,31 @@ def expert_of(tile, tiles, TILES: gl.constexpr):
 
 
 @gluon.jit
+def tiles_of_program(num_tiles, steps, run):
+    """The first tile of a program, the end of them, and the distance between one and the next.
+
+    run: of the `steps` of a tile, each program takes so many. If these are not all, it has a single tile, which it
+    shares. None: programs share no tiles.
+    """
+    if run is None:
+        return gl.program_id(0), num_tiles, gl.num_programs(0)
+    else:
+        sharing = gl.cdiv(steps, run)
+        first = gl.program_id(0) // sharing
+        return first, gl.where(sharing > 1, first + 1, num_tiles), gl.num_programs(0)
+
+
+@gluon.jit
+def steps_of_program(steps, run):
+    """The first step of a program in each of its tiles, and their end. run: see `tiles_of_program`."""
+    if run is None:
+        return 0, steps
+    else:
+        first = gl.program_id(0) % gl.cdiv(steps, run) * run
+        return first, gl.minimum(first + run, steps)
+
+
+@gluon.jit
 def first_row_of(tile, num_rows, ROWS: gl.constexpr):
     """The first row of a dense tile. The last of several ends with the last row, and repeats some of the one before.
 
@@ -141,13 +167,14 @@ def load_tiles(
     x, x_stride, weight, ring, tiles,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr,
     BOXES: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, scale_ring, scales,
-    UNROLLED: gl.constexpr = 1,
+    UNROLLED: gl.constexpr = 1, run=None, PDL: gl.constexpr = False,
 ):  # fmt: skip
     """The loading warps: bring all tiles of a program. BOXES: of the weight in a tile.
 
     x is a TMA descriptor with boxes of some rows of a stage. Experts have a pointer instead. weight is a descriptor.
     scale_ring receives the scales by blocks of x and of the weight. It is empty if there are none.
-    UNROLLED: a tile has a multiple of so many stages.
+    UNROLLED: a tile has a multiple of so many stages. run: see `tiles_of_program`.
+    PDL: of a dense product. Its first weights are loaded before the wait, since the kernel before does not write them.
     """
     x_ring, w_ring, full, empty = ring
     expert_ids, num_rows, num_tiles, top_k = tiles[1], tiles[2], tiles[3], tiles[4]
@@ -157,12 +184,22 @@ def load_tiles(
     W_BYTES: gl.constexpr = BOXES * OUTPUTS_OF_BOX * W_WIDTH * w_ring.dtype.primitive_bitwidth // 8
     STAGE_BYTES: gl.constexpr = W_BYTES + (ROWS * LINE if expert_ids is None else 0)
     GATHER: gl.constexpr = gl.BlockedLayout([1, WIDTH // 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    NUM_COLUMNS: gl.constexpr = -(-OUTPUTS // (BOXES * OUTPUTS_OF_BOX))
-    loaded = 0
-    for index in range(gl.program_id(0), num_tiles * NUM_COLUMNS, gl.num_programs(0)):
+    TILE_OUTPUTS: gl.constexpr = BOXES * OUTPUTS_OF_BOX
+    NUM_COLUMNS: gl.constexpr = -(-OUTPUTS // TILE_OUTPUTS)
+    steps = UNROLLED * gl.cdiv(COLUMNS, UNROLLED * WIDTH)
+    first_tile, end_tile, distance = tiles_of_program(num_tiles * NUM_COLUMNS, steps, run)
+    first_step, end_step = steps_of_program(steps, run)
+    loaded, ahead = 0, 0
+    if PDL:
+        _, column = tile_of(first_tile, num_tiles, NUM_COLUMNS, GROUP)
+        ahead = gl.minimum(STAGES, end_step - first_step)
+        for stage in range(ahead):
+            _load_weight(weight, ring, stage, column * TILE_OUTPUTS, (first_step + stage) * W_WIDTH, BOXES, STAGE_BYTES)
+        pdl_wait(PDL)
+    for index in range(first_tile, end_tile, distance):
         tile, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)
         expert = expert_of(tile, tiles, TILES)
-        first_output = expert * OUTPUTS + column * (BOXES * OUTPUTS_OF_BOX)
+        first_output = expert * OUTPUTS + column * TILE_OUTPUTS
         if expert_ids is not None:
             choice = rows_of(tile, gl.arange(0, ROWS, gl.SliceLayout(1, GATHER)), tiles, BLOCK_SIZE, TILES, ROWS)
             place = gl.arange(0, WIDTH, gl.SliceLayout(0, GATHER))
@@ -172,13 +209,11 @@ def load_tiles(
             scale_pointers = _scales_of(
                 tile, expert, column, tiles, scales, scale_ring, OUTPUTS, BLOCK_SIZE, TILES, ROWS
             )
-        for step in range(gl.where(expert < 0, 0, UNROLLED * gl.cdiv(COLUMNS, UNROLLED * WIDTH))):
+        for step in range(first_step, gl.where(expert < 0, first_step, end_step)):
             stage = loaded % STAGES
-            mbarrier.wait(empty.index(stage), loaded // STAGES & 1 ^ 1)
-            mbarrier.expect(full.index(stage), STAGE_BYTES)
-            for box in gl.static_range(BOXES):
-                corner = [first_output + box * OUTPUTS_OF_BOX, step * W_WIDTH]
-                tma_load(weight, corner, full.index(stage), w_ring.index(stage * BOXES + box))
+            if loaded >= ahead:
+                mbarrier.wait(empty.index(stage), loaded // STAGES & 1 ^ 1)
+                _load_weight(weight, ring, stage, first_output, step * W_WIDTH, BOXES, STAGE_BYTES)
             if expert_ids is None:
                 first_row = first_row_of(tile, num_rows, ROWS)
                 load_rows(x, first_row, step * WIDTH, num_rows, full.index(stage), x_ring.index(stage))
@@ -190,6 +225,16 @@ def load_tiles(
             if expert_ids is not None or len(scale_ring) > 0:
                 async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             loaded += 1
+
+
+@gluon.jit
+def _load_weight(weight, ring, stage, first_output, column, BOXES: gl.constexpr, STAGE_BYTES: gl.constexpr):
+    """Lets a stage's barrier await all its bytes, and brings those of the weight."""
+    _, w_ring, full, _ = ring
+    mbarrier.expect(full.index(stage), STAGE_BYTES)
+    for box in gl.static_range(BOXES):
+        corner = [first_output + box * OUTPUTS_OF_BOX, column]
+        tma_load(weight, corner, full.index(stage), w_ring.index(stage * BOXES + box))
 
 
 @gluon.jit

@@ -4,64 +4,60 @@ While loading warps (`_load_sm90`) bring 128 columns at a time, two warpgroups m
 outputs of the same 64 rows. By blocks, each product of 128 columns starts from zero, and is multiplied by its scales
 and added in fp32 while the other warpgroup's products run. By rows, tensor cores add the products. They keep some 14
 bits of a sum, as in `_scaled_grouped_gemm`.
+
+Where a dense product has fewer tiles than the GPU has multiprocessors, several programs share each. The last one of
+them adds their sums, always in the same order.
 """
 
-import functools
-from typing import NamedTuple
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._gluon import tma_store
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._load_sm90 import (
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
     WARP,
-    available,
     await_turn,
     barriers,
-    box_layout,
     expert_of,
     first_row_of,
-    is_aligned,
     load_tiles,
     pass_turn,
     rows_of,
+    steps_of_program,
+    tiles_of_program,
     turns,
 )
-from vllm_opset.kernels.triton._tiles import Order, tile_of
-from vllm_opset.ops.schemes import FP8, WHOLE, GroupShape, group_of
+from vllm_opset.kernels.triton._shared_tiles import sums_of_tile
+from vllm_opset.kernels.triton._tiles import tile_of
 
-OUT_BYTES = 2  # Results of 32 bits do not fit shared memory beside the ring.
 # A stage has so many columns, and a product so many outputs. Those of a block of scales are as many.
 WIDTH = gl.constexpr(128)
 HALF = gl.constexpr(64)  # A product has so many rows.
-BLOCKS, TOKEN_BLOCKS = GroupShape(WIDTH.value, WIDTH.value), GroupShape(1, WIDTH.value)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_tiles"])
+@gluon.jit(do_not_specialize=["num_rows", "num_tiles", "run"])
 def scaled_gemm_sm90(
     x, x_stride, weight, bias, out, weight_scale, ws_expert, ws_row, ws_column, x_scale, xs_row, xs_column,
-    sorted_token_ids, expert_ids, num_rows, num_tiles, top_k,
+    sorted_token_ids, expert_ids, num_rows, num_tiles, top_k, partials, counters, run,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BY_BLOCKS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     ORDERED: gl.constexpr, COPIED_RESULTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Programs take tiles by turns. At most as many are launched as run at a time.
+    """Programs take tiles by turns, or share them. At most as many are launched as run at a time.
 
+    run: see `tiles_of_program`. partials, counters: see `sums_of_tile`. All are None for a kernel that shares no tiles.
     x is a TMA descriptor with boxes [ROWS or fewer, WIDTH]. Experts have a pointer instead. weight is a descriptor with
     boxes [WIDTH, WIDTH]. out has num_rows rows. It is a pointer, or with COPIED_RESULTS a descriptor with boxes
     [HALF, WIDTH].
     ROWS is that of a tile: one or two HALFs. PARTS is the number of a warpgroup's products, of WIDTH outputs each.
     For experts, there are TILES tiles in a block of BLOCK_SIZE.
     """
-    pdl_wait(PDL)
+    if expert_ids is not None:
+        pdl_wait(PDL)
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     OUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     TILE_PARTS: gl.constexpr = PARTS * 2 * HALF // ROWS
@@ -80,14 +76,17 @@ def scaled_gemm_sm90(
     ring, in_turn = (x_ring, w_ring, full, empty), turns()
     tiles = (sorted_token_ids, expert_ids, num_rows, num_tiles, top_k)
     scales = (weight_scale, ws_expert, ws_row, ws_column, x_scale, xs_row, xs_column)
+    shared = (partials, counters, run)
+    # The copy engine brings the rows of a dense product, so its partitions wait for the kernel before, each by itself.
+    DENSE_PDL: gl.constexpr = PDL if expert_ids is None else False
     gl.warp_specialize(
         [
-            (_multiply, (0, ring, in_turn, scale_ring, staging, tiles, scales, bias, out,
-                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED, COPIED_RESULTS)),
-            (_multiply, (1, ring, in_turn, scale_ring, staging, tiles, scales, bias, out,
-                         OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED, COPIED_RESULTS)),
-            (load_tiles, (x, x_stride, weight, ring, tiles,
-                          OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, TILE_PARTS, GROUP, STAGES, scale_ring, scales)),
+            (_multiply, (0, ring, in_turn, scale_ring, staging, tiles, scales, bias, out, shared, OUTPUTS, COLUMNS,
+                         BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED, COPIED_RESULTS, DENSE_PDL)),
+            (_multiply, (1, ring, in_turn, scale_ring, staging, tiles, scales, bias, out, shared, OUTPUTS, COLUMNS,
+                         BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED, COPIED_RESULTS, DENSE_PDL)),
+            (load_tiles, (x, x_stride, weight, ring, tiles, OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, TILE_PARTS, GROUP,
+                          STAGES, scale_ring, scales, 1, run, DENSE_PDL)),
         ],
         [4, LOADERS],
         [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
@@ -96,10 +95,10 @@ def scaled_gemm_sm90(
 
 @gluon.jit
 def _multiply(
-    INDEX: gl.constexpr, ring, in_turn, scale_ring, staging, tiles, scales, bias, out,
+    INDEX: gl.constexpr, ring, in_turn, scale_ring, staging, tiles, scales, bias, out, shared,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    ORDERED: gl.constexpr, COPIED_RESULTS: gl.constexpr,
+    ORDERED: gl.constexpr, COPIED_RESULTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The products of one of two warpgroups: half of the rows of each tile, or of its outputs if it has 64 rows.
 
@@ -114,16 +113,21 @@ def _multiply(
     x_ring, w_ring, full, empty = ring
     _, expert_ids, num_rows, num_tiles, top_k = tiles
     weight_scale, ws_expert, ws_row, _, x_scale, xs_row, _ = scales
+    partials, counters, run = shared
     row = FIRST_ROW + gl.arange(0, HALF, gl.SliceLayout(1, ACC))
+    steps = gl.cdiv(COLUMNS, WIDTH)
+    first_tile, end_tile, distance = tiles_of_program(num_tiles * NUM_COLUMNS, steps, run)
+    first_step, end_step = steps_of_program(steps, run)
     done = 0
-    for index in range(gl.program_id(0), num_tiles * NUM_COLUMNS, gl.num_programs(0)):
+    pdl_wait(PDL)
+    for index in range(first_tile, end_tile, distance):
         tile, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)
         expert = expert_of(tile, tiles, TILES)
         first_output = (column * TILE_PARTS + FIRST_PART) * WIDTH
         choice = rows_of(tile, row, tiles, BLOCK_SIZE, TILES, ROWS)
         of_rows = gl.minimum(choice, num_rows - 1) // top_k * xs_row
         sums = (gl.zeros([HALF, WIDTH], gl.float32, ACC),) * PARTS
-        for _ in range(gl.where(expert < 0, 0, gl.cdiv(COLUMNS, WIDTH))):
+        for _ in range(first_step, gl.where(expert < 0, first_step, end_step)):
             stage = done % STAGES
             mbarrier.wait(full.index(stage), done // STAGES & 1)
             if expert_ids is not None:
@@ -139,7 +143,11 @@ def _multiply(
                 sums = _add(INDEX, sums, x, w_ring, first, in_turn, done, PARTS, ORDERED)
                 mbarrier.arrive(empty.index(stage))
             done += 1
-        if expert >= 0:  # an empty block has no results
+        is_last = expert >= 0  # an empty block has no results
+        if run is not None:
+            units = gl.cdiv(steps, run) * run
+            is_last, sums = sums_of_tile(sums, partials, counters, index, units, run, INDEX, 2)
+        if is_last:
             for part in gl.static_range(PARTS):
                 output = first_output + part * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
                 y, is_output = sums[part], output < OUTPUTS
@@ -235,105 +243,3 @@ def _store(
     output = first_output + gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))
     inside = (choice < tiles[2])[:, None] & (output < OUTPUTS)[None, :]
     gl.store(out + choice.to(gl.int64)[:, None] * OUTPUTS + output[None, :], staging.load(LINES), inside)
-
-
-class Operands(NamedTuple):
-    """What a call multiplies. weight: [outputs, columns], or [experts, outputs, columns]."""
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    weight_scale: torch.Tensor | None
-    x_scale: torch.Tensor | None
-    out_dtype: torch.dtype | None
-
-
-def can(call: Operands) -> bool:
-    """Whether a Hopper GPU multiplies these by its own kernel: fp8 by blocks of 128, or by rows or whole tensors."""
-    if call.x_scale is None or not available(call.x.device):
-        return False
-    stored = call.x.dtype is FP8 and call.weight.dtype is FP8 and call.out_dtype.itemsize == OUT_BYTES
-    aligned = all(map(is_aligned, (call.x, call.weight))) and call.x.ndim == 2 and len(call.x)
-    return bool(stored and aligned) and (by_blocks(call) or by_rows(call))
-
-
-def scaled_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product of the contract of `linear`, for arguments that were checked."""
-    out = call.x.new_empty((len(call.x), len(call.weight)), dtype=call.out_dtype)
-    _multiply_scaled(call, bias, out, _launch.parameters("linear_scaled_sm90", call.x.device, len(out)))
-    return out
-
-
-def scaled_grouped_gemm(call: Operands, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
-    """Writes the product of the contract of `grouped_gemm` to out."""
-    values = _launch.parameters("scaled_grouped_gemm_prefill_sm90", call.x.device, order.block_size)
-    _multiply_scaled(call, bias, out, values | {"rows": min(values["rows"], order.block_size)}, order)
-
-
-def _multiply_scaled(
-    call: Operands, bias: torch.Tensor | None, out: torch.Tensor, values: _launch.Parameters, order: Order | None = None
-) -> None:
-    """values: the rows and outputs of a tile, and group, stages and ordered of the kernel. Without order, box too."""
-    (outputs, columns), num_rows, device = call.weight.shape[-2:], out.shape[0], call.x.device
-    rows = values["rows"]
-    warpgroups_of_outputs = 2 * HALF.value // rows
-    parts = max(1, values["outputs"] // (warpgroups_of_outputs * WIDTH.value))
-    x, w_strides, tiles, num_tiles = call.x, strides(call.weight_scale), 1, _launch.cdiv(num_rows, rows)
-    box = box_layout(128, 8)
-    if order is None:
-        of_x = [min(values["box"], rows), WIDTH.value]
-        x, w_strides = TensorDescriptor.from_tensor(call.x, of_x, box), (0, *w_strides)
-    else:
-        tiles = _launch.cdiv(order.block_size, rows)
-        num_tiles = order.num_blocks * tiles
-    weight = TensorDescriptor.from_tensor(call.weight.view(-1, columns), [WIDTH.value, WIDTH.value], box)
-    results, copied_results = out, order is None and is_aligned(out)  # Those of experts are scattered.
-    if copied_results:
-        results = TensorDescriptor.from_tensor(out, [HALF.value, WIDTH.value], box_layout(128, 16))
-    tile_outputs = warpgroups_of_outputs * parts * WIDTH.value
-    all_tiles = num_tiles * _launch.cdiv(outputs, tile_outputs)
-    num_programs = min(all_tiles, _launch.multiprocessors(device))
-    if order is None:
-        # As few programs as need no more rounds (docs/log/kernels.md has what that gains). Tiles of experts differ in
-        # their work, since some have no choices, so rounds do not tell how long those take.
-        num_programs = _launch.cdiv(all_tiles, _launch.cdiv(all_tiles, num_programs))
-    sorted_token_ids, expert_ids, top_k = order or (None, None, 1)
-    _launch.launch(
-        scaled_gemm_sm90, (num_programs,),
-        x, call.x.stride(0), weight, bias, results, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
-        sorted_token_ids, expert_ids, num_rows, num_tiles, top_k,
-        OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=by_blocks(call), BLOCK_SIZE=order.block_size if order else None,
-        TILES=tiles, ROWS=rows, PARTS=parts, GROUP=values["group"], STAGES=values["stages"],
-        ORDERED=bool(values["ordered"]), COPIED_RESULTS=copied_results,
-        num_warps=4, **_launch.launch_options(device),
-    )  # fmt: skip
-
-
-def strides(scale: torch.Tensor) -> tuple[int, ...]:
-    """From scale to scale: 0 where there is one scale."""
-    return _strides(scale.shape, scale.stride())
-
-
-@functools.lru_cache(1024)
-def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
-
-
-# The layers of a step ask for the same shapes, and each call asks twice.
-_group_of = functools.lru_cache(1024)(group_of)
-
-
-def _groups(call: Operands) -> tuple[GroupShape, GroupShape]:
-    """Those of the scales of x, and of the weight or of one of its experts."""
-    shapes = call.weight.shape[-2:], call.weight_scale.shape[-2:]
-    return _group_of(call.x.shape, call.x_scale.shape), _group_of(*shapes)
-
-
-def by_blocks(call: Operands) -> bool:
-    of_x, of_weight = _groups(call)
-    # The scales of one token are those of whole columns as well.
-    return of_x in (TOKEN_BLOCKS, GroupShape(WHOLE, TOKEN_BLOCKS.columns)) and of_weight == BLOCKS
-
-
-def by_rows(call: Operands) -> bool:
-    of_x, of_weight = _groups(call)
-    return of_x.columns == of_weight.columns == WHOLE and {of_x.rows, of_weight.rows} <= {1, WHOLE}

@@ -28,14 +28,14 @@ from vllm_opset.kernels.triton import (
     _mxfp4_gemm_sm90,
     _mxfp4_grouped_gemm,
     _packed_experts_sm90,
-    _scaled_gemm_sm90,
+    _scaled_calls_sm90,
     _scaled_grouped_gemm,
     _supports,
 )
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._packed_experts_sm90 import Packed
 from vllm_opset.kernels.triton._packed_linear import scale_columns
-from vllm_opset.kernels.triton._scaled_gemm_sm90 import Operands
+from vllm_opset.kernels.triton._scaled_calls_sm90 import Operands
 from vllm_opset.kernels.triton._tiles import Order, Product, tile_of
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
 from vllm_opset.ops.moe.grouped_gemm import GroupedGemmProblem, check_arguments
@@ -92,7 +92,7 @@ def describe(
     if weight.dtype is PACKED:
         hopper = _packed_experts_sm90.can(x, weight, weight_scale)
     else:
-        hopper = _scaled_gemm_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
+        hopper = _scaled_calls_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
     hopper = hopper and block_size % LEAST_ROWS_SM90 == 0
     decode_suits = decode_sm90 and _suits_decode_sm90(weight, weight_scale)
     return Call(block_size, hopper, wide, decode_sm90, decode_suits)
@@ -172,7 +172,7 @@ def write_products(
         return
     if picked == "prefill_sm90":
         operands = Operands(x, weight, weight_scale, x_scale, out.dtype)
-        _scaled_gemm_sm90.scaled_grouped_gemm(operands, bias, out, order)
+        _scaled_calls_sm90.scaled_grouped_gemm(operands, bias, out, order)
         return
     tile = _tile(picked, order.block_size, len(order.expert_ids), weight, weight_scale)
     product = Product(x, weight, bias, order, out, read_once=picked == "decode")

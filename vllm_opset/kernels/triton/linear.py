@@ -28,13 +28,13 @@ from vllm_opset.kernels.triton import (
     _packed_gemm_sm90,
     _packed_linear,
     _packed_linear_sm80,
-    _scaled_gemm_sm90,
+    _scaled_calls_sm90,
     _scaled_linear,
     _supports,
 )
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import num_rows
-from vllm_opset.kernels.triton._scaled_gemm_sm90 import Operands
+from vllm_opset.kernels.triton._scaled_calls_sm90 import Operands
 from vllm_opset.ops.gemm.linear import LinearProblem, check_arguments
 from vllm_opset.ops.schemes import PACKED, UINT4
 from vllm_opset.variants import Variant, Variants
@@ -66,7 +66,7 @@ def describe(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=No
     packed, rows = weight.dtype is PACKED, num_rows(x)
     scaled = weight_scale is not None and not packed
     operands = Operands(x, weight, weight_scale, x_scale, out_dtype)
-    hopper = scaled and _scaled_gemm_sm90.can(operands)
+    hopper = scaled and _scaled_calls_sm90.can(operands)
     decode = not packed and _decode_sm90.can(operands)
     few = packed and rows <= _packed_linear.most_packed_tokens(x.device)
     ring = packed and _packed_linear_sm80.fits(x, weight, weight_scale)
@@ -122,7 +122,7 @@ def linear(
     if picked == "decode_sm90":
         return _decode_sm90.decode_linear(Operands(x, weight, weight_scale, x_scale, out_dtype), bias)
     if picked == "scaled_sm90":
-        return _scaled_gemm_sm90.scaled_linear(Operands(x, weight, weight_scale, x_scale, out_dtype), bias)
+        return _scaled_calls_sm90.scaled_linear(Operands(x, weight, weight_scale, x_scale, out_dtype), bias)
     if picked == "scaled":
         return _scaled_linear.scaled_linear(x, weight, bias, weight_scale, x_scale, out_dtype)
     if picked == "torch":

@@ -1,0 +1,162 @@
+"""Calls of `scaled_gemm_sm90`: which products in fp8 it takes on Hopper GPUs, and how it is launched."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from vllm_opset.kernels.triton import _launch
+from vllm_opset.kernels.triton._counters import zeros
+from vllm_opset.kernels.triton._load_sm90 import available, box_layout, is_aligned
+from vllm_opset.kernels.triton._scaled_gemm_sm90 import HALF, WIDTH, scaled_gemm_sm90
+from vllm_opset.kernels.triton._shared_tiles import even_run_of
+from vllm_opset.kernels.triton._tiles import Order
+from vllm_opset.ops.schemes import FP8, WHOLE, GroupShape, group_of
+
+OUT_BYTES = 2  # Results of 32 bits do not fit shared memory beside the ring.
+NARROW_TOKENS = 512  # so many tokens have tiles of 128 rows and 128 outputs
+BLOCKS, TOKEN_BLOCKS = GroupShape(WIDTH.value, WIDTH.value), GroupShape(1, WIDTH.value)
+
+
+class Operands(NamedTuple):
+    """What a call multiplies. weight: [outputs, columns], or [experts, outputs, columns]."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    weight_scale: torch.Tensor | None
+    x_scale: torch.Tensor | None
+    out_dtype: torch.dtype | None
+
+
+def can(call: Operands) -> bool:
+    """Whether a Hopper GPU multiplies these by its own kernel: fp8 by blocks of 128, or by rows or whole tensors."""
+    if call.x_scale is None or not available(call.x.device):
+        return False
+    stored = call.x.dtype is FP8 and call.weight.dtype is FP8 and call.out_dtype.itemsize == OUT_BYTES
+    aligned = all(map(is_aligned, (call.x, call.weight))) and call.x.ndim == 2 and len(call.x)
+    return bool(stored and aligned) and (by_blocks(call) or by_rows(call))
+
+
+def scaled_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product of the contract of `linear`, for arguments that were checked."""
+    out = call.x.new_empty((len(call.x), len(call.weight)), dtype=call.out_dtype)
+    values, multiprocessors = of_linear(out, out.device), _launch.multiprocessors(out.device)
+    num_tiles, all_tiles = _tiles_of(out, values)
+    steps = _launch.cdiv(call.x.shape[1], WIDTH.value)
+    partials, counters, run = None, None, None
+    # As few programs as need no more rounds (docs/log/kernels.md has what that gains).
+    num_programs = _launch.cdiv(all_tiles, _launch.cdiv(all_tiles, multiprocessors))
+    if _parts_of(values) == 1:
+        run = even_run_of(all_tiles, steps, multiprocessors, values["piece"])
+        partials, counters = _no_partials(out.device), zeros(out.device, 2 * all_tiles)
+        if run < steps:
+            num_programs = all_tiles * _launch.cdiv(steps, run)
+            partials = out.new_empty((2 * num_programs, 2 * HALF.value, WIDTH.value), dtype=torch.float32)
+    x = TensorDescriptor.from_tensor(call.x, [min(values["box"], values["rows"]), WIDTH.value], box_layout(128, 8))
+    results, copied_results = out, is_aligned(out)
+    if copied_results:
+        results = TensorDescriptor.from_tensor(out, [HALF.value, WIDTH.value], box_layout(128, 16))
+    _launch_scaled(
+        num_programs, call, x, bias, results, (0, *strides(call.weight_scale)),
+        (None, None, len(out), num_tiles, 1), (partials, counters, run), values,
+        BLOCK_SIZE=None, TILES=1, COPIED_RESULTS=copied_results,
+    )  # fmt: skip
+    return out
+
+
+def scaled_grouped_gemm(call: Operands, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
+    """Writes the product of the contract of `grouped_gemm` to out."""
+    values = _launch.parameters("scaled_grouped_gemm_prefill_sm90", out.device, order.block_size)
+    values = values | {"rows": min(values["rows"], order.block_size)}
+    tiles = _launch.cdiv(order.block_size, values["rows"])
+    num_tiles = order.num_blocks * tiles
+    all_tiles = num_tiles * _launch.cdiv(call.weight.shape[1], _outputs_of(values))
+    # Tiles of experts differ in their work, since some have no choices, so rounds do not tell how long those take.
+    num_programs = min(all_tiles, _launch.multiprocessors(out.device))
+    _launch_scaled(
+        num_programs, call, call.x, bias, out, strides(call.weight_scale),
+        (order.sorted_token_ids, order.expert_ids, len(out), num_tiles, order.top_k), (None, None, None), values,
+        BLOCK_SIZE=order.block_size, TILES=tiles, COPIED_RESULTS=False,  # They are scattered.
+    )  # fmt: skip
+
+
+def _launch_scaled(
+    num_programs: int, call: Operands, x, bias: torch.Tensor | None, out, w_strides: tuple[int, ...], tiles: tuple,
+    shared: tuple, values: _launch.Parameters, **constants,
+) -> None:  # fmt: skip
+    """Launches the kernel. x, out: tensors or descriptors. values: rows, outputs, group, stages and ordered."""
+    outputs, columns = call.weight.shape[-2:]
+    weight = TensorDescriptor.from_tensor(call.weight.view(-1, columns), [WIDTH.value, WIDTH.value], box_layout(128, 8))
+    _launch.launch(
+        scaled_gemm_sm90, (num_programs,),
+        x, call.x.stride(0), weight, bias, out, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
+        *tiles, *shared, OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=by_blocks(call), ROWS=values["rows"],
+        PARTS=_parts_of(values), GROUP=values["group"], STAGES=values["stages"], ORDERED=bool(values["ordered"]),
+        num_warps=4, **constants, **_launch.launch_options(call.x.device),
+    )  # fmt: skip
+
+
+def of_linear(out: torch.Tensor, device: torch.device) -> _launch.Parameters:
+    """The launch parameters for these results on a device.
+
+    Tiles for many tokens are wide. If so few of them are needed that tiles of half the width still run all at once,
+    there are the tiles for fewer tokens instead, and programs share them.
+    """
+    values = _launch.parameters("linear_scaled_sm90", device, len(out))
+    if _parts_of(values) > 1 and 2 * _tiles_of(out, values)[1] <= _launch.multiprocessors(device):
+        return _launch.parameters("linear_scaled_sm90", device, NARROW_TOKENS)
+    return values
+
+
+def _tiles_of(out: torch.Tensor, values: _launch.Parameters) -> tuple[int, int]:
+    """How many tiles of rows the results have, and how many tiles."""
+    num_tiles = _launch.cdiv(out.shape[0], values["rows"])
+    return num_tiles, num_tiles * _launch.cdiv(out.shape[1], _outputs_of(values))
+
+
+def _parts_of(values: _launch.Parameters) -> int:
+    """A warpgroup's products for each stage."""
+    return max(1, values["rows"] * values["outputs"] // (2 * HALF.value * WIDTH.value))
+
+
+def _outputs_of(values: _launch.Parameters) -> int:
+    """The outputs of a tile."""
+    return _parts_of(values) * 2 * HALF.value // values["rows"] * WIDTH.value
+
+
+@functools.cache
+def _no_partials(device: torch.device) -> torch.Tensor:
+    """What takes the place of partial sums, so that a launch without them does not need a kernel of its own."""
+    return torch.empty(1, dtype=torch.float32, device=device)
+
+
+def strides(scale: torch.Tensor) -> tuple[int, ...]:
+    """From scale to scale: 0 where there is one scale."""
+    return _strides(scale.shape, scale.stride())
+
+
+@functools.lru_cache(1024)
+def _strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
+
+
+# The layers of a step ask for the same shapes, and each call asks twice.
+_group_of = functools.lru_cache(1024)(group_of)
+
+
+def _groups(call: Operands) -> tuple[GroupShape, GroupShape]:
+    """Those of the scales of x, and of the weight or of one of its experts."""
+    shapes = call.weight.shape[-2:], call.weight_scale.shape[-2:]
+    return _group_of(call.x.shape, call.x_scale.shape), _group_of(*shapes)
+
+
+def by_blocks(call: Operands) -> bool:
+    of_x, of_weight = _groups(call)
+    # The scales of one token are those of whole columns as well.
+    return of_x in (TOKEN_BLOCKS, GroupShape(WHOLE, TOKEN_BLOCKS.columns)) and of_weight == BLOCKS
+
+
+def by_rows(call: Operands) -> bool:
+    of_x, of_weight = _groups(call)
+    return of_x.columns == of_weight.columns == WHOLE and {of_x.rows, of_weight.rows} <= {1, WHOLE}

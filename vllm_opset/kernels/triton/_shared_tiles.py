@@ -1,0 +1,130 @@
+"""Tiles of a product that several programs share: how many units each takes, and the sum of their sums."""
+
+import functools
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from vllm_opset.kernels.triton import _launch
+from vllm_opset.kernels.triton._gluon import barrier
+
+# From so many columns of sums on, a program looks at the counter before it stores its sums. For fewer, the look takes
+# longer.
+COLUMNS_OF_LARGE_SUMS = gl.constexpr(32)
+
+
+@functools.cache
+def run_of(tiles: int, tile_units: int, programs: int, piece_units: float) -> int:
+    """How many units each program takes, with the shortest time in units.
+
+    piece_units: the units that a program multiplies in the time in which it adds the sums of another one.
+    """
+    least, whole = _launch.cdiv(tiles * tile_units, programs), _launch.cdiv(tiles, programs) * tile_units
+    return min(range(least, whole + 1), key=lambda run: run + piece_units * (most_pieces(tile_units, run) - 1))
+
+
+def most_pieces(tile_units: int, run: int) -> int:
+    """The most programs that share a tile."""
+    return (run - math.gcd(run, tile_units) + tile_units - 1) // run + 1
+
+
+@functools.cache
+def even_run_of(tiles: int, tile_units: int, programs: int, piece_units: float) -> int:
+    """`run_of` for programs that take equally many units of one tile each, or whole tiles."""
+    sharing = range(1, max(1, programs // tiles) + 1)
+    return min(
+        (_launch.cdiv(tile_units, number) for number in sharing),
+        key=lambda run: run + piece_units * (_launch.cdiv(tile_units, run) - 1),
+    )
+
+
+@gluon.jit
+def sums_of_tile(
+    sums, partials, counters, tile, tile_units, run, INDEX: gl.constexpr = 0, WARPGROUPS: gl.constexpr = 1
+):  # fmt: skip
+    """Whether this is the only program of a tile or the last one, and the sums of all its programs in their order.
+
+    Only the last program has these. Each of WARPGROUPS parts of the threads has its own rows. INDEX: of this one.
+    sums: of this program, a tuple. tile_units: of a tile, each a part of its columns. run: of each program.
+    partials: room for two tiles of each program. counters: zero for each tile, and zero again afterwards.
+    """
+    PARTS: gl.constexpr = len(sums)
+    SUMS: gl.constexpr = sums[0].type.layout
+    LARGE: gl.constexpr = sums[0].shape[1] >= COLUMNS_OF_LARGE_SUMS
+    program, first_unit, counter = gl.program_id(0), tile * tile_units, counters + tile * WARPGROUPS + INDEX
+    first, last = first_unit // run, (first_unit + tile_units - 1) // run
+    is_last = first == last
+    if first != last:
+        own = ()
+        for part in gl.static_range(PARTS):
+            own += (_by_thread(sums[part]),)
+        if LARGE:  # If all others' sums are in memory, this program's own need not be.
+            is_last = gl.atomic_add(counter, 0, sem="acquire") == last - first
+        if not is_last:
+            place = place_of(program, first_unit, run) * WARPGROUPS + INDEX
+            for part in gl.static_range(PARTS):
+                gl.store(partial_of(partials, own[part], place * PARTS + part), own[part])
+            barrier()  # all threads' stores come before the count
+            is_last = gl.atomic_add(counter, 1, sem="acq_rel") == last - first
+        if is_last:
+            gl.store(counter, 0)
+            total = ()
+            for part in gl.static_range(PARTS):
+                total += (gl.zeros_like(own[part]),)
+            for other in range(first, last + 1):
+                place, added = place_of(other, first_unit, run) * WARPGROUPS + INDEX, ()
+                for part in gl.static_range(PARTS):
+                    pointers = partial_of(partials, own[part], place * PARTS + part)
+                    if LARGE:
+                        of_other = gl.load(pointers, other != program, cache_modifier=".cg")
+                        of_other = gl.where(other == program, own[part], of_other)
+                    else:
+                        of_other = gl.load(pointers, cache_modifier=".cg")
+                    added += (total[part] + of_other,)
+                total = added
+            sums = ()
+            for part in gl.static_range(PARTS):
+                sums += (gl.convert_layout(_by_place(total[part]), SUMS, assert_trivial=True),)
+    return is_last, sums
+
+
+@gluon.jit
+def _by_thread(sums):
+    """The same elements in the order in which threads hold them: four of each thread, one thread after the other.
+
+    So a warp stores and loads whole lines. A warp holds 16 rows of wgmma's results. In 8 rows of 8 columns, each of its
+    threads holds two neighbours.
+    """
+    ROWS: gl.constexpr = sums.shape[0]
+    COLUMNS: gl.constexpr = sums.shape[1]
+    parts = sums.reshape([ROWS // 16, 2, 8, COLUMNS // 8, 4, 2])
+    return parts.permute([3, 0, 2, 4, 1, 5]).reshape([COLUMNS // 8, ROWS * 8])
+
+
+@gluon.jit
+def _by_place(sums):
+    """What `_by_thread` was given."""
+    ROWS: gl.constexpr = sums.shape[1] // 8
+    COLUMNS: gl.constexpr = sums.shape[0] * 8
+    parts = sums.reshape([COLUMNS // 8, ROWS // 16, 8, 4, 2, 2])
+    return parts.permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
+def place_of(program, first_unit, run):
+    """Which of the places is for a program's sums of a tile. It shares only its first and its last tile with others.
+
+    first_unit: of the tile.
+    """
+    return 2 * program + gl.where(first_unit > program * run, 1, 0)
+
+
+@gluon.jit
+def partial_of(partials, sums, place):
+    """Pointers to sums by thread, as number `place`."""
+    ROWS: gl.constexpr = sums.shape[0]
+    COLUMNS: gl.constexpr = sums.shape[1]
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, sums.type.layout))
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, sums.type.layout))
+    return partials + place * (ROWS * COLUMNS) + (row[:, None] * COLUMNS + column[None, :])
