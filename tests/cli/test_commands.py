@@ -62,6 +62,20 @@ def test_ops_lists_the_ops_that_are_named(command_here):
     assert "did you mean 'rms_norm'?" in command_here("ops", "rmsnorm").output
 
 
+def test_ops_can_be_read_in_a_terminal_of_80_columns(command_here):
+    """Each kernel is below its op, and no word is cut."""
+    found = command_here("ops", "gelu", "rms_norm", COLUMNS="80").stdout.partition("The kernels of")[0]
+    lines = [line.rstrip() for line in found.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert lines[:4] == [
+        "Ops and their kernels",
+        "gelu",
+        "  reference  devices: any; here: yes",
+        "             supports: Everything in the contract.",
+    ]
+    assert command_here("ops", "--help").stdout.split("\n")[1].rstrip().endswith("ops [OPTIONS] [OP]...")
+
+
 def test_ops_lists_the_kernels_for_other_machines_with_what_they_support():
     found = json.loads(command("ops", "--json").out)
     ascend = {f"{row['op']}={row['kernel']}": row for row in found["kernels"] if row["provider"] == "ascend"}

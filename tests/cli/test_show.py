@@ -40,3 +40,29 @@ def test_a_narrow_terminal_shows_the_whole_name_of_an_op(capsys, monkeypatch):
     out = printed(capsys, {"op": "silu_and_mul_with_clamp", "why": LONG})
     assert "silu_and_mul_with_clamp" in out
     assert max(map(len, out.splitlines())) <= 50
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_long_list_of_kernels_is_a_table_only_where_its_columns_can_be_read(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    rows = [
+        {"op": "linear", "kernel": name, "variants": variants, "devices": "cpu", "supports": LONG}
+        for name, variants in (("cpp", None), ("cpu", "dense, sparse"))
+    ]
+    print_table("Kernels", ("op", "kernel", "variants", "devices", "supports"), rows, listed_if_narrow=True)
+    out = capsys.readouterr().out
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert max(map(len, lines)) <= width
+    if width == 160:
+        assert "│" in out
+        return
+    assert lines == [
+        "Kernels",
+        "linear",
+        "  cpp  devices: cpu",
+        "       supports: first kernel for cpu that supports it, and a reason that is",
+        "       wider than a narrow terminal",
+        "  cpu  variants: dense, sparse; devices: cpu",
+        "       supports: first kernel for cpu that supports it, and a reason that is",
+        "       wider than a narrow terminal",
+    ]

@@ -38,7 +38,7 @@ class KernelsByDefault(TyperGroup):
 
 
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to time; all without one.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="OP", help="Ops to time; all without one.")] = None,
     against: Annotated[list[str] | None, typer.Option(help=f"Only these peers, of {', '.join(peers.NAMES)}.")] = None,
     alone: Annotated[bool, typer.Option("--alone", help="No peers.")] = False,
     kernel: Annotated[

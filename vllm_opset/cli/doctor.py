@@ -77,7 +77,8 @@ def _print(found: dict, faults: list[Fault]) -> None:
     print(f"Platform: {found['platform'] or 'none of this plugin'}\n")
     rows = map(_on_one_line, found["kernels"])
     serves = "Kernels on" if found["platform"] else "Kernels that would serve on"
-    print_table(f"{serves} {found['device']!r}, {found['dtype']}", ("op", "kernel", "why", "others"), rows)
+    title = f"{serves} {found['device']!r}, {found['dtype']}"
+    print_table(title, ("op", "kernel", "why", "others"), rows, listed_if_narrow=True)
     if found["parts"]:
         title = "Parts of these that serve here, if they can do the model; else vLLM's own do"
         switch = ({"part": name, "on": part["on"], "why": part["why"]} for name, part in found["parts"].items())

@@ -12,7 +12,7 @@ from vllm_opset.kernel import Kernel, kernels_of, unavailable
 
 
 def list_ops(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to list; all without one.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="OP", help="Ops to list; all without one.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List every op, its kernels, and what each supports, including kernels that are unavailable on this machine."""
@@ -27,7 +27,8 @@ def list_ops(
         print_json({"kernels": rows, "unavailable": missing})
         return
     rows = [{**row, "variants": ", ".join(row["variants"])} for row in rows]
-    print_table("Ops and their kernels", ("op", "kernel", "variants", "devices", "here", "supports"), rows)
+    columns = ("op", "kernel", "variants", "devices", "here", "supports")
+    print_table("Ops and their kernels", columns, rows, listed_if_narrow=True)
     print_missing(missing)
 
 

@@ -23,7 +23,7 @@ OUTCOMES = ("passed", "failed", "skipped")
 
 
 def check(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to check; all without one.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="OP", help="Ops to check; all without one.")] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or npu; by default the accelerator, or the CPU without one.")
     ] = None,

@@ -20,7 +20,7 @@ BEST = 3  # the number of candidates to show for each case
 
 def find(
     launches: Annotated[
-        list[str] | None, typer.Argument(metavar="[LAUNCH]...", help="Entries of launch.yaml; all without one.")
+        list[str] | None, typer.Argument(metavar="LAUNCH", help="Entries of launch.yaml; all without one.")
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", callback=writable, help="Write all measurements here.")
