@@ -17,7 +17,7 @@ from vllm_opset.bench import peers
 from vllm_opset.bench.ceilings import Ceilings
 from vllm_opset.bench.measure import Candidate, Result, candidates, cases, measure
 from vllm_opset.bench.report import Report
-from vllm_opset.bench.timing import time_call
+from vllm_opset.bench.timing import CPU_SWEEP_BYTES, time_call
 from vllm_opset.cli.bench import bench
 from vllm_opset.kernel import REFERENCE, Kernel
 from vllm_opset.ops.contract import Cost
@@ -241,6 +241,16 @@ def test_calls_do_not_share_their_operands():
 
     time_call(run, ((x,), {}), "cpu")
     assert len(seen) > 2
+
+
+def test_caches_are_swept_before_operands_are_used_again(monkeypatch):
+    """All copies of small operands fit into a CPU's cache."""
+    x, events = torch.zeros(16), []
+    monkeypatch.setattr(torch.Tensor, "amax", lambda swept: events.append(swept.nbytes))
+    time_call(lambda x: events.append(x.data_ptr()), ((x,), {}), "cpu")
+    for round_ in " ".join(map(str, events)).split(f" {CPU_SWEEP_BYTES} "):
+        calls = round_.split()
+        assert len(calls) == len(set(calls))
 
 
 @pytest.mark.parametrize("name", peers.NAMES)

@@ -1,7 +1,7 @@
 """Timing of one call of an operator, with cold caches: on a GPU by replayed CUDA graphs, on a CPU by the clock.
 
-Every timed call has its own inputs and outputs. Together these are larger than the last-level cache, or the cache is
-swept between rounds. So no call finds its operands in the cache.
+Each call of a round has its own inputs, and on a GPU its own outputs. Other memory, more than the last-level cache, is
+read before each round. So no call finds its operands in a cache.
 """
 
 import copy
@@ -18,6 +18,7 @@ FEW_CALLS = 8  # in the replay that tells how long a call takes
 ROUND_SECONDS = 1e-3  # the length of a replay: events have a resolution of half a microsecond
 MEMORY_SHARE = 0.2  # of the device's free memory, for operands
 CPU_SECONDS = 0.5  # for one case
+CPU_SWEEP_BYTES = 256 << 20  # many times a CPU's caches, and read in some ten milliseconds
 SWEEP_BYTES = 1 << 30  # larger than any cache, and takes long enough to hide the launch of a replay
 
 # The driver zeroes freed memory in the background, which takes a tenth of the speed from other work. 52 GB slowed an
@@ -97,9 +98,12 @@ def _replay(graph: torch.cuda.CUDAGraph, sweep: torch.Tensor) -> tuple[torch.cud
 
 def _time_cpu(run: Callable, call: Call, prepare: Callable) -> Timing:
     calls = _copies(run, call, prepare, limit=MAX_CALLS)
+    sweep = torch.ones(CPU_SWEEP_BYTES // 4, dtype=torch.int32)  # zeros may all be one page of memory
     seconds, deadline = [], time.perf_counter() + CPU_SECONDS
     while time.perf_counter() < deadline or len(seconds) < 3:
         args, kwargs = calls[len(seconds) % len(calls)]
+        if len(seconds) % len(calls) == 0:
+            sweep.amax()
         start = time.perf_counter()
         run(*args, **kwargs)
         seconds.append(time.perf_counter() - start)
