@@ -58,25 +58,35 @@ def test_command_writes_table_json_page_and_picture(run, tmp_path):
     assert files[2].read_bytes().startswith(b"\x89PNG")
 
 
-def test_after_sigterm_it_reports_what_it_has_measured(run, given_ceilings, monkeypatch, tmp_path):
+def broken() -> None:
+    raise RuntimeError("an illegal memory access, after which every call fails")
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [(lambda: signal.raise_signal(signal.SIGTERM), 128 + signal.SIGTERM), (broken, 1)],
+    ids=["SIGTERM", "an exception"],
+)
+def test_at_its_end_it_reports_what_it_has_measured(end, code, run, given_ceilings, monkeypatch, tmp_path):
     calls = []
 
     def ended(*arguments):
         calls.append(arguments)
         if len(calls) == 2:
-            signal.raise_signal(signal.SIGTERM)
+            end()
         return measure(*arguments)
 
     monkeypatch.setattr(f"{bench.__module__}.measure", ended)
     arguments = ("rms_norm", "--case", "T1 *", "--device", "cpu", "--kernel", "cpu", "--against", "torch_eager")
     result = run(*arguments, "--json", str(file := tmp_path / "results.json"), "--conditions", "A test.")
     assert result.exit_code == 1, result.output
+    assert ("an illegal memory access" in result.stderr) == (end is broken)
     (report,) = json.loads(file.read_text())
     assert [row["case"] for row in report["results"]] == ["T1 H4096"]
     assert report["conditions"] == "A test. Ended before 1 of 2 measurements."
     # Without a result there is nothing to report.
     del calls[1:]
-    assert run(*arguments).exit_code == 128 + signal.SIGTERM
+    assert run(*arguments).exit_code == code
 
 
 @pytest.mark.parametrize(

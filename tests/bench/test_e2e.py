@@ -359,6 +359,19 @@ def test_no_engine_is_waited_for_after_one_that_does_not_start(tmp_path, monkeyp
     assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
 
 
+def test_cases_that_were_done_before_an_engine_ended_are_reported(tmp_path, monkeypatch):
+    child, results = tmp_path / "child.py", tmp_path / "results.json"
+    # It ends after the first case, whose two repetitions have three rounds each.
+    child.write_text(COMPILING.replace("steps=1", "steps=2") + "    if number == 5: sys.exit('out of memory')")
+    monkeypatch.setattr(engines, "CHILD", child)
+    words = ("--variant", 'opset={"env": {"ANSWERS": "0"}}', "--repetitions", "1", "--case", "1x*", "--case", "8x64/32")
+    finished = command_here("--model", "tiny", *words, "--json", str(results))
+    assert finished.exit_code == 1 and "opset ended" in finished.stderr and "out of memory" in finished.stderr
+    (report,) = json.loads(results.read_text())
+    assert [result["case_name"] for result in report["results"]] == ["1x64/32"]
+    assert report["missing"] == ["8x64/32"]
+
+
 def test_an_interruption_before_all_engines_have_done_a_case_is_no_report(tmp_path, monkeypatch):
     def interrupt(step: str) -> None:
         raise KeyboardInterrupt

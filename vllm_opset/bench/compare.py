@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vllm_opset.bench.cases import Case, Request, Run, Trace
-from vllm_opset.bench.engines import Answer, Engine, RunningEngine, Started
+from vllm_opset.bench.engines import Answer, Engine, EngineError, RunningEngine, Started
 from vllm_opset.bench.shapes import Shape, with_draft
 
 # vLLM does not start if less than this share of the device's memory is free. After that, its memory depends on the
@@ -39,13 +39,14 @@ class Result:
 class Comparison:
     """The results of all engines. started, peak_bytes: by engine. In every case the first engine's result comes first.
 
-    If the comparison was interrupted, it has only the finished cases.
+    If an engine ended or the comparison was interrupted, it has only the finished cases. failure: of the engine.
     """
 
     engines: list[Engine]
     started: dict[str, Started]
     peak_bytes: dict[str, int]
     results: list[Result]
+    failure: EngineError | None = None
 
     def as_json(self) -> dict:
         """Plain data; times are in seconds unless the name says otherwise."""
@@ -85,13 +86,15 @@ class Plan:
         return len(self.engines) * (1 + len(self.cases) * (1 + self.repetitions))
 
     def run(self, folder: Path, logs: Path, progress: Callable[[str], None]) -> Comparison:
-        """Run the comparison. folder: for temporary files. progress: is called before each step. Raises EngineError.
+        """Run the comparison. folder: for temporary files. progress: is called before each step.
 
-        If it is interrupted or terminated after every engine has answered a case, it returns the finished cases.
+        If an engine ends, or the comparison is interrupted or terminated, it returns the cases that every engine has
+        answered. If there is none, it raises EngineError, KeyboardInterrupt or SystemExit.
         """
         (folder / "config.json").write_text(json.dumps(self.shape.config))
         started: dict[str, Started] = {}
         answers: dict[str, Answers] = {case.name: {} for case in self.cases}
+        failure = None
         try:
             for engines in [[engine] for engine in self.engines] if self.apart else [self.engines]:
                 with ExitStack() as stack:
@@ -100,13 +103,14 @@ class Plan:
                     started |= {one.engine.name: one.started for one in running}
                     for case in self.cases:
                         answers[case.name] |= self._ask(case, running, progress)
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, EngineError) as error:
             if not self._done(answers):
                 raise
+            failure = error if isinstance(error, EngineError) else None
         done = self._done(answers)
         peak_bytes = {name: found[-1][-1].peak_bytes for name, found in answers[done[-1].name].items()}
         results = [result for case in done for result in _results(case, answers[case.name])]
-        return Comparison(list(self.engines), started, peak_bytes, results)
+        return Comparison(list(self.engines), started, peak_bytes, results, failure)
 
     def _engine(self, engine: Engine, folder: Path, logs: Path) -> RunningEngine:
         env = {name: str(folder / "caches" / engine.name / name) for name in CACHES if self.cold}

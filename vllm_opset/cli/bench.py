@@ -1,6 +1,7 @@
 """`vllm-opset bench`: times kernels and compares them with their peers and with the ceilings of this machine."""
 
 import dataclasses
+import traceback
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -66,7 +67,7 @@ def bench(
     the case. --random compares implementations on problems that ops draw, all together and by kind, such as how weights
     are stored. `vllm-opset bench e2e` times whole engines.
 
-    After Ctrl-C or SIGTERM, it reports what it has measured, and exits with 1.
+    After Ctrl-C, SIGTERM or an exception, it reports what it has measured, and exits with 1.
     """
     files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
     if files.sources:
@@ -116,19 +117,19 @@ def _measured(
 
 
 def _results(plan: Plan, work: list[Work], dtype: torch.dtype, limits: Ceilings) -> tuple[list[Result], int]:
-    """The results, and how many measurements were left when Ctrl-C or SIGTERM ended them."""
+    """The results, and how many measurements were left when Ctrl-C, SIGTERM or an exception ended them."""
     results, done = [], 0
     with ended_by_sigterm():
         try:
             for op, sample, implementation in track(work, "timing", console=Console(stderr=True), transient=True):
-                results += [
-                    measure(op, sample, candidate, plan.device, dtype_of(op, dtype), limits)
-                    for candidate in plan.variants(op, sample, implementation)
-                ]
+                for candidate in plan.variants(op, sample, implementation):
+                    results.append(measure(op, sample, candidate, plan.device, dtype_of(op, dtype), limits))
                 done += 1
-        except (KeyboardInterrupt, SystemExit):
+        except BaseException as error:
             if not results:
                 raise
+            if isinstance(error, Exception):
+                traceback.print_exception(error)
     return results, len(work) - done
 
 

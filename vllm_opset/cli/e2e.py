@@ -73,7 +73,8 @@ def compare(
     Engines do not inherit this shell's variables for vLLM, opset and OpenMP; --variant sets variables for them. A shape
     can draft for another: name it as the model of speculative_config.
 
-    After Ctrl-C or SIGTERM, it reports the cases that all engines have finished, if there are any, and exits with 1.
+    After Ctrl-C or SIGTERM, or if an engine ends, it reports the cases that all engines have finished, if there are
+    any, and exits with 1.
     """
     files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
     if files.sources:
@@ -108,14 +109,21 @@ def _run(plan: Plan, logs: Path | None) -> Comparison:
         if logs:
             logs.mkdir(parents=True, exist_ok=True)
         try:
-            return plan.run(Path(folder), logs or Path(folder), step)
+            found = plan.run(Path(folder), logs or Path(folder), step)
         except EngineError as error:
-            short = len(plan.engines) > 1 and not plan.apart and "memory" in str(error).lower()
-            print(f"{error}\n{MEMORY_HINT}" if short else error, file=sys.stderr)
+            _explain(error, plan)
             raise typer.Exit(1) from error
         except (KeyboardInterrupt, SystemExit):
             print("Ended before all engines had answered a case.", file=sys.stderr)
             raise
+    if found.failure:
+        _explain(found.failure, plan)
+    return found
+
+
+def _explain(failure: EngineError, plan: Plan) -> None:
+    short = len(plan.engines) > 1 and not plan.apart and "memory" in str(failure).lower()
+    print(f"{failure}\n{MEMORY_HINT}" if short else failure, file=sys.stderr)
 
 
 def _print(report: Report) -> None:
