@@ -101,12 +101,20 @@ def test_at_its_end_it_reports_what_it_has_measured(end, code, run, given_ceilin
         (("rms_norm", "--plot", "ops.foo"), ".svg"),
         (("--from", str(RESULTS / "h200-engines.json")), "no results of this command"),
         (("rms_norm", "--from", str(RESULTS / "h200.json")), "--from measures nothing: leave out rms_norm"),
+        (("--from", str(RESULTS / "h200.json"), "--case", "T1 *", "--conditions", "A test."), "--case, --conditions"),
+        (("rms_norm", "--seed", "3"), "only random problems have a seed: add --random"),
     ],
 )
 def test_wrong_words_are_errors_that_name_the_nearest_known(run, arguments, hint):
-    result = run(*arguments, "--device", "cpu")
+    result = run(*arguments)
     assert result.exit_code == 2
     assert hint in " ".join(result.output.replace("│", "").split())
+
+
+def test_a_file_of_results_is_a_list(run, tmp_path):
+    (file := tmp_path / "number.json").write_text("5")
+    result = run("--from", str(file))
+    assert result.exit_code == 2 and "it has no list of runs" in " ".join(result.output.replace("│", "").split())
 
 
 def test_a_picture_needs_the_extra_that_brings_matplotlib(run, monkeypatch, tmp_path):

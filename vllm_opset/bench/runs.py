@@ -6,8 +6,15 @@ from pathlib import Path
 
 
 def read(files: Iterable[Path]) -> list[dict]:
-    """The runs of all files, in their order."""
-    return [run for file in files for run in json.loads(file.read_text())]
+    """The runs of all files, in their order. Raises OSError, and ValueError for a file that is no list in JSON."""
+    return [run for file in files for run in _runs(file)]
+
+
+def _runs(file: Path) -> list[dict]:
+    runs = json.loads(file.read_text())
+    if not isinstance(runs, list):
+        raise ValueError("it has no list of runs")
+    return runs
 
 
 def write(file: Path, runs: Iterable[dict]) -> None:

@@ -22,6 +22,16 @@ def known(name: str, names: Collection[str], hint: str) -> str:
     return name
 
 
+def given(context: typer.Context) -> dict[str, str]:
+    """The words of the command line by parameter: the names of an option, or what an argument was given."""
+    found = (one for one in context.command.params if context.get_parameter_source(one.name).name == "COMMANDLINE")
+    return {
+        one.name: "/".join([*one.opts, *one.secondary_opts]) if one.param_type_name == "option"
+        else " ".join(context.params[one.name])
+        for one in found
+    }  # fmt: skip
+
+
 def device_here(devices: Collection[str]) -> str:
     """The accelerator of this machine if it is one of `devices`; else the CPU."""
     return next((device for device in reversed(here()) if device in devices), "cpu")

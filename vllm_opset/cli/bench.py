@@ -20,7 +20,7 @@ from vllm_opset.bench.pictures import draw_ops
 from vllm_opset.bench.plan import Plan, Work
 from vllm_opset.bench.report import LEGEND, Report, device_name, page
 from vllm_opset.cli import outputs
-from vllm_opset.cli.arguments import DTYPES, device_here, known, require_device
+from vllm_opset.cli.arguments import DTYPES, device_here, given, known, require_device
 from vllm_opset.cli.ended import ended_by_sigterm
 from vllm_opset.cli.show import print_table
 from vllm_opset.kernel import kernels_of
@@ -39,6 +39,7 @@ class KernelsByDefault(TyperGroup):
 
 
 def bench(
+    context: typer.Context,
     names: Annotated[list[str] | None, typer.Argument(metavar="OP", help="Ops to time; all without one.")] = None,
     against: Annotated[list[str] | None, typer.Option(help=f"Only these peers, of {', '.join(peers.NAMES)}.")] = None,
     alone: Annotated[bool, typer.Option("--alone", help="No peers.")] = False,
@@ -71,8 +72,10 @@ def bench(
     """
     files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
     if files.sources:
-        reports = [Report.from_json(run) for run in files.read("device", " ".join(names or []))]
+        reports = [Report.from_json(run) for run in files.read("device", context)]
     else:
+        if random is None and "seed" in given(context):
+            raise typer.BadParameter("only random problems have a seed: add --random", param_hint="--seed")
         drawn = None if random is None else {"number": random, "seed": seed}
         report, left = _measured(
             names or [], against or [], alone, kernel, case, dtype, device, conditions, drawn, jobs

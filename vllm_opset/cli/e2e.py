@@ -31,6 +31,7 @@ MEMORY_HINT = "All engines are up together: fewer of them, or of the cases (--ca
 
 
 def compare(
+    context: typer.Context,
     model: Annotated[str | None, typer.Option(metavar="SHAPE", help=f"One of {', '.join(shapes.names())}.")] = None,
     against: Annotated[
         list[str] | None,
@@ -78,7 +79,7 @@ def compare(
     """
     files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
     if files.sources:
-        reports = [Report(run) for run in files.read("shape", model or "")]
+        reports = [Report(run) for run in files.read("shape", context)]
     else:
         plan = _plan(model, case, against, variant, repetitions, cold, apart, at_once)
         reports = [Report(record(plan, _run(plan, logs), f"vllm-opset {command_line(outputs.OUTPUTS)}", conditions))]

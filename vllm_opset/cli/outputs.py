@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_opset.bench import runs
-from vllm_opset.cli.arguments import picture, writable
+from vllm_opset.cli.arguments import given, picture, writable
 
 From = Annotated[
     list[Path] | None,
@@ -23,6 +23,8 @@ Plot = Annotated[Path | None, typer.Option(callback=picture, help="Draw a pictur
 Conditions = Annotated[
     str | None, typer.Option(help="What readers must know of the machine or the run; it is kept with the results.")
 ]
+# The parameters of a command that reports the results of files.
+WITH_FROM = ("from_files", "json_file", "markdown_file", "plot")
 # A page names its command without these.
 OUTPUTS = ("--json", "--markdown", "--plot", "--conditions", "--logs")
 
@@ -36,13 +38,13 @@ class Outputs:
     markdown_file: Path | None
     plot: Path | None
 
-    def read(self, key: str, asked: str) -> list[dict]:
+    def read(self, key: str, context: typer.Context) -> list[dict]:
         """The runs in the sources. Refuses a file without runs of this command, which all have `key`.
 
-        asked: what the user wants measured besides, which is refused too.
+        It also refuses what says how to measure. context: of the command.
         """
-        if asked:
-            raise typer.BadParameter(f"--from measures nothing: leave out {asked}", param_hint="--from")
+        if asked := [words for name, words in given(context).items() if name not in WITH_FROM]:
+            raise typer.BadParameter(f"--from measures nothing: leave out {', '.join(asked)}", param_hint="--from")
         for file in self.sources:
             try:
                 found = runs.read([file])
