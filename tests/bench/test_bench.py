@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import os
 import signal
 import sys
 
@@ -15,10 +16,12 @@ from typer.testing import CliRunner
 from vllm_opset import ops
 from vllm_opset.bench import peers
 from vllm_opset.bench.ceilings import Ceilings
+from vllm_opset.bench.format import command_line
 from vllm_opset.bench.measure import Candidate, Result, candidates, cases, measure
 from vllm_opset.bench.report import Report
 from vllm_opset.bench.timing import CPU_SWEEP_BYTES, time_call
 from vllm_opset.cli.bench import bench
+from vllm_opset.cli.outputs import OUTPUTS
 from vllm_opset.kernel import REFERENCE, Kernel
 from vllm_opset.ops.contract import Cost
 
@@ -130,6 +133,17 @@ def test_a_folder_is_no_file_to_write(option, run, tmp_path):
     result = run("rms_norm", "--device", "cpu", option, str(tmp_path))
     assert result.exit_code == 2
     assert "is a folder: name a file in it" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_file_that_may_not_be_written_is_refused_before_anything_is_measured(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    result = run("rms_norm", "--json", str(tmp_path / "results.json"))
+    assert result.exit_code == 2 and "permission denied" in result.output
+
+
+def test_a_command_is_kept_without_the_files_that_it_writes(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["vllm-opset", "bench", "gelu", "--json", "a", "--markdown=b", "--case", "T1 *"])
+    assert command_line(OUTPUTS) == "bench gelu --case 'T1 *'"
 
 
 def test_a_wrong_result_is_timed_and_flagged():

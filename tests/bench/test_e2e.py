@@ -243,6 +243,8 @@ def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
         (("--model", "tiny", "--from", "results.json"), "--from measures nothing: leave out --model"),
         (("--warm", "--logs", "x", "--from", "results.json"), "leave out --cold/--warm, --logs"),
         (("--from", "no/such.json"), "cannot read no/such.json"),
+        (("--model", "tiny", "--logs", __file__), "test_e2e.py is no folder"),
+        (("--model", "tiny", "--variant", 'a={"site": 5}'), "a: site must be a folder, not 5"),
         (("--model", "tiny", "--apart", "--at-once"), "only one engine is up at a time"),
         (("--model", "tiny", "--variant", "eager=enforce_eager"), "not JSON"),
         (("--model", "tiny", "--variant", "eager=1"), "not a JSON object"),

@@ -37,8 +37,14 @@ def format_versions(versions: dict[str, str]) -> str:
 
 def command_line(outputs: Collection[str]) -> str:
     """The words of this process's command line, without the options `outputs` and their values, which are paths."""
-    words = iter(sys.argv[1:])
-    return shlex.join(word for word in words if word not in outputs or next(words) is None)
+    kept, words = [], iter(sys.argv[1:])
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in outputs:
+            kept.append(word)
+        elif not value:
+            next(words, None)
+    return shlex.join(kept)
 
 
 def describe_cpu() -> str:

@@ -1,6 +1,7 @@
 """Checks of the commands' arguments: known names, dtypes, devices and files, with errors for invalid ones."""
 
 import importlib.util
+import os
 from collections.abc import Collection
 from pathlib import Path
 
@@ -52,12 +53,21 @@ def require_device(device: str, devices: Collection[str]) -> None:
 
 
 def writable(file: Path | None) -> Path | None:
-    """Return a file to write at the end of the work. Refuse it if its folder does not exist, or if it is a folder."""
+    """Return a file to write at the end of the work. Refuse it if that cannot be done."""
     if file is not None and not file.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}")
     if file is not None and file.is_dir():
         raise typer.BadParameter(f"{file} is a folder: name a file in it")
+    if file is not None and not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise typer.BadParameter(f"{file} cannot be written: permission denied")
     return file
+
+
+def folder(path: Path | None) -> Path | None:
+    """Return a folder that may have to be made. Refuse the path of a file."""
+    if path is not None and path.exists() and not path.is_dir():
+        raise typer.BadParameter(f"{path} is no folder")
+    return path
 
 
 def picture(file: Path | None) -> Path | None:

@@ -20,6 +20,7 @@ from vllm_opset.bench.engines import Engine, EngineError, not_inherited
 from vllm_opset.bench.format import command_line
 from vllm_opset.bench.pictures import draw_engines
 from vllm_opset.cli import outputs
+from vllm_opset.cli.arguments import folder
 from vllm_opset.cli.ended import ended_by_sigterm
 from vllm_opset.cli.show import print_table
 from vllm_opset.overrides import nearest
@@ -67,7 +68,9 @@ def compare(
     json_file: outputs.Json = None,
     plot: outputs.Plot = None,
     markdown_file: outputs.Markdown = None,
-    logs: Annotated[Path | None, typer.Option(help="Keep the log of each engine in this folder.")] = None,
+    logs: Annotated[
+        Path | None, typer.Option(callback=folder, help="Keep the log of each engine in this folder.")
+    ] = None,
 ) -> None:
     """Time whole engines side by side: random weights, the same prompts, each engine in a process of its own.
 
@@ -106,11 +109,11 @@ def _run(plan: Plan, logs: Path | None) -> Comparison:
     """Run the comparison, with a progress bar. logs: the folder for the engines' logs, which are else lost."""
     if dropped := not_inherited():
         print(f"Not given to the engines, --variant would: {', '.join(dropped)}", file=sys.stderr)
-    with tempfile.TemporaryDirectory() as folder, ended_by_sigterm(), _progress(plan.steps) as step:
+    with tempfile.TemporaryDirectory() as name, ended_by_sigterm(), _progress(plan.steps) as step:
         if logs:
             logs.mkdir(parents=True, exist_ok=True)
         try:
-            found = plan.run(Path(folder), logs or Path(folder), step)
+            found = plan.run(Path(name), logs or Path(name), step)
         except EngineError as error:
             _explain(error, plan)
             raise typer.Exit(1) from error
@@ -197,6 +200,8 @@ def _settings(text: str) -> dict:
 
 
 def _engine(name: str, settings: dict) -> Engine:
+    if not isinstance(settings.get("site", ""), str):
+        raise typer.BadParameter(f"{name}: site must be a folder, not {settings['site']!r}", param_hint="--variant")
     site = Path(settings["site"]).expanduser().absolute() if "site" in settings else None
     if site and not site.is_dir():
         raise typer.BadParameter(f"{name}: there is no folder {site}")
