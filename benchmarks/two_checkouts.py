@@ -26,6 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from vllm_opset.bench.format import TIMES
+from vllm_opset.cli.arguments import writable
 
 HERE = Path(__file__).resolve().parent
 WORKER = HERE / "kernel_times.py"
@@ -110,7 +111,9 @@ def main(
     differing: Annotated[float, typer.Option(help="Print the cases that differ by this share or more.")] = 0.01,
     dtype: str = "bfloat16",
     device: str = "cuda",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all times here, in seconds.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", callback=writable, help="Write all times here, in seconds.")
+    ] = None,
 ) -> None:
     """Time the kernels of two checkouts by turns."""
     roots = (before.resolve(), HERE.parent)
