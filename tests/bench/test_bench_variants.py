@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from vllm_opset import ops
 from vllm_opset.bench import tune
 from vllm_opset.bench.ceilings import Ceilings
-from vllm_opset.bench.measure import Candidate, by_variant, cases, measure
+from vllm_opset.bench.measure import Candidate, Peer, by_variant, cases, measure
 from vllm_opset.cli import app
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.variants import Variant, Variants
@@ -135,3 +135,49 @@ def test_a_variant_that_no_case_is_given_to_is_tuned_on_those_that_it_can_run():
     kernel = Kernel("relu2", "mine", "mine", (), lambda problem: None, relu2, variants=table)
     one, _ = names()
     assert [sample.name for sample in tune.cases(ops.relu2, kernel, "few", "cpu", torch.float32)] == [one]
+
+
+def test_launches_are_tuned_with_the_ops_dtype_and_what_a_model_prepares():
+    op, kernel = ops.apply_penalties, kernels_of("apply_penalties", elsewhere=True)["reference"]
+    logits = tune.cases(op, kernel, None, "cpu", torch.bfloat16)[0].make()[0][0]
+    assert logits.dtype is torch.float32
+
+    seen = []
+    table = Variants(lambda x: seen.append(x) or len(x), Variant("any"))
+    doubled = Peer("relu2", "mine", "mine", (), lambda _: None, relu2, variants=table, convert=lambda x: ((2 * x,), {}))
+    case, *_ = tune.cases(ops.relu2, doubled, "any", "cpu", torch.float32)
+    assert torch.equal(seen[0], 2 * case.make()[0][0])
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    """Runs `vllm-opset tune` for these launches. The trials of layer_norm are interrupted."""
+    pytest.importorskip("triton", reason="the command tunes Triton's kernels: runs where there is Triton")
+    from vllm_opset.kernels.triton import _launch
+
+    started = []
+
+    def trials(launch):
+        started.append(launch)
+        yield tune.Trial("a case", 1, (("tile", 512),), 1e-6)
+        if launch == "layer_norm":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune, "trials", trials)
+    monkeypatch.setattr(_launch, "target", lambda device: "nvidia/sm90")
+    file = tmp_path / "trials.json"
+    return lambda *launches: (CliRunner().invoke(app, ["tune", *launches, "--json", str(file)]), started, file)
+
+
+def test_tuning_knows_all_launches_before_it_measures_one(tuned):
+    finished, started, _ = tuned("rms_norm", "layer_nrom")
+    assert finished.exit_code == 2 and "did you mean 'layer_norm'?" in " ".join(finished.output.split())
+    assert not started
+
+
+def test_tuning_keeps_the_launches_that_were_measured_before_an_interruption(tuned):
+    finished, started, file = tuned("rms_norm", "layer_norm", "linear")
+    assert finished.exit_code == 1 and "Ended before 2 of 3 launches." in finished.stderr
+    assert started == ["rms_norm", "layer_norm"] and list(json.loads(file.read_text())) == ["rms_norm"]
+    assert "      - {tile: 512}" in finished.stdout

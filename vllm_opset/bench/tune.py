@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_opset import ops
+from vllm_opset.bench.measure import dtype_of
 from vllm_opset.bench.timing import time_call
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.kernels.triton import _launch
@@ -45,12 +46,12 @@ def cases(op: Op, kernel: Kernel, variant: str | None, device: str, dtype: torch
     If there are none, all cases that the variant can run; so is a variant tuned that another one replaces here. All
     cases for None.
     """
-    samples = list(op.bench_samples(device, dtype))
+    samples = list(op.bench_samples(device, dtype_of(op, dtype)))
     if variant is None:
         return samples
     own, able = [], []
     for sample in samples:
-        args, kwargs = sample.make()
+        args, kwargs = kernel.prepared_call(*sample.make())
         call = kernel.variants.describe(*args, **kwargs)
         if kernel.variants.pick(call) == variant:
             own.append(sample)
@@ -68,7 +69,7 @@ def trials(launch: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat1
         call = sample.make()
         for values in _launch.candidates(launch):
             with _launch.trial(launch, values) as asked:
-                seconds = time_call(run, call, device).median
+                seconds = time_call(run, call, device, kernel.prepared_call).median
             if not asked:
                 break
             yield Trial(sample.name, asked[0], tuple(sorted(values.items())), seconds)
@@ -103,5 +104,5 @@ def _slowness(measured: list[Trial]) -> Mapping[int, Mapping[tuple, float]]:
 
 
 def _between(low: int, high: int) -> int:
-    """The power of two at or below the geometric mean."""
-    return 1 << round((low * high) ** 0.5).bit_length() - 1
+    """The power of two at or below the geometric mean, or the lower size if that one is larger."""
+    return max(low, 1 << round((low * high) ** 0.5).bit_length() - 1)

@@ -1,7 +1,6 @@
 """`vllm-opset bench`: times kernels and compares them with their peers and with the ceilings of this machine."""
 
 import dataclasses
-import traceback
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -21,7 +20,7 @@ from vllm_opset.bench.plan import Plan, Work
 from vllm_opset.bench.report import LEGEND, Report, device_name, page
 from vllm_opset.cli import outputs
 from vllm_opset.cli.arguments import DTYPES, device_here, given, known, require_device
-from vllm_opset.cli.ended import ended_by_sigterm
+from vllm_opset.cli.ended import results_kept
 from vllm_opset.cli.show import print_table
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Op
@@ -122,17 +121,11 @@ def _measured(
 def _results(plan: Plan, work: list[Work], dtype: torch.dtype, limits: Ceilings) -> tuple[list[Result], int]:
     """The results, and how many measurements were left when Ctrl-C, SIGTERM or an exception ended them."""
     results, done = [], 0
-    with ended_by_sigterm():
-        try:
-            for op, sample, implementation in track(work, "timing", console=Console(stderr=True), transient=True):
-                for candidate in plan.variants(op, sample, implementation):
-                    results.append(measure(op, sample, candidate, plan.device, dtype_of(op, dtype), limits))
-                done += 1
-        except BaseException as error:
-            if not results:
-                raise
-            if isinstance(error, Exception):
-                traceback.print_exception(error)
+    with results_kept(results):
+        for op, sample, implementation in track(work, "timing", console=Console(stderr=True), transient=True):
+            for candidate in plan.variants(op, sample, implementation):
+                results.append(measure(op, sample, candidate, plan.device, dtype_of(op, dtype), limits))
+            done += 1
     return results, len(work) - done
 
 

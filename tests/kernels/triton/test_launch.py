@@ -121,6 +121,16 @@ def test_tuning_keeps_as_few_entries_as_serve_every_size_well():
     assert entries(trials) == [{"up_to": 128, "tile": 512}, {"tile": 2048}]
 
 
+@pytest.mark.parametrize(("low", "high", "up_to"), [(1, 2, 1), (64, 256, 128), (1025, 1030, 1025), (20, 30, 20)])
+def test_a_bound_serves_the_lower_size_and_not_the_higher(low, high, up_to):
+    trials = [
+        Trial(str(size), size, (("tile", tile),), time)
+        for size, times in ((low, (1.0, 2.0)), (high, (2.0, 1.0)))
+        for tile, time in zip((512, 1024), times, strict=True)
+    ]
+    assert entries(trials) == [{"up_to": up_to, "tile": 512}, {"tile": 1024}]
+
+
 def test_an_entry_must_suit_every_case_of_its_size():
     trials = [
         Trial(case, 4096, (("tile", tile),), time)
