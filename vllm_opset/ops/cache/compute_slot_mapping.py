@@ -66,8 +66,10 @@ def _(query_start_loc, positions, block_table, block_size, slot_mapping) -> Prob
 
 @compute_slot_mapping.cost
 def _(query_start_loc, positions, block_table, block_size, slot_mapping) -> Cost:
-    """Reads positions and pages, writes slots."""
-    pages = len(positions) * block_table.element_size()
+    """Reads positions, and each page of a request once, and writes slots."""
+    request = torch.repeat_interleave(query_start_loc.long().diff())
+    entries = (request * block_table.shape[1] + positions // block_size).unique()
+    pages = entries.numel() * block_table.element_size()
     return Cost(bytes=query_start_loc.nbytes + positions.nbytes + pages + slot_mapping.nbytes, flops=0)
 
 

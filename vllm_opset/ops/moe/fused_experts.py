@@ -137,8 +137,10 @@ def sizes_of(w2: torch.Tensor) -> dict[str, int]:
 @fused_experts.cost
 @takes_arguments
 def _(args: FusedExpertsArguments) -> Cost:
-    """Reads the weights of those experts that have tokens, at most one for each choice."""
-    used = min(len(args.w1), args.topk_ids.numel())
+    """Reads the weights of those experts that have tokens, and multiplies by them the choices of experts here."""
+    chosen = places(args.topk_ids, args.expert_map)
+    chosen = chosen[chosen != ABSENT]
+    used = chosen.unique().numel()
     of_experts = (
         args.w1, args.w1_bias, args.w1_scale, args.w1_zero_point,
         args.w2, args.w2_bias, args.w2_scale, args.w2_zero_point,
@@ -148,7 +150,7 @@ def _(args: FusedExpertsArguments) -> Cost:
     given = (args.topk_ids, args.topk_weights, args.shared_output, args.expert_map)
     return Cost(
         bytes=2 * args.hidden_states.nbytes + weights + sum(tensor.nbytes for tensor in given if tensor is not None),
-        flops=2 * args.topk_ids.numel() * values,
+        flops=2 * chosen.numel() * values,
     )
 
 

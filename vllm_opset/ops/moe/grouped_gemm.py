@@ -129,14 +129,15 @@ def _(
     x, weight, sorted_token_ids, expert_ids, top_k, bias=None, weight_scale=None, x_scale=None, out_dtype=None,
     weight_zero_point=None,
 ) -> Cost:  # fmt: skip
-    """Reads the weights of those experts that have choices, at most one for each choice and each block."""
-    rows, inputs, (num_experts, outputs) = x.shape[0] * top_k, x.shape[1], weight.shape[:2]
-    read = min(num_experts, rows, len(expert_ids))
+    """Reads the weights of those experts that have choices, and multiplies by them the choices that have a place."""
+    num_choices, inputs, outputs = x.shape[0] * top_k, x.shape[1], weight.shape[1]
+    placed = int((sorted_token_ids < num_choices).sum())
+    read = expert_ids[expert_ids >= 0].unique().numel()
     of_experts = (weight, weight_scale, bias, weight_zero_point)
     parameters = sum(read * part[0].nbytes for part in of_experts if part is not None)
     others = sum(part.nbytes for part in (x, x_scale, sorted_token_ids, expert_ids) if part is not None)
-    results = rows * outputs
-    return Cost(bytes=parameters + others + results * (out_dtype or x.dtype).itemsize, flops=2 * results * inputs)
+    result_bytes = num_choices * outputs * (out_dtype or x.dtype).itemsize
+    return Cost(bytes=parameters + others + result_bytes, flops=2 * placed * outputs * inputs)
 
 
 def _arguments(

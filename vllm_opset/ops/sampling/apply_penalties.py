@@ -65,10 +65,11 @@ def _(logits, prompt_token_ids, output_token_ids, repetition, presence, frequenc
 
 @apply_penalties.cost
 def _(logits, prompt_token_ids, output_token_ids, repetition, presence, frequency) -> Cost:
-    """Reads and writes at most one logit per token id, because only the logits of tokens that occur change."""
-    ids = prompt_token_ids.numel() + output_token_ids.numel()
-    settings = 3 * repetition.nbytes
-    return Cost(bytes=ids * (prompt_token_ids.element_size() + 2 * logits.element_size()) + settings, flops=5 * ids)
+    """Reads all token ids, and reads and writes the logits of the tokens that occur, because only these change."""
+    given = (prompt_token_ids, output_token_ids)
+    changed = int((sum(occurrences(ids, logits) for ids in given) > 0).sum())
+    read = sum(ids.nbytes for ids in given) + 3 * repetition.nbytes
+    return Cost(bytes=read + 2 * changed * logits.element_size(), flops=5 * changed)
 
 
 def _sample(name: str, device: str, dtype, num_rows: int, vocab_size: int, prompt: int, output: int, **how) -> Sample:
