@@ -47,13 +47,16 @@ def notes(*results) -> list[str]:
 
 def test_command_writes_table_json_page_and_picture(run, tmp_path):
     files = [tmp_path / name for name in ("results.json", "page.md", "ops.png")]
-    arguments = ("rms_norm", "--case", "T1 *", "--device", "cpu", "--dtype", "float32", "--kernel", "cpu")
+    # An op and a peer that are named twice are timed once.
+    arguments = ("rms_norm", "rms_norm", "--case", "T1 *", "--device", "cpu", "--dtype", "float32", "--kernel", "cpu")
     outputs = [word for pair in zip(("--json", "--markdown", "--plot"), map(str, files), strict=True) for word in pair]
-    result = run(*arguments, *outputs, "--against", "torch_eager", "--against", "vllm_compiled")
+    peers_twice = [word for name in ("torch_eager", "vllm_compiled", "torch_eager") for word in ("--against", name)]
+    result = run(*arguments, *outputs, *peers_twice)
     assert result.exit_code == 0, result.output
     assert "T1 H4096" in result.output
     (report,) = json.loads(files[0].read_text())
     timed = {row["implementation"]: row for row in report["results"]}
+    assert len(timed) == len(report["results"])
     assert timed["cpu"]["seconds"] > 0 and timed["torch_eager"]["seconds"] > 0
     page = files[1].read_text()
     assert timed["cpu"]["reproduce"] in page and "](results.json)" in page and "](ops.png)" in page

@@ -57,8 +57,9 @@ def test_ops_lists_every_kernel_of_every_op():
 
 
 def test_ops_lists_the_ops_that_are_named(command_here):
-    rows = json.loads(command_here("ops", "rms_norm", "route", "--json").stdout)["kernels"]
+    rows = json.loads(command_here("ops", "rms_norm", "route", "rms_norm", "--json").stdout)["kernels"]
     assert {row["op"] for row in rows} == {"rms_norm", "route"}
+    assert len({(row["op"], row["kernel"]) for row in rows}) == len(rows), "an op that is named twice is listed once"
     assert "did you mean 'rms_norm'?" in command_here("ops", "rmsnorm").output
 
 
@@ -157,8 +158,11 @@ def test_parity_checks_the_kernels_of_the_accelerator(found, device, command_her
     monkeypatch.setattr(arguments, "here", lambda: found)
     monkeypatch.setattr(parity, "require_device", lambda *_: None)
     monkeypatch.setattr(parity, "_check", lambda *checked: [Check(*checked)])
-    finished = command_here("parity", "rms_norm", "--kernel", "reference", "--json")
-    assert json.loads(finished.output)["device"] == device
+    finished = command_here("parity", "rms_norm", "rms_norm", "--kernel", "reference", "--json")
+    printed = json.loads(finished.stdout)
+    assert printed["device"] == device and printed["passed"] == len(ops.rms_norm.dtypes)
+    table = command_here("parity", "rms_norm", "--kernel", "reference").stdout
+    assert table.startswith(f"Parity on {device}"), "progress is not part of the output"
 
 
 def test_parity_of_nothing_is_an_error(command_here, monkeypatch):

@@ -97,8 +97,9 @@ def _measured(
     if alone and against:
         raise typer.BadParameter("--alone leaves out the peers that --against asks for", param_hint="--alone")
     inputs = "bench_samples" if drawn is None else "draw"
-    chosen = [_op(name, inputs) for name in names or [op.name for op in ops.ALL if hasattr(op, inputs)]]
-    found, missing = _peers([] if alone else against or list(peers.NAMES), device)
+    every = [op.name for op in ops.ALL if hasattr(op, inputs)]
+    chosen = [_op(name, inputs) for name in dict.fromkeys(names or every)]
+    found, missing = _peers([] if alone else list(dict.fromkeys(against or peers.NAMES)), device)
     in_dtype = DTYPES[known(dtype, DTYPES, "--dtype")]
     plan = Plan(tuple(op.name for op in chosen), device, in_dtype, kernel, tuple(found), case, drawn)
     _check_kernel(plan)

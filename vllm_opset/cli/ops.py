@@ -16,7 +16,7 @@ def list_ops(
     as_json: AsJson = False,
 ) -> None:
     """List every op, its kernels, and what each supports, including kernels that are unavailable on this machine."""
-    chosen = [known(name, ops.BY_NAME, "OP") for name in names or ops.BY_NAME]
+    chosen = [known(name, ops.BY_NAME, "OP") for name in dict.fromkeys(names or ops.BY_NAME)]
     kernels = [kernel for name in chosen for kernel in kernels_of(name, elsewhere=True).values()]
     missing = unavailable()
     for kernel in kernels:

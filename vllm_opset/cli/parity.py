@@ -8,6 +8,7 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.console import Console
 from rich.progress import track
 
 from vllm_opset import ops, selection
@@ -38,11 +39,12 @@ def check(
 ) -> None:
     """Check kernels against the references; exit with 1 if one disagrees, or if no case was checked."""
     device = device or device_here(DEVICES)
-    found = _chosen(names or list(ops.BY_NAME), device, kernel)
+    names = list(dict.fromkeys(names or ops.BY_NAME))
+    found = _chosen(names, device, kernel)
     wanted = {DTYPES[known(name, DTYPES, "--dtype")] for name in dtype or ()}
     every = [(op.name, candidate.name, one) for op, candidate in found for one in op.dtypes]
     if not every:
-        known_here = {candidate.name for _, candidate in _chosen(names or list(ops.BY_NAME), device, None)}
+        known_here = {candidate.name for _, candidate in _chosen(names, device, None)}
         hint = f"{missing(device)}; {nearest(kernel, known_here)}"
         raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}{hint}", param_hint="--kernel")
     chosen = [one for one in every if not wanted or one[-1] in wanted]
@@ -50,7 +52,8 @@ def check(
         raise typer.BadParameter("none of the ops is checked in this dtype", param_hint="--dtype")
     require_device(device, DEVICES)  # after kernels are loaded, because that also loads PyTorch's extension for NPUs
     results = _in_processes(chosen, device, jobs) if jobs > 1 else (_check(*one, device) for one in chosen)
-    checks = list(itertools.chain(*track(results, "checking", total=len(chosen), disable=as_json, transient=True)))
+    shown = track(results, "checking", total=len(chosen), console=Console(stderr=True), transient=True)
+    checks = list(itertools.chain(*shown))
     counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in OUTCOMES}
     if as_json:
         print_json({"device": device, **counts, "checks": [_plain(check) for check in checks]})
