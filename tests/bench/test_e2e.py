@@ -18,6 +18,7 @@ from vllm_opset.bench.compare import Plan
 from vllm_opset.bench.compare_report import Report, page, record
 from vllm_opset.bench.engines import engine_adapters
 from vllm_opset.cli import app
+from vllm_opset.cli.e2e import _engines
 
 KIB, GIB = 2**10, 2**30
 # Bytes of one token, from the published configurations.
@@ -256,6 +257,13 @@ def test_kernels_that_triton_compiles_or_finds_are_counted(tmp_path):
 def test_wrong_words_are_errors_with_a_hint(words, hint):
     result = command_here(*words)
     assert result.exit_code == 2 and hint in " ".join(result.output.replace("│", "").split())
+
+
+@pytest.mark.parametrize("env", [{}, {"OPSET_PLATFORM": "native"}])
+def test_an_engine_named_stock_is_vllm_without_the_plugin_unless_its_variables_say_otherwise(env):
+    (opset, stock) = _engines([], [f"stock={json.dumps({'max_num_seqs': 4, 'env': env})}"])
+    assert (opset.name, stock.name, stock.args) == ("opset", "stock", {"max_num_seqs": 4})
+    assert stock.env == {"OPSET_PLATFORM": "off"} | env and not opset.env
 
 
 @pytest.mark.engine

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vllm_opset.bench import shapes
 from vllm_opset.bench.cases import Case, Trace
 from vllm_opset.bench.compare import Comparison, Plan
-from vllm_opset.bench.compare_report import LEGEND, Report, as_plain, page, record
+from vllm_opset.bench.compare_report import BASELINE, LEGEND, Report, as_plain, page, record
 from vllm_opset.bench.engines import Engine, EngineError, not_inherited
 from vllm_opset.bench.format import command_line
 from vllm_opset.bench.pictures import draw_engines
@@ -28,6 +28,8 @@ from vllm_opset.platform import stock
 
 # Keys of an engine's settings that are not arguments of LLM.
 SETTINGS = ("env", "site")
+# The settings of vLLM without the plugin. The name is the baseline's.
+STOCK = {"env": {"OPSET_PLATFORM": "off"}}
 MEMORY_HINT = "All engines are up together: fewer of them, or of the cases (--case), or --apart need less memory."
 
 
@@ -167,19 +169,19 @@ def _engines(against: list[str], variants: list[str]) -> list[Engine]:
     settings: dict[str, dict] = {"opset": {}}
     for word in against:
         name, _, site = word.partition("=")
-        if name != "stock":
-            raise typer.BadParameter(f"unknown: {name!r}; {nearest(name, ['stock'])}", param_hint="--against")
+        if name != BASELINE:
+            raise typer.BadParameter(f"unknown: {name!r}; {nearest(name, [BASELINE])}", param_hint="--against")
         if not site and not stock.has_kernels():
             found = "this vLLM has no compiled kernels" if stock.installed() else "vLLM is not installed here"
             raise typer.BadParameter(
                 f"{found}; name the folder of packages with one that has: stock=SITE", param_hint="--against"
             )
-        settings["stock"] = {"env": {"OPSET_PLATFORM": "off"}} | ({"site": site} if site else {})
+        settings[BASELINE] = STOCK | ({"site": site} if site else {})
     for word in variants:
         name, _, text = word.partition("=")
         if not name.isidentifier():  # the name is also the file name of a log
             raise typer.BadParameter(f"{name!r} is no name", param_hint="--variant")
-        given, known = _settings(text), settings.setdefault(name, {})
+        given, known = _settings(text), settings.get(name, STOCK if name == BASELINE else {})
         settings[name] = known | given | {"env": known.get("env", {}) | given.get("env", {})}
     return [_engine(name, of_engine) for name, of_engine in settings.items()]
 
