@@ -90,7 +90,11 @@ def test_the_command_times_the_variants_of_a_kernel(tmp_path, given_ceilings):
     assert {name for name in found if name.startswith("cpp")} == {"cpp", "cpp:torch"}
     assert found["cpp"]["variant"] == "decode" and set(table.by_name) == {"decode", "torch"}
     (one,) = implementations("--kernel", "cpp:torch").values()
-    assert one["variant"] == "torch" and one["seconds"] > 0 and one["reproduce"].endswith("--kernel cpp:torch")
+    assert (
+        one["variant"] == "torch"
+        and one["seconds"] > 0
+        and one["reproduce"].endswith("--kernel cpp:torch --device cpu")
+    )
     assert set(implementations("--kernel", "cpp")) == {"cpp"}
 
 

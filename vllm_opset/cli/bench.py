@@ -92,6 +92,7 @@ def _measured(
     conditions: str | None, drawn: Mapping[str, int] | None, jobs: int,
 ) -> tuple[Report, int]:  # fmt: skip
     """Measure, as the options of `bench` say. Returns the number of measurements that were left, too."""
+    again = f" --device {device}" if device else ""
     device = device or device_here(DEVICES)
     require_device(device, DEVICES)
     if alone and against:
@@ -113,8 +114,8 @@ def _measured(
     if left:
         conditions = " ".join(filter(None, [conditions, f"Ended before {left} of {len(work)} measurements."]))
     if drawn is not None:
-        again = f" --random {drawn['number']} --seed {drawn['seed']}"
-        results = [dataclasses.replace(result, reproduce=result.reproduce + again) for result in results]
+        again += f" --random {drawn['number']} --seed {drawn['seed']}"
+    results = [dataclasses.replace(result, reproduce=result.reproduce + again) for result in results]
     command = f"vllm-opset {command_line(outputs.OUTPUTS)}"
     return Report(device_name(device), limits, results, missing, command, conditions, drawn), left
 
@@ -163,5 +164,7 @@ def _print(report: Report) -> None:
     if report.random is None:
         print(LEGEND)
     print(report.described())
+    if report.conditions:
+        print(report.conditions)
     for note in report.notes():
         print(note)
