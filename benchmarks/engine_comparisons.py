@@ -29,6 +29,7 @@ from rich.table import Table
 from vllm_opset.overrides import nearest
 
 TABLE = Path(__file__).with_suffix(".yaml")
+COMPLETE = "exit code 0"
 # After its limit, a comparison has so many seconds to stop its engines and to write its results.
 GRACE = 60
 
@@ -120,7 +121,7 @@ def main(
         typer.Option(help="A GPU, or several for one comparison as in 0,1. Comparisons on others run beside it."),
     ] = None,
 ) -> None:
-    """Run comparisons of whole engines, one after the other on each GPU."""
+    """Run comparisons of whole engines, one after the other on each GPU; exit with 1 if one is not complete."""
     known = yaml.safe_load(TABLE.read_text())["comparisons"]
     for name in names:
         if name not in known:
@@ -150,6 +151,7 @@ def main(
     for name, end in zip(names, ends, strict=True):
         table.add_row(name, end)
     Console().print(table)
+    raise typer.Exit(any(end != COMPLETE for end in ends))
 
 
 if __name__ == "__main__":

@@ -69,6 +69,17 @@ def test_a_comparison_ends_at_its_limit_and_may_report_first(script, end, monkey
     assert comparisons.run("qwen-8b", tmp_path, 2, 1, "", (), *comparisons.places(()), []) == end
 
 
+def test_comparisons_that_are_not_complete_are_an_error(monkeypatch, tmp_path):
+    ends = iter(["exit code 0", "ended at its limit, exit code 1", "exit code 0"])
+    monkeypatch.setattr(comparisons, "run", lambda *_: next(ends))
+    app = typer.Typer()
+    app.command()(comparisons.main)
+    words = ["--folder", str(tmp_path)]
+    result = CliRunner().invoke(app, ["qwen-8b", "llama-8b", *words])
+    assert result.exit_code == 1 and "ended at its limit" in result.output
+    assert CliRunner().invoke(app, ["qwen-8b", *words]).exit_code == 0
+
+
 SIDE_BY_SIDE = """
 import json, os, pathlib, sys, time
 name, folder = sys.argv[1], pathlib.Path(sys.argv[2])
