@@ -157,12 +157,30 @@ def test_parity_counts_what_a_kernel_does_not_support_apart(users_kernels):
 def test_parity_checks_the_kernels_of_the_accelerator(found, device, command_here, monkeypatch):
     monkeypatch.setattr(arguments, "here", lambda: found)
     monkeypatch.setattr(parity, "require_device", lambda *_: None)
-    monkeypatch.setattr(parity, "_check", lambda *checked: [Check(*checked)])
+    monkeypatch.setattr(parity, "_checks", lambda *checked: [Check(*checked)])
     finished = command_here("parity", "rms_norm", "rms_norm", "--kernel", "reference", "--json")
     printed = json.loads(finished.stdout)
     assert printed["device"] == device and printed["passed"] == len(ops.rms_norm.dtypes)
     table = command_here("parity", "rms_norm", "--kernel", "reference").stdout
     assert table.startswith(f"Parity on {device}"), "progress is not part of the output"
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError], ids=["Ctrl-C", "an exception"])
+def test_at_its_end_parity_reports_what_it_has_checked(end, command_here, monkeypatch):
+    """After an illegal memory access, say, every call raises. The check that saw it must not be lost."""
+
+    def checks(*checked):
+        yield Check(*checked, failure="an illegal memory access")
+        raise end("no further check is possible")
+
+    monkeypatch.setattr(parity, "_checks", checks)
+    finished = command_here("parity", "rms_norm", "--kernel", "reference")
+    assert finished.exit_code == 1, finished.output
+    assert "FAILED rms_norm=reference" in finished.stdout and "1 failed" in finished.stdout
+    assert "Ended before 3 of 3 kernels and dtypes were checked." in finished.stdout
+    assert ("no further check is possible" in finished.stderr) == (end is RuntimeError)
+    printed = json.loads(command_here("parity", "rms_norm", "--kernel", "reference", "--json").stdout)
+    assert (printed["failed"], printed["left"]) == (1, 3)
 
 
 def test_parity_of_nothing_is_an_error(command_here, monkeypatch):

@@ -1,6 +1,5 @@
 """`vllm-opset parity`: checks kernels against the reference on all sample inputs and properties of the contracts."""
 
-import itertools
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +12,7 @@ from rich.progress import track
 
 from vllm_opset import ops, selection
 from vllm_opset.cli.arguments import DTYPES, device_here, known, missing, require_device
+from vllm_opset.cli.ended import results_kept
 from vllm_opset.cli.show import AsJson, print_json, print_table
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.ops.contract import Op
@@ -37,7 +37,10 @@ def check(
     ] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Check kernels against the references; exit with 1 if one disagrees, or if no case was checked."""
+    """Check kernels against the references; exit with 1 if one disagrees, or if no case was checked.
+
+    After Ctrl-C, SIGTERM or an exception, it reports what it has checked, and exits with 1.
+    """
     device = device or device_here(DEVICES)
     names = list(dict.fromkeys(names or ops.BY_NAME))
     found = _chosen(names, device, kernel)
@@ -51,12 +54,16 @@ def check(
     if not chosen:
         raise typer.BadParameter("none of the ops is checked in this dtype", param_hint="--dtype")
     require_device(device, DEVICES)  # after kernels are loaded, because that also loads PyTorch's extension for NPUs
-    results = _in_processes(chosen, device, jobs) if jobs > 1 else (_check(*one, device) for one in chosen)
-    shown = track(results, "checking", total=len(chosen), console=Console(stderr=True), transient=True)
-    checks = list(itertools.chain(*shown))
+    results = _in_processes(chosen, device, jobs) if jobs > 1 else (_checks(*one, device) for one in chosen)
+    checks, left = [], len(chosen)
+    with results_kept(checks):
+        for of_one in track(results, "checking", total=len(chosen), console=Console(stderr=True), transient=True):
+            for check in of_one:
+                checks.append(check)
+            left -= 1
     counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in OUTCOMES}
     if as_json:
-        print_json({"device": device, **counts, "checks": [_plain(check) for check in checks]})
+        print_json({"device": device, **counts, "left": left, "checks": [_plain(check) for check in checks]})
     else:
         print_table(f"Parity on {device}", ("op", "kernel", "dtype", "passed", "skipped", "worst"), _summary(checks))
         for check in checks:
@@ -65,18 +72,24 @@ def check(
         print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
         if not counts["passed"] and not counts["failed"]:
             print(f"NOTHING WAS CHECKED: no case is supported; the first: {checks[0].case}: {checks[0].skipped}")
-    raise typer.Exit(0 if counts["passed"] and not counts["failed"] else 1)
+        if left:
+            print(f"Ended before {left} of {len(chosen)} kernels and dtypes were checked.")
+    raise typer.Exit(0 if counts["passed"] and not counts["failed"] and not left else 1)
 
 
-def _check(op: str, kernel: str, dtype: torch.dtype, device: str) -> list[Check]:
-    return list(check_kernel(ops.BY_NAME[op], kernels_of(op)[kernel], device, [dtype]))
+def _checks(op: str, kernel: str, dtype: torch.dtype, device: str) -> Iterator[Check]:
+    return check_kernel(ops.BY_NAME[op], kernels_of(op)[kernel], device, [dtype])
+
+
+def _list_of_checks(*checked) -> list[Check]:
+    return list(_checks(*checked))
 
 
 def _in_processes(chosen: list[tuple[str, str, torch.dtype]], device: str, jobs: int) -> Iterator[list[Check]]:
     """The checks of each kernel and dtype, in the given order."""
     # Processes are spawned, because a child that is forked from a process that has used a GPU cannot use the GPU.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), selection.configure) as pool:
-        futures = [pool.submit(_check, *one, device) for one in chosen]
+        futures = [pool.submit(_list_of_checks, *one, device) for one in chosen]
         try:
             yield from (future.result() for future in futures)
         except BaseException:  # such as Ctrl-C: without this, the pool first does what its processes have taken
