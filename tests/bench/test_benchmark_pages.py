@@ -49,6 +49,16 @@ def test_a_page_is_generated_whole_from_its_results(command, name, plot, tmp_pat
     assert again.read_text() == results.read_text()
 
 
+def test_a_page_names_all_files_that_it_is_generated_from(tmp_path):
+    first, second, page = tmp_path / "first.json", tmp_path / "second.json", tmp_path / "page.md"
+    for file in (first, second):
+        shutil.copy(FOLDER / "h200.json", file)
+    words = ("bench", "--from", first, "--from", second, "--markdown", page)
+    assert CliRunner().invoke(app, [*map(str, words)]).exit_code == 0
+    by = "`vllm-opset bench --from first.json --from second.json --markdown FILE`"
+    assert f"generated from [first.json](first.json) and [second.json](second.json) by {by};" in page.read_text()
+
+
 def test_the_picture_has_a_row_for_each_mode_of_a_comparison():
     opset = "vllm_opset.platform.cuda"
     platforms = {"stock": "vllm", "opset": opset, "native": "vllm_opset.platform.native", "again": opset}

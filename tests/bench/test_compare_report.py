@@ -34,7 +34,7 @@ def test_a_page_begins_with_all_rates_to_stock():
     assert [row[1:] for row in rows] == [["opset", f"0.667{TIMES}"], ["opset: `OPSET_PLATFORM=cuda`", f"2.000{TIMES}"]]
     # The second one has no stock, and the anchor -1 of three equal headings.
     assert rows[0][0].endswith("-2)") and not rows[1][0].endswith("-1)")
-    assert f"| {rows[1][0]} | {rows[1][1]} |" in page([first], None, None)
+    assert f"| {rows[1][0]} | {rows[1][1]} |" in page([first], [], None)
 
 
 @pytest.mark.parametrize(("steps", "lengths"), [(None, []), (1 + 31 // 2, ["2.07"])])

@@ -329,7 +329,7 @@ def test_one_engine_at_a_time_and_what_was_done_before_an_interruption(tmp_path)
     assert up == [0, 1, 1, 1, 1, 0, 1, 1]
     assert [(result.engine, result.case.name) for result in found.results] == [(name, "1x64/32") for name in names]
     assert report.run["missing"] == ["8x64/32"] and found.results[1].same == 1
-    text = page([report], None, None)
+    text = page([report], [], None)
     assert "one engine was up at a time" in text and "Interrupted before 8x64/32." in text
     assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
 

@@ -196,12 +196,12 @@ class Report:
             yield [case if head else "", metric, *row, *([same if head else ""] if others else [])]
 
 
-def page(reports: Sequence[Report], source: str | None, picture: str | None) -> str:
-    """A page of documentation with all comparisons. source, picture: the names of files beside it."""
+def page(reports: Sequence[Report], sources: Sequence[str], picture: str | None) -> str:
+    """A page of documentation with all comparisons. sources, picture: the names of files beside it."""
     lines = [
         f"# Engines: {reports[0].run['machine']}",
         "",
-        generated("bench e2e", source, picture),
+        generated("bench e2e", sources, picture),
         "",
         *([f"![Engines beside stock vLLM]({picture})", ""] if picture else []),
         LEGEND,

@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -182,12 +182,12 @@ LEGEND = (
 )
 
 
-def page(reports: list[Report], source: str | None, picture: str | None) -> str:
-    """A page of documentation with all runs. source, picture: the names of files beside it."""
+def page(reports: list[Report], sources: Sequence[str], picture: str | None) -> str:
+    """A page of documentation with all runs. sources, picture: the names of files beside it."""
     lines = [
         f"# Kernels: {reports[0].device}",
         "",
-        generated("bench", source, picture),
+        generated("bench", sources, picture),
         "",
         *([f"![Speed-up of each op]({picture})", ""] if picture else []),
         LEGEND,
@@ -197,11 +197,11 @@ def page(reports: list[Report], source: str | None, picture: str | None) -> str:
     return "\n".join(lines)
 
 
-def generated(command: str, source: str | None, picture: str | None) -> str:
-    """The sentence of a page that says how to generate it. source, picture: the names of files beside it."""
+def generated(command: str, sources: Sequence[str], picture: str | None) -> str:
+    """The sentence of a page that says how to generate it. sources, picture: the names of files beside it."""
     plot = f" --plot {picture}" if picture else ""
-    call = f"vllm-opset {command} --from {source} --markdown FILE{plot}"
-    again = f" from [{source}]({source}) by `{call}`" if source else ""
+    call = f"vllm-opset {command} {' '.join(f'--from {source}' for source in sources)} --markdown FILE{plot}"
+    again = f" from {' and '.join(f'[{source}]({source})' for source in sources)} by `{call}`" if sources else ""
     return f"This page is generated{again}; what is written into it by hand is lost."
 
 

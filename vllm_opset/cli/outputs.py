@@ -59,9 +59,10 @@ class Outputs:
         if self.json_file:
             runs.write(self.json_file, records)
         if self.markdown_file:
-            source = self.json_file or next(iter(self.sources), None)
-            links = (file and os.path.relpath(file, self.markdown_file.parent) for file in (source, self.plot))
-            self.markdown_file.write_text(page(reports, *links))
+            sources = [self.json_file] if self.json_file else self.sources
+            files = (*sources, self.plot)
+            *sources, picture = (file and os.path.relpath(file, self.markdown_file.parent) for file in files)
+            self.markdown_file.write_text(page(reports, sources, picture))
         if self.plot:
             try:
                 draw(reports, self.plot)
