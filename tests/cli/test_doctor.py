@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from vllm_opset import kernel, ops, selection
 from vllm_opset.cli import doctor
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.ascend import CANN_LIBRARIES
+from vllm_opset.platform.native import evidence
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -92,6 +94,17 @@ def test_doctor_lists_the_variants_of_a_kernel():
         assert row["variants"] == ([] if variants is None else list(variants.by_name))
     (attention,) = [row for row in rows if (row["op"], row["kernel"]) == ("paged_attention", "cpp")]
     assert doctor._on_one_line(attention)["kernel"] == "cpp (decode, torch)"
+
+
+def test_doctor_lists_measured_kinds_in_a_terminal_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = {"machine": {}, "platform": None, "device": "cuda", "dtype": "bfloat16", "kernels": [], "parts": {}}
+    kinds = [{**asdict(kind), "summary": kind.summary} for kind in evidence.evidence(90)]
+    doctor._print({**found, "kinds": kinds}, [])
+    lines = [line.rstrip() for line in capsys.readouterr().out.partition("on their own\n")[2].splitlines()]
+    kind, part, *_ = lines
+    assert kind == kinds[0]["kind"] and part.split() == [kinds[0]["part"], "on:", str(kinds[0]["on"])]
+    assert all(len(line) <= 80 for line in lines if "cannot be had" not in line)
 
 
 def test_doctor_counts_what_an_override_cannot_do():

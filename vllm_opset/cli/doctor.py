@@ -85,7 +85,8 @@ def _print(found: dict, faults: list[Fault]) -> None:
         print_table(title, ("part", "on", "why"), switch)
     if found["kinds"]:
         rows = ({**row, "found": f"{row['summary']} ({row['machine']}, {row['versions']})"} for row in found["kinds"])
-        print_table("Models and engines that were measured on their own", ("kind", "part", "on", "found"), rows)
+        title = "Models and engines that were measured on their own"
+        print_table(title, ("kind", "part", "on", "found"), rows, listed_if_narrow=True)
     print_missing(unavailable())
     for fault in faults:
         print(f"NOT USED: {fault.what}. Cure: {fault.cure}")
