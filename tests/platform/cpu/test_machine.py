@@ -16,13 +16,16 @@ GIB = 2**30
 
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch):
-    """`cgroup({file: text})`: a control group with these files."""
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    """`cgroup({file: text}, of_process)`: control groups with these files. of_process: the process's own groups."""
+    groups, root = tmp_path / "groups_of_process", tmp_path / "cgroup"
+    monkeypatch.setattr(machine, "CGROUP", root)
+    monkeypatch.setattr(machine, "GROUPS_OF_PROCESS", groups)
 
-    def write(files: dict[str, str]) -> None:
+    def write(files: dict[str, str], of_process: str = "4:cpu,cpuacct:/\n3:memory:/\n0::/\n") -> None:
+        groups.write_text(of_process)
         for name, text in files.items():
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text(text)
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
 
     return write
 
@@ -60,6 +63,47 @@ def test_cores_of_a_quota(files, cgroup, monkeypatch):
     assert machine.physical_cores() == 8
     cgroup(files)
     assert machine.physical_cores() == 1
+
+
+@pytest.mark.parametrize(
+    ("of_process", "files"),
+    [
+        (
+            "0::/job/step\n",
+            {
+                "job/memory.max": GIB,
+                "job/memory.current": GIB - GIB // 8,
+                "job/cpu.max": "350000 100000",
+                "job/step/memory.max": GIB // 2,
+                "job/step/memory.current": GIB // 4,
+                "job/step/cpu.max": "max 100000",
+            },
+        ),
+        (
+            "4:cpu,cpuacct:/job/step\n3:memory:/job\n0::/\n",
+            {
+                "memory/job/memory.limit_in_bytes": GIB // 2,
+                "memory/job/memory.usage_in_bytes": GIB // 2,
+                "memory/job/memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB // 8}\n",
+                "cpu/job/cpu.cfs_quota_us": 350000,
+                "cpu/job/cpu.cfs_period_us": 100000,
+                "cpu/job/step/cpu.cfs_quota_us": -1,
+            },
+        ),
+        (
+            "0::/docker/of-the-host\n",
+            {"memory.max": GIB // 2, "memory.current": GIB // 2 - GIB // 8, "cpu.max": "350000 100000"},
+        ),
+    ],
+    ids=["second version", "first version", "container"],
+)
+def test_the_lowest_limits_of_the_process_and_of_the_groups_around_it(of_process, files, cgroup, monkeypatch):
+    """Services and batch jobs have limits in groups of their own. A container may not see the path of its group."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    monkeypatch.setattr(machine, "_siblings", str)
+    cgroup({name: str(value) for name, value in files.items()}, of_process)
+    assert machine.memory() == Memory(total=GIB // 2, available=GIB // 8)
+    assert machine.physical_cores() == 3
 
 
 def test_threads_of_one_core_count_once(monkeypatch, tmp_path):

@@ -30,9 +30,9 @@ def budget(vllm_config: "VllmConfig", specs: Iterable["KVCacheSpec"]) -> int:
 
     `--kv-cache-memory-bytes`, or VLLM_CPU_KVCACHE_SPACE in GiB, is used as it is, if that much memory is available
     for each worker. Otherwise the workers share the memory that is available beyond a reserve. The reserve is the part
-    of the memory that gpu_memory_utilization leaves, and at least 1 GiB. If the control group limits memory, its limit
-    replaces the machine's memory. No worker takes more than --max-num-seqs requests of --max-model-len tokens can fill,
-    and one more request: vLLM keeps a block for itself, and may pad groups of layers.
+    of the memory that gpu_memory_utilization leaves, and at least 1 GiB. If a control group limits memory, the lowest
+    limit replaces the machine's memory. No worker takes more than --max-num-seqs requests of --max-model-len tokens can
+    fill, and one more request: vLLM keeps a block for itself, and may pad groups of layers.
     Raises ValueError if there is too little memory.
     """
     memory = machine.memory()

@@ -1,4 +1,4 @@
-"""The cores and memory that this process may use, within its CPU affinity and control group, and its processor.
+"""The cores and memory that this process may use, within its CPU affinity and control groups, and its processor.
 
 The processor is described by its name and its vector instructions.
 """
@@ -6,12 +6,14 @@ The processor is described by its name and its vector instructions.
 import os
 import platform
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
+GROUPS_OF_PROCESS = Path("/proc/self/cgroup")
 CPUS = Path("/sys/devices/system/cpu")
 CPUINFO = Path("/proc/cpuinfo")
 # The vector and matrix instructions of a processor, by the flag that Linux lists for them. The best come first.
@@ -56,21 +58,23 @@ def processor() -> Processor:
 
 
 def memory() -> Memory:
-    """The machine's memory, or the control group's limit if that is lower."""
+    """The machine's memory, or the lowest limit of a control group if that is lower."""
     machine = psutil.virtual_memory()
-    limit = _number(CGROUP / "memory.max") or _number(CGROUP / "memory/memory.limit_in_bytes")
-    if limit is None or limit >= machine.total:
-        return Memory(machine.total, machine.available)
-    used = _number(CGROUP / "memory.current") or _number(CGROUP / "memory/memory.usage_in_bytes") or 0
-    return Memory(limit, min(machine.available, limit - used + _file_cache()))
+    total, available = machine.total, machine.available
+    for group in _groups("memory"):
+        limit = _number(group / "memory.max") or _number(group / "memory.limit_in_bytes")
+        if limit is not None and limit < machine.total:
+            used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes") or 0
+            total, available = min(total, limit), min(available, limit - used + _file_cache(group))
+    return Memory(total, available)
 
 
 def physical_cores() -> int:
-    """Cores that the process may use, within the control group's quota. Hyper-threads of one core count once."""
+    """Cores that the process may use, within the quotas of its control groups. Hyper-threads of one core count once."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = len({_siblings(cpu) for cpu in cpus})
-    quota = _cpu_quota()
-    return max(1, cores if quota is None else min(cores, int(quota)))
+    quotas = (quota for group in _groups("cpu") if (quota := _cpu_quota(group)) is not None)
+    return max(1, int(min([cores, *quotas])))
 
 
 def _siblings(cpu: int) -> str:
@@ -78,23 +82,39 @@ def _siblings(cpu: int) -> str:
     return path.read_text().strip() if path.exists() else str(cpu)
 
 
-def _cpu_quota() -> float | None:
+def _groups(controller: str) -> Iterator[Path]:
+    """The folders of the control groups that may limit this process: its own, and those around it.
+
+    In a container the root may be its own group, and the path that Linux gives may lie outside of what it sees.
+    """
+    lines = GROUPS_OF_PROCESS.read_text().splitlines() if GROUPS_OF_PROCESS.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = CGROUP / controller if controllers else CGROUP  # the first version has a tree for each controller
+        own = root / path.lstrip("/")
+        yield from (group for group in (own, *own.parents) if group.is_relative_to(root))
+
+
+def _cpu_quota(group: Path) -> float | None:
     """The control group's share of CPU time, in cores; None without a limit."""
-    path = CGROUP / "cpu.max"
+    path = group / "cpu.max"
     if path.exists():
         quota, period = path.read_text().split()
         return None if quota == "max" else int(quota) / int(period)
-    quota, period = _number(CGROUP / "cpu/cpu.cfs_quota_us"), _number(CGROUP / "cpu/cpu.cfs_period_us")
+    quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
     return quota / period if quota and quota > 0 and period else None
 
 
-def _file_cache() -> int:
+def _file_cache(group: Path) -> int:
     """Bytes of the control group's usage that the kernel frees when they are needed."""
-    stat = next((path for path in (CGROUP / "memory.stat", CGROUP / "memory/memory.stat") if path.exists()), None)
-    if stat is None:
+    path = group / "memory.stat"
+    if not path.exists():
         return 0
-    fields = dict(line.split() for line in stat.read_text().splitlines())
-    return int(fields.get("inactive_file", 0))
+    fields = dict(line.split() for line in path.read_text().splitlines())
+    # In the first version, only the totals include the groups within.
+    return int(fields.get("total_inactive_file") or fields.get("inactive_file", 0))
 
 
 def _number(path: Path) -> int | None:
