@@ -109,6 +109,26 @@ def test_two_python_threads_may_call_at_once(two_threads):
         assert all(pool.map(call, range(2)))
 
 
+# A user without privileges may have no more threads than this process has.
+FEW_THREADS = """
+import os, resource, torch
+from vllm_opset import kernel
+silu_and_mul, x = kernel.kernels_of("silu_and_mul")["cpp"], torch.ones(600, 600)
+expected = silu_and_mul.run(x)
+torch.set_num_threads(3)
+if os.geteuid() == 0:
+    os.setuid(12345)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+result = silu_and_mul.run(x)
+torch.set_num_threads(1)
+print(torch.equal(result, expected))
+"""
+
+
+def test_fewer_threads_compute_where_the_system_allows_no_more():
+    assert run(sys.executable, "-c", FEW_THREADS, OMP_NUM_THREADS=1).out.strip() == "True"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_large_inputs_agree_with_the_reference(name, two_threads):
     sample = Sample("large", lambda: large_inputs(name))

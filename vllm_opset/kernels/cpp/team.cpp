@@ -9,6 +9,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <system_error>
 #include <thread>
 
 namespace opset {
@@ -125,13 +126,21 @@ class Team {
         for (int left; (left = inside.load()) != 0;) inside.wait(left);
     }
 
+    // Starts the helpers up to this number. Returns how many of them there are, because the system may allow no more.
+    int start(int most) {
+        try {
+            for (; started < most; started++) std::thread(&Team::help, this, started, posted.load()).detach();
+        } catch (const std::system_error&) {
+        }
+        return std::min(started, most);
+    }
+
   public:
-    // Whether the loop has run. It has not if another thread's loop runs, or if no thread is to help.
+    // Whether the loop has run. It has not if another thread's loop runs, or if no thread helps.
     bool run(int64_t of, int64_t step, int threads, void (*with)(const void*, int64_t, int64_t), const void* data) {
         if (threads < 2 || taken.test_and_set(std::memory_order_acquire)) return false;
-        helping = helpers.at(Clock::now(), threads - 1);
+        helping = start(helpers.at(Clock::now(), threads - 1));
         if (helping > 0) {
-            for (; started < helping; started++) std::thread(&Team::help, this, started, posted.load()).detach();
             const int64_t steps = (of + step - 1) / step, shares = std::min(steps, SHARES_OF_A_THREAD * threads);
             share = with, loop = data, number = of, length = (steps + shares - 1) / shares * step;
             next.store(0);
