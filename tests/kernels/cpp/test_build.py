@@ -120,9 +120,12 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, cache, monkeypatch):
 
 
 @NEEDS_COMPILER
-def test_without_a_home_the_cure_is_named(cache, monkeypatch):
+def test_without_a_home_the_folder_for_caches_serves_or_the_cure_is_named(cache, monkeypatch):
     monkeypatch.delenv("OPSET_CACHE")
     monkeypatch.setattr(Path, "home", raises(RuntimeError))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    assert load().answer() == 42 and [*(cache / "vllm-opset").iterdir()]
+    monkeypatch.delenv("XDG_CACHE_HOME")
     assert why_not() == "there is no home directory to keep the library in: name a folder by OPSET_CACHE"
 
 
@@ -131,6 +134,14 @@ def raises(error: type[Exception]):
         raise error
 
     return call
+
+
+@NEEDS_COMPILER
+def test_the_cache_may_be_the_working_directory(cache, monkeypatch):
+    cache.mkdir(mode=0o700)
+    monkeypatch.chdir(cache)
+    monkeypatch.setenv("OPSET_CACHE", ".")
+    assert load().answer() == 42 and [*cache.iterdir()]
 
 
 @NEEDS_COMPILER

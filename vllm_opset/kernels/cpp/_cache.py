@@ -69,9 +69,10 @@ def _why_not(path: Path, is_of_kind: Callable[[int], bool]) -> str | None:
 
 def _named() -> Path:
     if folder := os.environ.get("OPSET_CACHE"):
-        return Path(folder)
+        return Path(folder).absolute()  # the loader looks for a name without a folder elsewhere
+    if caches := os.environ.get("XDG_CACHE_HOME"):
+        return Path(caches) / "vllm-opset"
     try:
-        home = Path.home()
+        return Path.home() / ".cache" / "vllm-opset"
     except RuntimeError as error:
         raise NoFolder("there is no home directory to keep the library in: name a folder by OPSET_CACHE") from error
-    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "vllm-opset"
