@@ -50,6 +50,12 @@ def test_an_override_of_what_is_not_there_says_why(tmp_path):
     assert "silu_and_mul has no kernel 'cpp' here; there is no C++ compiler" in finished.err
 
 
+@NEEDS_COMPILER
+def test_every_locale_has_the_kernels():
+    """Python then reads texts as ASCII, and the sources are in UTF-8."""
+    assert choice(LC_ALL="C", PYTHONCOERCECLOCALE=0, PYTHONUTF8=0) == ("cpp", "None")
+
+
 # One function instead of all kernels: it is built in no time.
 SOURCE = 'extern "C" int answer() { return 42; }'
 PLANTED = """
@@ -102,7 +108,8 @@ def test_a_compiler_that_fails_without_a_word_is_named(cache, monkeypatch):
 @pytest.mark.parametrize(
     ("instead_of_building", "reason"),
     [
-        ('echo "x.cpp:1: error: no" >&2; exit 1', "cannot build them (x.cpp:1: error: no): "),
+        # Compilers have the word in English if LC_ALL is C.
+        ('test $LC_ALL = C && echo "x.cpp:1: error: no" >&2; exit 1', "cannot build them (x.cpp:1: error: no): "),
         ('for built; do :; done; echo junk >"$built"; exit 0', "the library cannot be loaded: "),
     ],
 )

@@ -74,8 +74,9 @@ def _loaded() -> ctypes.CDLL:
     # The macros describe the compiler, including its version, and the processor that it compiles for.
     macros = _run([*compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
     sources = sorted(SOURCES.glob("*.cpp"))
-    texts = [path.read_text() for path in [*sources, *sorted(SOURCES.glob("*.h"))]]
-    key = hashlib.sha256("\0".join([*compiler, macros, *FLAGS, *_openmp(), *texts]).encode()).hexdigest()[:16]
+    words = "\0".join([*compiler, macros, *FLAGS, *_openmp()]).encode(errors="surrogateescape")
+    texts = [path.read_bytes() for path in [*sources, *sorted(SOURCES.glob("*.h"))]]
+    key = hashlib.sha256(b"\0".join([words, *texts])).hexdigest()[:16]
     with _cache.private_folder() as folder:
         path = folder / f"kernels-{key}.so"
         if not _cache.is_trusted(path):
@@ -105,8 +106,17 @@ def _openmp() -> list[str]:
 
 def _run(command: list[str]) -> str:
     """Runs the compiler and returns its output. Raises Missing with its first error, or if it takes too long."""
-    # The compiler gets its own process group, because the processes that it starts must end with it.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
+    # The compiler gets its own process group, because the processes that it starts must end with it. It writes English,
+    # in which its errors are found, and it may quote a source that Python's encoding lacks.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"LC_ALL": "C"},
+        text=True,
+        errors="replace",
+        process_group=0,
+    )
     try:
         printed, errors = process.communicate(timeout=TIME_LIMIT)
     except subprocess.TimeoutExpired as error:
