@@ -21,6 +21,6 @@ def compute_slot_mapping(
     requests = np.arange(num_reqs).repeat(np.diff(query_start_loc.numpy()))
     blocks, offsets = np.divmod(positions.numpy(), block_size)
     slots = slot_mapping.numpy()
-    np.multiply(block_table.numpy()[requests, blocks], block_size, out=slots[:num_tokens])
+    np.multiply(block_table.numpy()[requests, blocks], block_size, out=slots[:num_tokens], dtype=np.int64)
     slots[:num_tokens] += offsets
     slots[num_tokens:] = PADDING

@@ -78,12 +78,14 @@ class SlotCase:
     """One call.
 
     requests: (query_len, seq_len) of each request. padded_rows: unused rows of the block table. padding: unused slots.
+    first_page: the lowest number of a page.
     """
 
     requests: tuple[tuple[int, int], ...]
     block_size: int = 16
     padded_rows: int = 0
     padding: int = 0
+    first_page: int = 0
 
     def make(self, seed: str, device: str) -> tuple[tuple, dict]:
         """Arguments of the op, with pages in random order. Table entries that no token needs look like pages."""
@@ -95,7 +97,7 @@ class SlotCase:
         width = max((-(-seq_len // self.block_size) for _, seq_len in self.requests), default=1)
         pages = torch.randperm(len(self.requests) * width, generator=rng).view(-1, width)
         table = torch.full((len(self.requests) + self.padded_rows, width + 3), UNREAD, dtype=torch.int32)
-        table[: len(self.requests), :width] = pages
+        table[: len(self.requests), :width] = pages + self.first_page
         slots = torch.full((len(positions) + self.padding,), UNREAD)
         tensors = torch.tensor(starts, dtype=torch.int32), torch.tensor(positions, dtype=torch.int64), table, slots
         query_start_loc, positions, table, slots = (tensor.to(device) for tensor in tensors)
@@ -116,6 +118,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         ("padded", SlotCase(MIXED, padded_rows=2, padding=1100)),
         ("block size 1", SlotCase(MIXED, block_size=1)),
         ("block size 48", SlotCase(MIXED, block_size=48)),
+        ("slots beyond 32 bits", SlotCase(MIXED, first_page=2**28)),
         ("requests without tokens", SlotCase(((0, 0), (0, 0), (2, 9), (0, 0)))),
         ("many requests", SlotCase(tuple((i % 3, i % 3 + i % 50) for i in range(300)))),
     ):
