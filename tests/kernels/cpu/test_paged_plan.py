@@ -8,7 +8,7 @@ from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.cpu import _paged_plan
 from vllm_opset.kernels.cpu._paged_plan import Geometry, geometry, make_plan
 from vllm_opset.ops.attention._paged_inputs import LAYOUTS, PagedCase, poisoned_cache
-from vllm_opset.ops.attention.paged_batch import window_sides
+from vllm_opset.ops.attention.paged_batch import PagedBatch, window_sides
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -44,6 +44,13 @@ def test_decoding_requests_are_attended_in_one_go():
     decode, *prompts = chunks_of(PagedCase(((20, 20), (1, 30), (33, 40), (1, 9))))
     assert decode.num_blocks == 2 and decode.rows.tolist() == [20, 54]
     assert [chunk.rows for chunk in prompts] == [slice(0, 20), slice(21, 54)]
+
+
+def test_a_batch_without_requests_has_no_chunks():
+    none = torch.empty(0, dtype=torch.int32)
+    batch = PagedBatch(torch.zeros(1, dtype=torch.int32), none, none.view(0, 1), max_query_len=1, max_seq_len=1)
+    plan = make_plan(batch, None, 0, geometry((1, 1, 16, 128), (2048, 2048, 128, 1)), 512)
+    assert not plan.chunks and not plan.rows_without_keys
 
 
 def test_only_what_a_window_holds_is_gathered():

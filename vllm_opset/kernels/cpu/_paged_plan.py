@@ -126,7 +126,7 @@ def make_plan(batch: PagedBatch, left: int | None, right: int | None, cache: Geo
     plan = Plan([], [])
     for group in _groups(batch, left, right):
         num_keys = (group.stop - group.start).tolist()
-        if min(num_keys) <= 0:
+        if min(num_keys, default=1) <= 0:
             plan.rows_without_keys.append(group.pick(group.stop <= group.start).rows())
             group, num_keys = group.pick(group.stop > group.start), [number for number in num_keys if number > 0]
         if num_keys:
