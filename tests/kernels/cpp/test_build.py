@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import run
@@ -239,6 +240,26 @@ def test_built_once(cache, caplog):
         assert load().answer() == 42 and [*cache.iterdir()] == [library]
     assert (library.stat().st_ino, library.stat().st_mtime_ns) == (built.st_ino, built.st_mtime_ns)
     assert not caplog.text
+
+
+@NEEDS_COMPILER
+def test_a_damaged_library_is_built_anew(cache, monkeypatch, caplog):
+    """A machine that loses its power after the build may leave an empty file."""
+    load()
+    (built,) = cache.iterdir()
+    damaged = cache.with_name("another") / built.name
+    damaged.parent.mkdir(mode=0o700)
+    damaged.touch(mode=0o700)
+    monkeypatch.setenv("OPSET_CACHE", str(damaged.parent))
+    with caplog.at_level(logging.WARNING, "vllm"):
+        assert load().answer() == 42
+    assert f"{damaged} is built anew, since it cannot be loaded: " in caplog.text
+
+
+@NEEDS_COMPILER
+def test_a_cache_whose_code_may_not_run_is_named(cache, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_flag=os.ST_NOEXEC))
+    assert why_not() == (f"{cache} is mounted so that no code in it may run (noexec): name another by OPSET_CACHE")
 
 
 @NEEDS_COMPILER

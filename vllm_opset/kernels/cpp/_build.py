@@ -79,10 +79,22 @@ def _loaded() -> ctypes.CDLL:
     key = hashlib.sha256(b"\0".join([words, *texts])).hexdigest()[:16]
     with _cache.private_folder() as folder:
         path = folder / f"kernels-{key}.so"
-        if not _cache.is_trusted(path):
-            logger.info("Compiling the C++ kernels, which may take half a minute and happens once: %s", path)
-            _build(compiler, sources, path)
+        if (kept := _kept(path)) is not None:
+            return kept
+        logger.info("Compiling the C++ kernels, which may take half a minute and happens once: %s", path)
+        _build(compiler, sources, path)
         return ctypes.CDLL(str(path))
+
+
+def _kept(path: Path) -> ctypes.CDLL | None:
+    """The library that was built before; None without one, and if it is damaged."""
+    if not _cache.is_trusted(path):
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        logger.warning("%s is built anew, since it cannot be loaded: %s", path, error)
+        return None
 
 
 def _build(compiler: list[str], sources: list[Path], path: Path) -> None:
