@@ -78,6 +78,22 @@ def test_threads_sleep_while_they_wait():
     assert asleep < 0.05 < active, "OpenMP's runtime is not GNU's, or it has become another"
 
 
+ENGINES = """
+import os
+from vllm_opset.platform.cpu import threads
+os.sched_getaffinity = lambda pid: range(6)
+for number in "4", "4", "3":
+    os.environ[threads.VARIABLE] = number
+    threads.set_compute_threads(1)
+    print(len(os.listdir("/proc/self/task")))
+"""
+
+
+def test_engines_of_a_process_share_the_threads_that_never_work():
+    first, second, of_fewer = map(int, run(ENGINES, {}).stdout.split())
+    assert (second, of_fewer) == (first, first + 2)  # a Python thread, and the one of OpenMP that was missing
+
+
 ENGINE = f"""
 import os
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

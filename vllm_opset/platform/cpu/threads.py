@@ -19,6 +19,8 @@ VLLMS_MARK = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
 
 # The choice that this process made of OMP_NUM_THREADS when it configured an engine.
 _remembered = ""
+# Threads that sleep, and how many of OpenMP's each has beside itself.
+_sleepers: list[tuple[threading.Thread, int]] = []
 
 
 def remember_users_choice() -> None:
@@ -58,22 +60,29 @@ def wait_asleep() -> None:
     By default, GNU's OpenMP lets them wait actively for milliseconds. They then keep the cores from other threads, such
     as those of the C++ kernels (kernels/cpp/team.cpp) and vLLM's other processes. OpenMP reads its variables when
     PyTorch is imported, which is too early for a plugin. But it lets threads sleep almost at once if there are more of
-    them than CPUs (GOMP_SPINCOUNT in the manual of libgomp), so this function starts some that never work.
+    them than CPUs (GOMP_SPINCOUNT in the manual of libgomp), so this function starts some that never work. A later
+    engine of the process has those of the first one.
     """
     num_threads = torch.get_num_threads()
     if num_threads == 1 or any(os.environ.get(variable) for variable in HOW_TO_WAIT):
+        return
+    asleep = sum(number for thread, number in _sleepers if thread.is_alive())  # a forked process has none
+    missing = len(os.sched_getaffinity(0)) + 1 - num_threads - asleep
+    if missing <= 0:
         return
     started = threading.Event()
 
     def start_and_sleep() -> None:
         # These are threads of this Python thread, and they exist as long as it does. It counts as one of them.
-        torch.set_num_threads(max(2, len(os.sched_getaffinity(0)) - num_threads + 2))
+        torch.set_num_threads(missing + 1)
         torch.zeros(2 * SHARE * torch.get_num_threads()).add_(1)
         started.set()
         threading.Event().wait()
 
-    threading.Thread(target=start_and_sleep, name="opset-idle", daemon=True).start()
+    sleeper = threading.Thread(target=start_and_sleep, name="opset-idle", daemon=True)
+    sleeper.start()
     started.wait()
+    _sleepers.append((sleeper, missing))
 
 
 def users_choice() -> str:
