@@ -261,6 +261,7 @@ def test_int4_experts_in_act_order_are_refused(configure):
     [
         ("batch invariance", "VLLM_BATCH_INVARIANT"),
         ("binding threads", "VLLM_CPU_OMP_THREADS_BIND"),
+        ("binding threads to cores by OpenMP", "OMP_PROC_BIND"),
         ("reserving cores", "VLLM_CPU_NUM_OF_RESERVED_CPU"),
         ("FlashInfer's sampler", "VLLM_USE_FLASHINFER_SAMPLER"),
         ("tensor descriptors", "VLLM_TRITON_USE_TD"),

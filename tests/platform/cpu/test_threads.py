@@ -59,6 +59,28 @@ def test_a_number_of_threads_that_is_none_is_an_error(word):
     assert f"OPSET_NUM_THREADS='{word}' is neither a number of threads nor 'auto'" in process.stderr
 
 
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"OMP_PROC_BIND": "close"},
+        {"OMP_PLACES": "cores"},
+        {"GOMP_CPU_AFFINITY": "0-63"},
+        {"OMP_PROC_BIND": "FALSE", "OMP_PLACES": "cores", "GOMP_CPU_AFFINITY": "0-63"},
+    ],
+)
+def test_threads_are_bound_where_openmp_binds_the_thread_that_loads_pytorch(environment):
+    if len(os.sched_getaffinity(0)) == 1:
+        pytest.skip("one CPU is all that there is: runs where there are several")
+    script = (
+        "import os, torch; from vllm_opset.platform.cpu import threads\n"
+        "print(threads.are_bound(), len(os.sched_getaffinity(0)) == 1)"
+    )
+    process = run(script, environment)
+    said, is_so = process.stdout.split()
+    assert said == is_so, process.stderr
+
+
 SLEEP = """
 import time, torch
 from vllm_opset.platform.cpu import machine, threads

@@ -2,6 +2,7 @@
 
 from vllm_opset.model.weights import offloads
 from vllm_opset.platform import second_runner
+from vllm_opset.platform.cpu import threads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import NVTX, PROFILERS, SIMULATED_ROUTING, WITHOUT_COMPILER, unset
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
@@ -25,6 +26,11 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
         "binding threads to cores",
         "unset VLLM_CPU_OMP_THREADS_BIND, and start under taskset or numactl; OPSET_NUM_THREADS sets their number",
         lambda config: environment("VLLM_CPU_OMP_THREADS_BIND") not in ("auto", "nobind"),
+    ),
+    Rule(
+        "binding threads to cores by OpenMP",
+        f"unset {', '.join(threads.BINDING)}, and start under taskset or numactl",
+        lambda config: threads.are_bound(),
     ),
     Rule(
         "reserving cores",

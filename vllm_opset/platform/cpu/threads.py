@@ -12,6 +12,8 @@ VARIABLE = "OPSET_NUM_THREADS"
 AUTO = "auto"
 # What tells GNU's OpenMP how threads wait. A user who sets one of them has decided.
 HOW_TO_WAIT = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+# What lets GNU's OpenMP bind threads to cores.
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 # PyTorch gives a thread at least so many elements (at::internal::GRAIN_SIZE).
 SHARE = 32768
 # Says that vLLM, and not the user, set OMP_NUM_THREADS (0.28 and later).
@@ -83,6 +85,16 @@ def wait_asleep() -> None:
     sleeper.start()
     started.wait()
     _sleepers.append((sleeper, missing))
+
+
+def are_bound() -> bool:
+    """Whether OpenMP binds threads to cores.
+
+    It then binds the thread that loads PyTorch to one core. All other threads and processes that this thread starts
+    inherit the core, such as those of the C++ kernels and vLLM's workers.
+    """
+    is_off = os.environ.get("OMP_PROC_BIND", "").lower() == "false"
+    return not is_off and any(os.environ.get(variable) for variable in BINDING)
 
 
 def users_choice() -> str:
