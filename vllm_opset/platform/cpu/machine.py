@@ -113,8 +113,9 @@ def _file_cache(group: Path) -> int:
     if not path.exists():
         return 0
     fields = dict(line.split() for line in path.read_text().splitlines())
-    # In the first version, only the totals include the groups within.
-    return int(fields.get("total_inactive_file") or fields.get("inactive_file", 0))
+    # Files that were read twice are active. In the first version, only the totals include the groups within.
+    kinds = "active_file", "inactive_file"
+    return sum(int(fields.get(f"total_{kind}") or fields.get(kind, 0)) for kind in kinds)
 
 
 def _number(path: Path) -> int | None:
