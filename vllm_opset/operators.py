@@ -9,6 +9,7 @@ The last argument of an operator, `chosen`, names the kernel and the problem tha
 process may have chosen different kernels, so an operator has no kernel of its own. The name is the same for all layers
 with the same problem, so that equal pieces of a graph stay equal, and in every process that loads a cached graph. The
 argument cannot be called `kernel`: TorchInductor passes an operator's keywords on beside one of its own of that name.
+With BY_CALL in its place, each call chooses.
 """
 
 import functools
@@ -18,7 +19,7 @@ from inspect import Parameter
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from vllm_opset import ops
+from vllm_opset import ops, selection
 from vllm_opset.ops.contract import Op
 from vllm_opset.selection import Choice
 
@@ -29,6 +30,8 @@ WITHOUT_OPERATOR = {
     ops.top_k_top_p_sample: "vLLM compiles models without their samplers, and its second result may be None",
 }
 
+BY_CALL = "by each call"  # in place of a kernel's name
+
 _library = torch.library.Library(NAMESPACE, "DEF")
 _chosen: dict[tuple[str, str], Callable] = {}
 
@@ -37,7 +40,23 @@ def of(choice: Choice) -> Callable:
     """The operator of the choice's op. It takes the arguments of the op and runs the chosen kernel."""
     name = f"{choice.name} for {choice.problem}"
     _chosen[choice.op, name] = choice.run
-    return functools.partial(getattr(getattr(torch.ops, NAMESPACE), choice.op), chosen=name)
+    return _operator(choice.op, name)
+
+
+def choosing(op: Op) -> Callable:
+    """The operator of an op with a kernel that each call chooses by its arguments.
+
+    A compiler may trace a layer before the layer has a kernel for a dtype, and it cannot trace the choice.
+    """
+    return _operator(op.name, BY_CALL)
+
+
+def _operator(op_name: str, chosen: str) -> Callable:
+    return functools.partial(getattr(getattr(torch.ops, NAMESPACE), op_name), chosen=chosen)
+
+
+def _kernel(op: Op, chosen: str, args: tuple, kwargs: dict) -> Callable:
+    return selection.select(op, op.problem_for(*args, **kwargs)).run if chosen == BY_CALL else _chosen[op.name, chosen]
 
 
 def _define(op: Op) -> None:
@@ -46,7 +65,7 @@ def _define(op: Op) -> None:
     def run(*args, chosen: str, **kwargs):
         # vLLM's parameters are subclasses of Tensor: PyTorch would dispatch every call through __torch_function__.
         with DisableTorchFunctionSubclass():
-            return _chosen[op.name, chosen](*args, **kwargs)
+            return _kernel(op, chosen, args, kwargs)(*args, **kwargs)
 
     def results(*args, chosen: str, **kwargs):
         return None if op.signature.return_annotation is None else op.reference(*args, **kwargs)

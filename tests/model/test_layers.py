@@ -313,8 +313,9 @@ def test_a_compiler_sees_a_layers_operators(name, kernel):
     for dtype in (DTYPE, torch.float16):
         for num_tokens in (5, 3):
             given = *(x[:num_tokens] for x in positions), *(torch.randn(num_tokens, n, dtype=dtype) for n in widths)
-            expected = layer(*(x.clone() for x in given))
-            torch.testing.assert_close(compiled(*given), expected, rtol=0, atol=0)
+            # Traced before the layer has chosen a kernel for fp16. In Llama 4, it is for norms in fp32.
+            actual = compiled(*(x.clone() for x in given))
+            torch.testing.assert_close(actual, layer(*given), rtol=0, atol=0)
     for targets in graphs:
         assert {target for target in targets if target.startswith("vllm_opset.")} == {f"vllm_opset.{OPS[name]}"}
     used = {choice.kernel.name for choice in selection.choices() if choice.op == OPS[name]}

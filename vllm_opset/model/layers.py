@@ -17,7 +17,8 @@ class Kernels(dict[torch.dtype, Callable]):
     """A layer's kernels for one op, by the dtype of the activations.
 
     The first call in a dtype chooses the kernel for it; later calls look it up. The first call raises OverrideError if
-    the user's kernel does not support the dtype. A model that torch.compile compiles gets the kernel's operator.
+    the user's kernel does not support the dtype. A model that torch.compile compiles gets the kernel's operator. If it
+    is traced before that first call, each call of the operator chooses.
     """
 
     def __init__(self, op: Op, known: Callable[[], dict], compiled: bool) -> None:
@@ -26,6 +27,8 @@ class Kernels(dict[torch.dtype, Callable]):
         self.op, self.known, self.compiled = op, known, compiled
 
     def __missing__(self, dtype: torch.dtype) -> Callable:
+        if torch.compiler.is_compiling():
+            return operators.choosing(self.op)
         from vllm.platforms import current_platform
 
         problem = self.op.problem(device=current_platform.device_type, dtype=dtype, **self.known())
