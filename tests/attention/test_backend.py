@@ -156,11 +156,14 @@ def test_a_layer_writes_its_cache_and_attends(name):
     assert chosen("reshape_and_cache") == [ops.reshape_and_cache.problem_for(key, value, cache, step.slot_mapping)]
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_an_encoder_attends_without_a_cache(window):
-    layer, seq_lens = impl(attn_type="encoder_only", sliding_window=window), [1, 6, 40]
+@pytest.mark.parametrize(("window", "kv_cache_dtype"), [(None, "auto"), (3, "auto"), (3, "fp8")])
+def test_an_encoder_attends_without_a_cache(window, kv_cache_dtype):
+    layer = impl(attn_type="encoder_only", sliding_window=window, kv_cache_dtype=kv_cache_dtype)
+    spec, seq_lens = specs()[1], [1, 6, 40]
+    if kv_cache_dtype == "fp8":
+        spec = dataclasses.replace(spec, dtype=torch.uint8)  # as vLLM's model runners describe it
     query, key, value, output = tensors(sum(seq_lens))
-    step = builder(specs()[1], layer).build(0, metadata(seq_lens))
+    step = builder(spec, layer).build(0, metadata(seq_lens))
     layer.forward(None, query, key, value, torch.tensor([]), step, output)
     expected = dense(query, key, value, seq_lens, causal=False, window=window)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)

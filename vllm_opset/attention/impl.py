@@ -73,6 +73,8 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
 
         kv_cache_dtype: uint8 means fp8. causal: False for a decoder whose prompts see themselves whole (prefix LM).
         """
+        if self.attn_type == AttentionType.ENCODER_ONLY:
+            kv_cache_dtype = self.dtype  # vLLM gives that of the caches, and an encoder has none
         cache = {
             "device": current_platform.device_type,
             "dtype": self.dtype,
