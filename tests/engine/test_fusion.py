@@ -166,9 +166,9 @@ def test_layers_whose_parts_cannot_be_one_launch(engine, tmp_path):
             assert not fusion._can_be_deferred(layer, rope, llm.llm_engine.vllm_config)
 
 
-@pytest.mark.parametrize("scales", [(0.5, 1.0), (1.0, 0.5)], ids=["query", "key"])
+@pytest.mark.parametrize("scales", [(0.5, 1.0, 0.0), (1.0, 0.5, 0.0), (1.0, 1.0, 0.5)], ids=["query", "key", "value"])
 def test_parts_that_are_not_all_there_is_are_not_deferred(scales, engine, tmp_path, monkeypatch):
-    """Uses a model that scales the query or the key between its norms and its rotary embedding."""
+    """Uses a model that scales query or key between norms and rotary embedding, or adds the normalised key to value."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.qwen3 import Qwen3Attention
 
@@ -178,6 +178,7 @@ def test_parts_that_are_not_all_there_is_are_not_deferred(scales, engine, tmp_pa
             q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
             q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
             k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+            v = v + scales[2] * k
             q, k = self.rotary_emb(positions, q * scales[0], k * scales[1])
             return self.o_proj(self.attn(q, k, v))[0]
 

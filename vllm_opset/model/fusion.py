@@ -173,20 +173,20 @@ def _unchanged(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Recorder(nn.Module):
-    """Stand-in for an attention layer that keeps the query and key it receives."""
+    """Stand-in for an attention layer that keeps the query, key and value it receives."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs) -> torch.Tensor:
-        self.query, self.key = query.clone(), key.clone()
+        self.received = query.clone(), key.clone(), value.clone()
         return query.new_zeros(len(query), self.width)
 
 
 @torch.inference_mode()
 def _can_be_deferred(module: nn.Module, rope: DeferredRotaryEmbedding, vllm_config: VllmConfig) -> bool:
-    """Whether query and key are the same if the parts run after the module's code instead of within it."""
+    """Whether query, key and value are the same if the parts run after the module's code instead of within it."""
     parameters = inspect.signature(module.forward).parameters.values()
     required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
     if required != {"positions", "hidden_states"} or not hasattr(module, "qkv_proj"):
@@ -198,16 +198,16 @@ def _can_be_deferred(module: nn.Module, rope: DeferredRotaryEmbedding, vllm_conf
     with set_current_vllm_config(vllm_config), _restored(module, rope):
         module.attn = seen = _Recorder(impl.num_heads * impl.head_size)
         module(positions=positions, hidden_states=hidden)
-        expected = seen.query, seen.key
+        expected = seen.received
         _defer(module, rope)
         module(positions=positions, hidden_states=hidden)
-        query, key = seen.query, seen.key
+        query, key, value = seen.received
     if rope.norms is not None:
         by_head = (x.unflatten(-1, (-1, impl.head_size)) for x in (query, key))
         query, key = (norm(x).flatten(-2) for norm, x in zip(rope.norms, by_head, strict=True))
     query, key = rope.rotary(positions, query, key)
     rope.positions.clear()
-    return torch.equal(query, expected[0]) and torch.equal(key, expected[1])
+    return all(map(torch.equal, (query, key, value), expected))
 
 
 @contextmanager
