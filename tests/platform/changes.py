@@ -222,14 +222,16 @@ def pretend_a_gpu() -> None:
 
 def changes(platform: str) -> dict[str, list[str]]:
     """Loads the plugin in this process."""
-    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.layers import activation, rotary_embedding
 
     if platform in ("cuda", "native") and not torch.cuda.is_available():
         pretend_a_gpu()
     before = snapshot()
     load_plugin(platform)
     loaded = snapshot()
-    rotary_embedding._ROPE_DICT["of another model"] = None
+    activations = activation._ACTIVATION_REGISTRY, activation._ACTIVATION_AND_MUL_REGISTRY
+    for shared in (rotary_embedding._ROPE_DICT, *(cache._dict for cache in activations)):
+        shared["of another model"] = None
     if platform in WITHOUT_KERNELS:
         # vLLM's modules of experts, with the layers that they register. No other platform registers a method.
         from vllm_opset.platform import quantised_layers, quantised_loading

@@ -1,5 +1,7 @@
 """Engines of one process with different kernels: each keeps its own, even in objects that vLLM shares among models."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -10,26 +12,34 @@ from vllm_opset.platform.compat import forget_shared_layers
 pytestmark = pytest.mark.window
 
 
-class Model(torch.nn.Module):
-    """Two layers with a rotary embedding each, as in vLLM's models."""
+def rotary_embedding() -> torch.nn.Module:
+    from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    def __init__(self) -> None:
-        from vllm.model_executor.layers.rotary_embedding import get_rope
-
-        super().__init__()
-        self.layers = torch.nn.ModuleList(get_rope(32, 64, dtype=torch.float32) for _ in range(2))
+    return get_rope(32, 64, dtype=torch.float32)
 
 
-def load(kernel: str) -> Model:
-    """Loads the model as a worker does, with an override for this engine."""
+def gelu() -> torch.nn.Module:
+    from vllm.model_executor.layers.activation import get_act_fn
+
+    return get_act_fn("gelu")
+
+
+def silu_and_mul() -> torch.nn.Module:
+    from vllm.model_executor.layers.activation import get_act_and_mul_fn
+
+    return get_act_and_mul_fn("silu")
+
+
+def load(make: Callable[[], torch.nn.Module], kernel: str) -> torch.nn.ModuleList:
+    """Loads a model of two such layers as a worker does, with an override for this engine."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
-    config = VllmConfig(additional_config={"opset": {"kernels": {"rotary_embedding": kernel}}})
+    config = VllmConfig(additional_config={"opset": {"kernels": {make.__name__: kernel}}})
     selection.configure(config.additional_config)
     selection.forget()
     with set_current_vllm_config(config):
         forget_shared_layers()
-        model = Model()
+        model = torch.nn.ModuleList(make() for _ in range(2))
         layers.bind(model, torch.float32)
     return model
 
@@ -42,13 +52,14 @@ def without_overrides_afterwards():
     forget_shared_layers()
 
 
-def kernels(model: Model) -> set[str]:
-    return {layer._rotate[torch.float32].__module__ for layer in model.layers}
+def kernels(model: torch.nn.ModuleList) -> set[str]:
+    return {of_op[torch.float32].__module__ for layer in model for of_op in layer.opset_kernels}
 
 
-def test_each_engine_keeps_the_kernels_of_its_rotary_embeddings():
-    first = load("cpu")
+@pytest.mark.parametrize("make", [rotary_embedding, gelu, silu_and_mul])
+def test_each_engine_keeps_the_kernels_of_layers_that_vllm_shares(make):
+    first = load(make, "cpu")
     before = kernels(first)
-    second = load("reference")
+    second = load(make, "reference")
     assert kernels(second) != before == kernels(first)
-    assert first.layers[0] is first.layers[1], "layers of one model still share"
+    assert first[0] is first[1], "layers of one model still share"

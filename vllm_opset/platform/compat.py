@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, has, patch, uses, wrap_once
+from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, find, has, patch, uses, wrap_once
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 REGISTRY = "vllm.model_executor.models.registry"
+LAYERS = "vllm.model_executor.layers"
+ACTIVATIONS = "_ACTIVATION_REGISTRY", "_ACTIVATION_AND_MUL_REGISTRY"
 # The names of torch.cuda that vLLM's model runner uses.
 NAMES_OF_CUDA = ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
@@ -264,20 +266,19 @@ def own_warm_up(warm_up: Callable) -> Iterator[None]:
 
 
 @patch(
-    has("vllm.model_executor.layers.rotary_embedding._ROPE_DICT"),
-    ends="vLLM shares rotary embeddings within a model alone",
-    changes=("vllm.model_executor.layers.rotary_embedding._ROPE_DICT",),
+    has(f"{LAYERS}.rotary_embedding._ROPE_DICT"),
+    ends="vLLM shares layers within a model alone",
+    changes=(f"{LAYERS}.rotary_embedding._ROPE_DICT", *(f"{LAYERS}.activation.{name}._dict" for name in ACTIVATIONS)),
     worker=EVERY,
 )
 def forget_shared_layers() -> None:
-    """Empty vLLM's cache of rotary embeddings before a model is loaded, so that the model is built with new ones.
+    """Empty vLLM's caches of rotary embeddings and of activations before a model is loaded, so that it has new ones.
 
     vLLM shares them among all layers of all models of a process. Without this, another running engine's layers would
-    get this engine's kernels.
+    get this engine's kernels. On vLLM's own wheel, a model would also get layers of the other kind, vLLM's or opset's.
     """
-    from vllm.model_executor.layers import rotary_embedding
-
-    rotary_embedding._ROPE_DICT.clear()
+    for name in forget_shared_layers.bridge.changes:
+        find(name).clear()
 
 
 @patch(
