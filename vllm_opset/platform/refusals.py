@@ -101,6 +101,17 @@ def looks_back(model) -> bool:
     return "Rnj1ForCausalLM" in model.architectures and "chunked_attention" in layers
 
 
+def sizes_values_apart(model) -> bool:
+    """Whether values have another size than keys. Such models name an attention backend of vLLM, which needs Triton.
+
+    The configurations of other models have such sizes as well. These models pad the values.
+    """
+    config, names = model.hf_text_config, " ".join(model.architectures)
+    if "MiMoV2" in names:
+        return getattr(config, "v_head_dim", None) not in (None, config.head_dim)
+    return "Pangu" in names and getattr(config, "param_sink_number", 0) > 0
+
+
 def several(name: str) -> Callable[["VllmConfig"], bool]:
     return lambda config: getattr(config.parallel_config, name) > 1
 
@@ -182,6 +193,9 @@ EPLB = Rule(
     lambda config: config.parallel_config.enable_eplb,
 )
 RETURNED_EXPERTS = Rule("returning the chosen experts", "leave out --enable-return-routed-experts", returns_experts)
+VALUES_APART = Rule(
+    "values of another size than keys (MiMo-V2, openPangu with sinks)", ANOTHER_MODEL, of_model(sizes_values_apart)
+)
 MULTIMODAL = Rule("multimodal models", ANOTHER_MODEL, of_model(lambda model: model.is_multimodal_model))
 
 RULES: tuple[Rule, ...] = (

@@ -23,6 +23,10 @@ ASKED = {
     "fp8 cache": ({"kv_cache_dtype": "fp8"}, "another dtype than the model's: leave out --kv-cache-dtype"),
     "offloading": ({"cpu_offload_gb": 1}, "weight offloading"),
     "LoRA": ({"enable_lora": True}, "adapters"),
+    "values of another size": (
+        {"hf_overrides": {"architectures": ["MiMoV2FlashForCausalLM"], "head_dim": 24, "v_head_dim": 16}},
+        "values of another size than keys .*: choose another model",
+    ),
     "fp8 weights": ({"quantization": "fp8"}, "quantised weights with the method fp8: choose .* int8 weights"),
     "fp8 weights of compressed-tensors": (
         {"hf_overrides": {"quantization_config": quantised._compressed_config(quantised.FP8, "channel")}},

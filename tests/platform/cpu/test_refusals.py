@@ -62,6 +62,8 @@ RNJ1 = {
     },
     "sliding_window": 64,
 }
+MIMO_V2 = LLAMA | {"architectures": ["MiMoV2FlashForCausalLM"], "head_dim": 24, "v_head_dim": 16}
+PANGU = LLAMA | {"architectures": ["PanguEmbeddedForCausalLM"], "param_sink_number": 128, "v_channels": 16}
 BACKENDS = {"linear_backend": "cutlass", "moe_backend": "triton"}
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
 FP8_AND_MXFP4 = {"quantization_config": FP8["quantization_config"] | {"store_dtype": "mxfp4"}}
@@ -205,6 +207,8 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         ("KV cache in another dtype", "--kv-cache-dtype", LLAMA, {"kv_cache_dtype": "fp8"}),
         ("fp64 sampling noise", "--use-fp64-gumbel", LLAMA, {"use_fp64_gumbel": True}),
         ("chunks that look back", "choose another model", RNJ1, {}),
+        ("values of another size", "choose another model", MIMO_V2, {}),
+        ("values of another size", "choose another model", PANGU, {}),
         ("prompt embeddings", "--enable-prompt-embeds", LLAMA, {"enable_prompt_embeds": True}),
         ("fast prefill", "--kv-sharing-fast-prefill", LLAMA, {"kv_sharing_fast_prefill": True}),
         ("weight offloading", "--cpu-offload-gb", LLAMA, {"cpu_offload_gb": 1}),
@@ -246,8 +250,11 @@ def test_refused_with_the_cure(feature, cure, model, arguments, configure):
     assert cure in line
 
 
-def test_rnj_1_without_chunks_is_not_refused(configure):
-    configure(RNJ1 | {"layer_types": ["full_attention"] * 2})
+@pytest.mark.parametrize(
+    "model", [RNJ1 | {"layer_types": ["full_attention"] * 2}, MIMO_V2 | {"v_head_dim": 24}, LLAMA | {"v_head_dim": 24}]
+)
+def test_models_with_usual_attention_are_not_refused(model, configure):
+    configure(model)
 
 
 def test_int4_experts_in_act_order_are_refused(configure):

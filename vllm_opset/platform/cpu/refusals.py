@@ -8,6 +8,7 @@ from vllm_opset.platform.early_rules import NVTX, PROFILERS, SIMULATED_ROUTING, 
 from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
+    VALUES_APART,
     Rule,
     Settings,
     caches_in_another_dtype,
@@ -57,6 +58,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     *COMMON,
+    VALUES_APART,
     second_runner.UNAVAILABLE,
     Rule(
         "batch-sharded sampling",

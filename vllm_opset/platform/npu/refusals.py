@@ -11,6 +11,7 @@ from vllm_opset.platform.early_rules import GRAPHS, NVTX, PROFILERS, SIMULATED_R
 from vllm_opset.platform.quantised_weights import rule, stored_weights, unserved
 from vllm_opset.platform.refusals import (
     EXPERT_PARALLELISM,
+    VALUES_APART,
     Rule,
     Settings,
     caches_in_another_dtype,
@@ -91,6 +92,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     *COMMON,
+    VALUES_APART,
     EXPERT_PARALLELISM,
     second_runner.UNAVAILABLE,
     Rule("adapters (LoRA)", "merge the adapter into the weights, and leave out --enable-lora", given("lora_config")),
