@@ -15,7 +15,9 @@ from vllm_opset.platform import stock
 PLATFORM = "vllm_opset.platform.OpsetCpuPlatform"
 
 
-@pytest.mark.parametrize(("choice", "answer"), [("off", None), ("cpu", PLATFORM), ("auto", PLATFORM), (None, PLATFORM)])
+@pytest.mark.parametrize(
+    ("choice", "answer"), [("off", None), ("cpu", PLATFORM), ("auto", PLATFORM), ("", PLATFORM), (None, PLATFORM)]
+)
 def test_choice(choice, answer, monkeypatch):
     monkeypatch.delenv("OPSET_PLATFORM", raising=False)
     if choice is not None:

@@ -89,7 +89,7 @@ def __getattr__(name: str):
 
 
 def _choose() -> str | None:
-    choice = os.environ.get("OPSET_PLATFORM", "auto")
+    choice = os.environ.get("OPSET_PLATFORM") or "auto"
     if choice not in CHOICES:
         raise ValueError(f"OPSET_PLATFORM={choice!r} is not a choice; known: {', '.join(CHOICES)}.")
     if choice == "off":
