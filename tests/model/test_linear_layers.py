@@ -18,6 +18,7 @@ from vllm_opset import operators, selection
 from vllm_opset.model import linear, packed_linear
 from vllm_opset.platform import compile_cache
 from vllm_opset.platform.refusals import Refusal
+from vllm_opset.variants import Variant, Variants
 
 pytestmark = [pytest.mark.window, pytest.mark.usefixtures("alone")]
 
@@ -163,16 +164,24 @@ def test_a_second_model_leaves_the_first_one_its_kernel(compiled, monkeypatch):
             assert found.pop() == name and not found
 
 
-def test_a_graph_is_found_by_engines_that_chose_the_same_kernels():
-    hashes = []
-    for name in ("reference", "cpu", "reference"):
+def test_a_graph_is_found_by_engines_that_chose_the_same_kernels(monkeypatch):
+    """A graph names kernels with the variants that users ask for, and an environment variable may ask for these."""
+    varied = dataclasses.replace(
+        registry.kernels_of("linear")["reference"],
+        name="varied",
+        variants=Variants(lambda *args: None, Variant("fast"), Variant("usual")),
+    )
+    monkeypatch.setitem(registry._registry["linear"], "varied", varied)
+    names, hashes = ("reference", "cpu", "varied", "varied:fast"), []
+    for name in (*names, *names):
         config = VllmConfig()
         selection.forget()
-        selection.configure({"opset": {"kernels": {"linear": name}}})
-        packed_linear.bind(layers())
+        monkeypatch.setenv("OPSET_KERNELS", f"linear={name}")
+        selection.configure()
+        linear.bind(layers(), compiled=True)
         compile_cache.keep_kernels_apart(config)
         hashes.append(config.compute_hash())
-    assert hashes[0] == hashes[2] != hashes[1]
+    assert hashes[: len(names)] == hashes[len(names) :] and len({*hashes}) == len(names)
 
 
 def seeing(run, seen_by: list, what: str | None = None):

@@ -29,5 +29,5 @@ def keep_kernels_apart(config: "VllmConfig") -> None:
 
     A worker calls it once its layers have chosen their kernels.
     """
-    chosen = sorted({str(choice.kernel) for choice in selection.choices()})
+    chosen = sorted({f"{choice.op}={choice.name}" for choice in selection.choices()})
     config.additional_config = {**config.additional_config, KERNELS: chosen}
