@@ -1,6 +1,8 @@
 """vLLM chooses its model runner, the log says why, and requests that the second one has no room for are refused."""
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -219,3 +221,17 @@ def test_the_ends_of_a_models_answers_need_room(ends):
         OpsetPlatform.validate_request({}, parameters(full))
     OpsetPlatform.validate_request({}, parameters({**full, "min_tokens": 0}))
     assert config.use_v2_model_runner
+
+
+COMPILE = """
+import torch
+from vllm_opset.platform import second_runner
+second_runner.name_cpu_as_cuda()
+print(torch.compile(torch.nn.functional.relu, backend="eager")(torch.tensor([-1.0, 2.0])).tolist())
+"""
+
+
+def test_torch_compile_runs_beside_the_second_runner_on_a_cpu():
+    """Some of vLLM's models, such as Cohere's, compile a function whatever the configuration."""
+    ran = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.stdout.strip().endswith("[0.0, 2.0]"), ran.stderr[-2000:]

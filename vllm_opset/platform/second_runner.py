@@ -84,15 +84,20 @@ def name_cpu_as_cuda() -> None:
     PyTorch has such streams and events for a CPU, which do nothing. Those of torch.cuda raise without CUDA.
     """
     torch.cuda.Event, torch.cuda.Stream = _EventOfCpu, torch.cpu.Stream
-    torch.cuda.stream, torch.cuda.current_stream = torch.cpu.stream, torch.cpu.current_stream
-    torch.cuda.default_stream = torch.cpu.current_stream
-    torch.cuda.synchronize = torch.accelerator.synchronize = torch.cpu.synchronize
+    torch.cuda.stream, torch.cuda.current_stream = _another(torch.cpu.stream), _another(torch.cpu.current_stream)
+    torch.cuda.default_stream = _another(torch.cpu.current_stream)
+    torch.cuda.synchronize, torch.accelerator.synchronize = (_another(torch.cpu.synchronize) for _ in range(2))
     torch.cuda.set_stream = _ignored
 
 
 class _EventOfCpu(torch.cpu.Event):
     def __init__(self, **of_cuda: bool) -> None:
         pass
+
+
+def _another(function: Callable) -> Callable:
+    """Another function that does the same. torch.compile knows functions by identity, and takes none by two names."""
+    return lambda *args, **kwargs: function(*args, **kwargs)
 
 
 def _ignored(stream: torch.cpu.Stream) -> None:
