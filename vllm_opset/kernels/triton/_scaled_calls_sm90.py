@@ -127,7 +127,7 @@ def _outputs_of(values: _launch.Parameters) -> int:
 
 @functools.cache
 def _no_partials(device: torch.device) -> torch.Tensor:
-    """What takes the place of partial sums, so that a launch without them does not need a kernel of its own."""
+    """Memory that no program reads or writes. With it, a launch without shared tiles takes the kernel of the others."""
     return torch.empty(1, dtype=torch.float32, device=device)
 
 

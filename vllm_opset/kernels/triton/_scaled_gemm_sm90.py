@@ -5,8 +5,8 @@ outputs of the same 64 rows. By blocks, each product of 128 columns starts from 
 and added in fp32 while the other warpgroup's products run. By rows, tensor cores add the products. They keep some 14
 bits of a sum, as in `_scaled_grouped_gemm`.
 
-Where a dense product has fewer tiles than the GPU has multiprocessors, several programs share each. The last one of
-them adds their sums, always in the same order.
+If a dense product has at most half as many tiles as the GPU has multiprocessors, several programs share each tile. The
+last one of them adds their sums, always in the same order.
 """
 
 from triton.experimental import gluon

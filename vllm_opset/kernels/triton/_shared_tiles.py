@@ -45,8 +45,9 @@ def sums_of_tile(
 ):  # fmt: skip
     """Whether this is the only program of a tile or the last one, and the sums of all its programs in their order.
 
-    Only the last program has these. Each of WARPGROUPS parts of the threads has its own rows. INDEX: of this one.
-    sums: of this program, a tuple. tile_units: of a tile, each a part of its columns. run: of each program.
+    Only the last program has the sums of all. Each of WARPGROUPS parts of the threads has rows of its own, and INDEX is
+    the number of this part.
+    sums: a tuple, those of this program. tile_units: units of columns in a tile. run: the units that a program takes.
     partials: room for two tiles of each program. counters: zero for each tile, and zero again afterwards.
     """
     PARTS: gl.constexpr = len(sums)
