@@ -4,6 +4,7 @@ Which calls they take is tested without a GPU.
 """
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -79,11 +80,11 @@ def _experts(scheme: str, inputs: int, outputs: int, device: str) -> dict[str, t
 def test_linear_by_every_tile(groups, tile):
     """Rows, outputs and columns end within tiles, and there are more tiles than programs of one turn.
 
-    The copy engine does not write rows of 331 results. The last of several programs that share 1,168 columns has fewer
+    The copy engine does not write rows of 331 results. The last of several programs that share 1,296 columns has fewer
     of them.
     """
     rng = torch.Generator("cuda").manual_seed(1)
-    shapes = (1, 40, 144), (130, 328, 400), (70, 331, 400), (300, 640, 1168), (3000, 2200, 1040)
+    shapes = (1, 40, 144), (130, 328, 400), (70, 331, 400), (300, 640, 1296), (3000, 2200, 1040)
     for tokens, outputs, columns in shapes:
         arguments = fp8_arguments(tokens, outputs, columns, groups, rng)
         with _launch.trial("linear_scaled_sm90", tile):  # The counters are zero again after each call.
@@ -225,16 +226,17 @@ def test_the_warm_up_reaches_all_kernels_for_many_tokens_of_fp8(monkeypatch):
     monkeypatch.setattr(_launch, "multiprocessors", lambda device: 132)
     device = torch.device("cpu")
 
-    def kernels(tokens: range, outputs: int) -> set[tuple]:
-        launches = (_scaled_calls_sm90.of_linear(torch.empty(some, outputs, device="meta"), device) for some in tokens)
+    def kernels(sizes: Iterable[int], outputs: int) -> set[tuple]:
+        launches = [_scaled_calls_sm90.of_linear(tokens, outputs, device) for tokens in sizes]
         return {
-            tuple(values[name] for name in ("rows", "outputs", "group", "stages", "ordered")) for values in launches
+            tuple(launch[name] for name in ("rows", "outputs", "group", "stages", "ordered")) for launch in launches
         }
 
     with instead(Target("nvidia", "sm90")):
         warmed = [size for size in _launch.warm_sizes(device, 8192) if size > 64]
         for outputs in (384, 1024, 1536, 2560, 4096, 24576):
             assert kernels(range(65, 8193, 8), outputs) <= kernels(warmed, outputs)
+        assert kernels([600], 1024) == kernels([512], 24576) != kernels([600], 24576), "few tiles are narrow"
 
 
 def _operands(scheme: str, block_size: int, **others: torch.Tensor) -> tuple[tuple, dict]:

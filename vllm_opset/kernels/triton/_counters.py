@@ -5,6 +5,7 @@ import torch
 COUNTERS = 1 << 14  # more than a launch with several programs a result has results
 
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+_replaced: list[torch.Tensor] = []  # which graphs may still use
 
 
 def zeros(device: torch.device, number: int) -> torch.Tensor:
@@ -14,8 +15,11 @@ def zeros(device: torch.device, number: int) -> torch.Tensor:
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     found = _counters.get((device, stream))
-    if found is None or len(found) < number:
-        found = torch.zeros(max(number, COUNTERS), dtype=torch.int32, device=device)
-        if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            _counters[device, stream] = found
-    return found
+    if found is not None and len(found) >= number:
+        return found
+    made = torch.zeros(max(number, COUNTERS), dtype=torch.int32, device=device)
+    if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if found is not None:
+            _replaced.append(found)
+        _counters[device, stream] = made
+    return made

@@ -1,8 +1,8 @@
 """Tiles of matrix products of many tokens on Hopper GPUs, and the warps that load them.
 
-A persistent program takes one tile after the other. Its loading warps bring a stage of columns at a time into a ring in
-shared memory: 128 bytes of each row of x, and the weights for them. The copy engine (TMA) brings the weights, and the
-rows of a dense product. The rows of experts are gathered, which takes four warps.
+A persistent program takes one tile after the other, or a part of one. Its loading warps bring a stage of columns at a
+time into a ring in shared memory: 128 bytes of each row of x, and the weights for them. The copy engine (TMA) brings
+the weights, and the rows of a dense product. The rows of experts are gathered, which takes four warps.
 """
 
 import functools
@@ -118,8 +118,8 @@ def expert_of(tile, tiles, TILES: gl.constexpr):
 def tiles_of_program(num_tiles, steps, run):
     """The first tile of a program, the end of them, and the distance between one and the next.
 
-    run: of the `steps` of a tile, each program takes so many. If these are not all, it has a single tile, which it
-    shares. None: programs share no tiles.
+    run: how many of a tile's `steps` a program takes. If fewer than all, the program has one tile, and shares it. None:
+    programs share no tiles.
     """
     if run is None:
         return gl.program_id(0), num_tiles, gl.num_programs(0)

@@ -15,7 +15,7 @@ from vllm_opset.kernels.triton._tiles import Order
 from vllm_opset.ops.schemes import FP8, WHOLE, GroupShape, group_of
 
 OUT_BYTES = 2  # Results of 32 bits do not fit shared memory beside the ring.
-NARROW_TOKENS = 512  # so many tokens have tiles of 128 rows and 128 outputs
+NARROW_TOKENS = 512  # so many tokens have tiles of 128 rows and 128 outputs (launch.yaml)
 BLOCKS, TOKEN_BLOCKS = GroupShape(WIDTH.value, WIDTH.value), GroupShape(1, WIDTH.value)
 
 
@@ -40,26 +40,28 @@ def can(call: Operands) -> bool:
 
 def scaled_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
     """The product of the contract of `linear`, for arguments that were checked."""
-    out = call.x.new_empty((len(call.x), len(call.weight)), dtype=call.out_dtype)
-    values, multiprocessors = of_linear(out, out.device), _launch.multiprocessors(out.device)
-    num_tiles, all_tiles = _tiles_of(out, values)
-    steps = _launch.cdiv(call.x.shape[1], WIDTH.value)
-    partials, counters, run = None, None, None
-    # As few programs as need no more rounds (docs/log/kernels.md has what that gains).
-    num_programs = _launch.cdiv(all_tiles, _launch.cdiv(all_tiles, multiprocessors))
-    if _parts_of(values) == 1:
-        run = even_run_of(all_tiles, steps, multiprocessors, values["piece"])
-        partials, counters = _no_partials(out.device), zeros(out.device, 2 * all_tiles)
-        if run < steps:
-            num_programs = all_tiles * _launch.cdiv(steps, run)
-            partials = out.new_empty((2 * num_programs, 2 * HALF.value, WIDTH.value), dtype=torch.float32)
+    tokens, outputs, columns = call.x.shape[0], *call.weight.shape
+    out = call.x.new_empty((tokens, outputs), dtype=call.out_dtype)
+    values, steps = of_linear(tokens, outputs, out.device), _launch.cdiv(columns, WIDTH.value)
+    num_tiles, all_tiles = _tiles_of(tokens, outputs, values["rows"], values["outputs"])
+    narrow = _parts_of(values["rows"], values["outputs"]) == 1  # Sums of wider tiles do not fit in registers twice.
+    piece = values["piece"] if narrow else None
+    num_programs, run = _programs(all_tiles, steps, _launch.multiprocessors(out.device), piece)
+    partials, counters = None, None
+    if not narrow:
+        run = None
+    elif run == steps:
+        partials, counters = _nothing_shared(out.device)
+    else:
+        partials = out.new_empty((2 * num_programs, 2 * HALF.value, WIDTH.value), dtype=torch.float32)
+        counters = zeros(out.device, 2 * all_tiles)
     x = TensorDescriptor.from_tensor(call.x, [min(values["box"], values["rows"]), WIDTH.value], box_layout(128, 8))
     results, copied_results = out, is_aligned(out)
     if copied_results:
         results = TensorDescriptor.from_tensor(out, [HALF.value, WIDTH.value], box_layout(128, 16))
     _launch_scaled(
         num_programs, call, x, bias, results, (0, *strides(call.weight_scale)),
-        (None, None, len(out), num_tiles, 1), (partials, counters, run), values,
+        (None, None, tokens, num_tiles, 1), (partials, counters, run), values,
         BLOCK_SIZE=None, TILES=1, COPIED_RESULTS=copied_results,
     )  # fmt: skip
     return out
@@ -71,7 +73,7 @@ def scaled_grouped_gemm(call: Operands, bias: torch.Tensor | None, out: torch.Te
     values = values | {"rows": min(values["rows"], order.block_size)}
     tiles = _launch.cdiv(order.block_size, values["rows"])
     num_tiles = order.num_blocks * tiles
-    all_tiles = num_tiles * _launch.cdiv(call.weight.shape[1], _outputs_of(values))
+    all_tiles = num_tiles * _launch.cdiv(call.weight.shape[1], _outputs_of(values["rows"], values["outputs"]))
     # Tiles of experts differ in their work, since some have no choices, so rounds do not tell how long those take.
     num_programs = min(all_tiles, _launch.multiprocessors(out.device))
     _launch_scaled(
@@ -92,43 +94,57 @@ def _launch_scaled(
         scaled_gemm_sm90, (num_programs,),
         x, call.x.stride(0), weight, bias, out, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
         *tiles, *shared, OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=by_blocks(call), ROWS=values["rows"],
-        PARTS=_parts_of(values), GROUP=values["group"], STAGES=values["stages"], ORDERED=bool(values["ordered"]),
+        PARTS=_parts_of(values["rows"], values["outputs"]), GROUP=values["group"], STAGES=values["stages"],
+        ORDERED=bool(values["ordered"]),
         num_warps=4, **constants, **_launch.launch_options(call.x.device),
     )  # fmt: skip
 
 
-def of_linear(out: torch.Tensor, device: torch.device) -> _launch.Parameters:
-    """The launch parameters for these results on a device.
+def of_linear(tokens: int, outputs: int, device: torch.device) -> _launch.Parameters:
+    """The launch parameters for so many tokens and outputs.
 
     Tiles for many tokens are wide. If so few of them are needed that tiles of half the width still run all at once,
-    there are the tiles for fewer tokens instead, and programs share them.
+    there are the tiles for fewer tokens instead, and programs may share them.
     """
-    values = _launch.parameters("linear_scaled_sm90", device, len(out))
-    if _parts_of(values) > 1 and 2 * _tiles_of(out, values)[1] <= _launch.multiprocessors(device):
-        return _launch.parameters("linear_scaled_sm90", device, NARROW_TOKENS)
+    values = _launch.parameters("linear_scaled_sm90", device, tokens)
+    if tokens > NARROW_TOKENS:
+        _, all_tiles = _tiles_of(tokens, outputs, values["rows"], values["outputs"])
+        if 2 * all_tiles <= _launch.multiprocessors(device):
+            return _launch.parameters("linear_scaled_sm90", device, NARROW_TOKENS)
     return values
 
 
-def _tiles_of(out: torch.Tensor, values: _launch.Parameters) -> tuple[int, int]:
-    """How many tiles of rows the results have, and how many tiles."""
-    num_tiles = _launch.cdiv(out.shape[0], values["rows"])
-    return num_tiles, num_tiles * _launch.cdiv(out.shape[1], _outputs_of(values))
+@functools.lru_cache(4096)
+def _tiles_of(tokens: int, outputs: int, rows: int, tile_outputs: int) -> tuple[int, int]:
+    """How many tiles of rows there are, and how many tiles."""
+    num_tiles = _launch.cdiv(tokens, rows)
+    return num_tiles, num_tiles * _launch.cdiv(outputs, _outputs_of(rows, tile_outputs))
 
 
-def _parts_of(values: _launch.Parameters) -> int:
-    """A warpgroup's products for each stage."""
-    return max(1, values["rows"] * values["outputs"] // (2 * HALF.value * WIDTH.value))
+@functools.lru_cache(4096)
+def _programs(all_tiles: int, steps: int, multiprocessors: int, piece: float | None) -> tuple[int, int]:
+    """The number of programs, and how many steps of a tile each takes: all of them if piece is None."""
+    run = steps if piece is None else even_run_of(all_tiles, steps, multiprocessors, piece)
+    if run < steps:
+        return all_tiles * _launch.cdiv(steps, run), run
+    # As few programs as need no more rounds (docs/log/kernels.md has what that gains).
+    return _launch.cdiv(all_tiles, _launch.cdiv(all_tiles, multiprocessors)), run
 
 
-def _outputs_of(values: _launch.Parameters) -> int:
-    """The outputs of a tile."""
-    return _parts_of(values) * 2 * HALF.value // values["rows"] * WIDTH.value
+def _parts_of(rows: int, outputs: int) -> int:
+    """A warpgroup's products for each stage of a tile."""
+    return max(1, rows * outputs // (2 * HALF.value * WIDTH.value))
+
+
+def _outputs_of(rows: int, outputs: int) -> int:
+    """The outputs of a tile, whose warpgroups have WIDTH each at least."""
+    return _parts_of(rows, outputs) * 2 * HALF.value // rows * WIDTH.value
 
 
 @functools.cache
-def _no_partials(device: torch.device) -> torch.Tensor:
-    """Memory that no program reads or writes. With it, a launch without shared tiles takes the kernel of the others."""
-    return torch.empty(1, dtype=torch.float32, device=device)
+def _nothing_shared(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial sums and counters that no program uses. With them, such a launch takes the same kernel as the others."""
+    return torch.empty(1, dtype=torch.float32, device=device), torch.empty(1, dtype=torch.int32, device=device)
 
 
 def strides(scale: torch.Tensor) -> tuple[int, ...]:

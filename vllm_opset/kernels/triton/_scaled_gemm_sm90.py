@@ -5,8 +5,8 @@ outputs of the same 64 rows. By blocks, each product of 128 columns starts from 
 and added in fp32 while the other warpgroup's products run. By rows, tensor cores add the products. They keep some 14
 bits of a sum, as in `_scaled_grouped_gemm`.
 
-If a dense product has at most half as many tiles as the GPU has multiprocessors, several programs share each tile. The
-last one of them adds their sums, always in the same order.
+If a dense product has at most half as many tiles as the GPU has multiprocessors, several programs may share each tile.
+The last one of them adds their sums, always in the same order.
 """
 
 from triton.experimental import gluon
@@ -77,7 +77,7 @@ def scaled_gemm_sm90(
     tiles = (sorted_token_ids, expert_ids, num_rows, num_tiles, top_k)
     scales = (weight_scale, ws_expert, ws_row, ws_column, x_scale, xs_row, xs_column)
     shared = (partials, counters, run)
-    # The copy engine brings the rows of a dense product, so its partitions wait for the kernel before, each by itself.
+    # The loading warp of a dense product brings weights before it waits, so each partition waits by itself.
     DENSE_PDL: gl.constexpr = PDL if expert_ids is None else False
     gl.warp_specialize(
         [
@@ -145,7 +145,7 @@ def _multiply(
             done += 1
         is_last = expert >= 0  # an empty block has no results
         if run is not None:
-            units = gl.cdiv(steps, run) * run
+            units = gl.cdiv(steps, run) * run  # so that each tile begins with a program of its own
             is_last, sums = sums_of_tile(sums, partials, counters, index, units, run, INDEX, 2)
         if is_last:
             for part in gl.static_range(PARTS):

@@ -20,7 +20,7 @@ from vllm_opset.kernels.triton.paged_attention._tile import FP16_PEAK, LOG2E, LO
 
 WGMMA_BITS = gl.constexpr(256)  # of each row, which an instruction multiplies
 CLEARING_WARPGROUPS = gl.constexpr(2)  # the first ones of a program
-PREFETCHED_HEAD_SIZE = gl.constexpr(128)  # at most: larger queries do not fit in registers beside a tile's results
+MOST_PREFETCHED_D = gl.constexpr(128)  # at most: larger queries do not fit in registers beside a tile's results
 
 
 @gluon.jit
@@ -156,7 +156,7 @@ def _attend_tile(
         )  # fmt: skip
     done = before + last
     acc = _add(acc, p, ring, done - 1)
-    if BLOCK_D <= PREFETCHED_HEAD_SIZE:
+    if BLOCK_D <= MOST_PREFETCHED_D:
         following = _queries(WARPGROUP_INDEX, tensors, scheduler, taken + 1, len(q), GROUP, HEAD_SIZE, BLOCK_D)
     acc, _ = hopper.warpgroup_mma_wait(0, deps=(acc, p))
     mbarrier.arrive(empty_values.index((done - 1) % STAGES))
@@ -180,7 +180,7 @@ def _attend_tile(
         result.store(acc.to(result.dtype))
         place = gl.multiple_of(out + token * out_strides[0] + query_head * out_strides[1], 16)
         gl.store(place[:, None] + column[None, :], result.load(ROW_LAYOUT), inside)
-    if BLOCK_D > PREFETCHED_HEAD_SIZE:
+    if BLOCK_D > MOST_PREFETCHED_D:
         following = _queries(WARPGROUP_INDEX, tensors, scheduler, taken + 1, len(q), GROUP, HEAD_SIZE, BLOCK_D)
     num_queries, rows = following
     return done, num_cleared, num_queries, rows
