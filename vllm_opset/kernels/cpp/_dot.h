@@ -66,7 +66,7 @@ inline auto take_some(const E* from, int64_t number) {
 // Lane row * TOKENS + token of the result is weight[row] . x[token]. The rows of the weight follow each other. beside(at)
 // is called at each step, which begins at this column.
 template <int ROWS, int TOKENS, class E, class F>
-inline Floats dot_products(const E* weight, const E* const* x, int64_t size, F beside) {
+inline PartFloats dot_products(const E* weight, const E* const* x, int64_t size, F beside) {
     using S = Step<E>;
     PartFloats partial[ROWS * TOKENS][PARTS] = {};
     const auto step = [&](auto take, int64_t at) {
@@ -84,8 +84,11 @@ inline Floats dot_products(const E* weight, const E* const* x, int64_t size, F b
         step(S::take, at);
     }
     if (at < size) step([&](const E* from) { return take_some(from, size - at); }, at);
-    Floats products[LANES] = {};
-    for (int i = 0; i < ROWS * TOKENS; i++) products[i] = joined(partial[i]);
+    PartFloats products[PART] = {};
+    for (int i = 0; i < ROWS * TOKENS; i++) {
+        products[i] = partial[i][0];
+        for (int part = 1; part < PARTS; part++) products[i] += partial[i][part];
+    }
     return sums(products);
 }
 
@@ -114,7 +117,7 @@ void multiply_rows(R rows, int64_t begin, int64_t end, const E* const* x, int64_
     const auto tile = [&](auto height, auto width, const E* weight, int64_t row, int64_t token) {
         constexpr int ROWS = decltype(height)::value, TOKENS = decltype(width)::value;
         const auto fetch = [&](int64_t at) ALWAYS_INLINE { rows.template fetch<ROWS>(row, at); };
-        const Floats products = dot_products<ROWS, TOKENS>(weight, x + token, size, fetch);
+        const PartFloats products = dot_products<ROWS, TOKENS>(weight, x + token, size, fetch);
         for (int r = 0; r < ROWS; r++)
             for (int t = 0; t < TOKENS; t++) f(row + r, token + t, products[r * TOKENS + t]);
     };

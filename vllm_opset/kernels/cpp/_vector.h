@@ -85,28 +85,24 @@ inline void store(E* to, Floats value) {
 // The first of the two lanes that fold<WIDTH> adds for lane i.
 template <int WIDTH>
 constexpr int lane_of(int i) {
-    return i / WIDTH % 2 * LANES + i / (2 * WIDTH) * (2 * WIDTH) + i % WIDTH;
+    return i / WIDTH % 2 * PART + i / (2 * WIDTH) * (2 * WIDTH) + i % WIDTH;
 }
 
 // Sums of neighbouring groups of WIDTH lanes. The sums of a become the even groups, the sums of b the odd groups.
 template <int WIDTH, int... I>
-inline Floats fold(Floats a, Floats b, std::integer_sequence<int, I...>) {
+inline PartFloats fold(PartFloats a, PartFloats b, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(a, b, lane_of<WIDTH>(I)...) +
            __builtin_shufflevector(a, b, lane_of<WIDTH>(I) + WIDTH...);
 }
 
-template <int WIDTH>
-inline Floats fold(Floats a, Floats b) {
-    return fold<WIDTH>(a, b, std::make_integer_sequence<int, LANES>());
-}
-
 // Lane i of the result is the sum of the lanes of rows[i].
-inline Floats sums(const Floats (&rows)[LANES]) {
-    Floats eighths[8], quarters[4], halves[2];
-    for (int i = 0; i < 8; i++) eighths[i] = fold<8>(rows[i], rows[i + 8]);
-    for (int i = 0; i < 4; i++) quarters[i] = fold<4>(eighths[i], eighths[i + 4]);
-    for (int i = 0; i < 2; i++) halves[i] = fold<2>(quarters[i], quarters[i + 2]);
-    return fold<1>(halves[0], halves[1]);
+template <int WIDTH = PART / 2>
+inline PartFloats sums(const PartFloats (&rows)[2 * WIDTH]) {
+    PartFloats folded[WIDTH];
+    for (int i = 0; i < WIDTH; i++)
+        folded[i] = fold<WIDTH>(rows[i], rows[i + WIDTH], std::make_integer_sequence<int, PART>());
+    if constexpr (WIDTH == 1) return folded[0];
+    else return sums<WIDTH / 2>(folded);
 }
 
 }  // namespace opset

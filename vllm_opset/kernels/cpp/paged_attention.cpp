@@ -55,21 +55,20 @@ inline void rows_of(const float* key, int64_t number, int64_t stride, int64_t, f
 inline void rows_of(const bfloat16* key, int64_t number, int64_t stride, int64_t size, float* tile,
                     const float* (&rows)[LANES]) {
     for (int64_t lane = 0; lane < number; lane++)
-        for (int64_t element = 0; element < size; element += LANES)
-            store(tile + lane * size + element, load(key + lane * stride + element));
+        for (int64_t element = 0; element < size; element += PART)
+            store_part(tile + lane * size + element, load_part(key + lane * stride + element));
     rows_of(tile, number, size, size, tile, rows);
 }
 
-// Products of a query with PART rows from the `first` on, whose lanes are to be added. Their sums fit the registers.
-inline void multiply_some(const float* query, const float* const (&rows)[LANES], int first, int64_t size,
-                          Floats (&products)[LANES]) {
-    PartFloats partial[PART][PARTS] = {};
+// Lane i of the result is query . rows[i], for PART rows. Their sums fit the registers.
+inline PartFloats multiply_some(const float* query, const float* const* rows, int64_t size) {
+    PartFloats partial[PART] = {};
     for (int64_t element = 0; element < size; element += PART) {
         const PartFloats inputs = load_part(query + element);
 #pragma GCC unroll 16
-        for (int row = 0; row < PART; row++) partial[row][0] += inputs * load_part(rows[first + row] + element);
+        for (int row = 0; row < PART; row++) partial[row] += inputs * load_part(rows[row] + element);
     }
-    for (int row = 0; row < PART; row++) products[first + row] = joined(partial[row]);
+    return sums(partial);
 }
 
 // scores[head][i] = queries[head] . key i, for all query heads of a KV head. The queries are rows of size floats.
@@ -81,11 +80,10 @@ void multiply_keys(const float* queries, const Keys<E>& keys, int64_t group, int
         const float* rows[LANES];
         rows_of(key, number, keys.cache_slot, size, tile, rows);
         for (int64_t head = 0; head < group; head++) {
-            Floats products[LANES];
-            for (int first = 0; first < LANES; first += PART)
-                multiply_some(queries + head * size, rows, first, size, products);
-            const Floats run = sums(products);
-            std::memcpy(scores + head * stride, &run, number * sizeof(float));
+            float run[LANES];
+            for (int64_t first = 0; first < number; first += PART)
+                store_part(run + first, multiply_some(queries + head * size, rows + first, size));
+            std::memcpy(scores + head * stride, run, number * sizeof(float));
         }
         scores += number;
     });
