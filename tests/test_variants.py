@@ -51,7 +51,7 @@ def test_the_sizes_of_a_warm_up_end_with_the_largest():
 @pytest.mark.parametrize(
     ("word", "error"),
     [
-        ("cpp:prefil", "paged_attention=cpp has no variant 'prefil'; known: decode, torch"),
+        ("cpp:prefil", "paged_attention=cpp has no variant 'prefil'; known: decode, mixed, torch"),
         ("cpp:decod", "did you mean 'decode'"),
         ("cpu:decode", "paged_attention=cpu has no variants; leave out ':decode'"),
         ("cp:decode", "paged_attention has no kernel 'cp' here; did you mean 'cp"),
@@ -63,13 +63,21 @@ def test_a_variant_that_is_none_is_an_error(word, error, monkeypatch):
         configure()
 
 
-@pytest.mark.parametrize(("word", "expected"), [("cpp", {"decode": 1, "torch": 1}), ("cpp:torch", {"torch": 2})])
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("cpp", {"decode": 1, "mixed": 1, "torch": 1}),
+        ("cpp:torch", {"torch": 3}),
+        ("cpp:decode", {"decode": 3}),
+        ("cpp:mixed", {"decode": 1, "mixed": 1, "torch": 1}),
+    ],
+)
 def test_an_override_names_a_variant_whose_calls_are_counted(word, expected, monkeypatch):
     monkeypatch.setenv("OPSET_KERNELS", f"paged_attention={word}")
     monkeypatch.setenv("OPSET_COUNT_CALLS", "1")
     configure()
-    decoded, prompt = (PagedCase(((n, 40),), num_heads=4, head_size=64) for n in (1, 33))
-    for case in (decoded, prompt):
+    for requests in (((1, 40),), ((33, 40), (0, 0)), ((33, 40), (1, 40))):
+        case = PagedCase(requests, num_heads=4, head_size=64)
         args, kwargs = case.make("variants", "cpu", torch.float32)
         choice = select(ops.paged_attention, ops.paged_attention.problem_for(*args, **kwargs))
         result = args[-1]

@@ -88,7 +88,7 @@ def test_the_command_times_the_variants_of_a_kernel(tmp_path, given_ceilings):
     table = kernels_of("paged_attention")["cpp"].variants
     found = implementations()
     assert {name for name in found if name.startswith("cpp")} == {"cpp", "cpp:torch"}
-    assert found["cpp"]["variant"] == "decode" and set(table.by_name) == {"decode", "torch"}
+    assert found["cpp"]["variant"] == "decode" and set(table.by_name) == {"decode", "mixed", "torch"}
     (one,) = implementations("--kernel", "cpp:torch").values()
     assert (
         one["variant"] == "torch"

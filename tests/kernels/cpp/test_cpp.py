@@ -13,7 +13,7 @@ from processes import run
 
 from vllm_opset import kernel, ops, parity
 from vllm_opset.ops import _samples
-from vllm_opset.ops.attention._paged_inputs import PagedCase
+from vllm_opset.ops.attention._paged_inputs import UNTOUCHED, PagedCase
 from vllm_opset.ops.contract import Sample
 from vllm_opset.ops.moe._experts_inputs import experts_arguments
 from vllm_opset.ops.moe.permute import choices
@@ -54,7 +54,7 @@ def large_inputs(name: str) -> tuple:
         weights = (normal(HEAD_SIZE), normal(HEAD_SIZE) + 1, 1e-6) if name == "qk_norm_rope_cache" else ()
         return (*tokens, *weights, *rest), {}
     if name == "paged_attention":
-        return PagedCase(((1, 300), (3, 70), (1, 1)) * 8).make(name, "cpu", torch.bfloat16)
+        return PagedCase(((1, 300), (3, 70), (20, 40), (1, 1)) * 8).make(name, "cpu", torch.bfloat16)
     if name == "fused_experts":
         ids = choices(name, TOKENS, 8, 2, "cpu")
         return experts_arguments(name, ids, "cpu", torch.bfloat16, 8, 128, 72, shared=True)
@@ -136,13 +136,26 @@ def test_large_inputs_agree_with_the_reference(name, two_threads):
     assert check.outcome == "passed", check
 
 
-def test_all_attention_samples_in_cpp(monkeypatch):
-    """Long prefills usually go to PyTorch. Here they run in C++ too, to check every feature at every query length."""
-    monkeypatch.setattr(paged_attention, "DECODE_TOKENS", 10_000)
+@pytest.mark.parametrize("tokens", [1, 4, 10_000])
+def test_all_attention_samples_wherever_requests_are_divided(tokens, monkeypatch):
+    """With 10,000 tokens, long prefills run in C++ too, which checks every feature at every query length."""
+    monkeypatch.setattr(paged_attention, "DECODE_TOKENS", tokens)
     op = ops.paged_attention
     checks = list(parity.check_kernel(op, kernel.kernels_of(op.name)["cpp"], "cpu"))
     assert not [check for check in checks if check.failure]
     assert sum(check.skipped is None for check in checks) > len(checks) / 2
+
+
+def test_each_request_of_a_mixed_batch_is_attended_by_one_kernel(monkeypatch):
+    """The other kernel is taken away, so that its rows stay as they were."""
+    asked = []
+    monkeypatch.setattr(
+        paged_attention.in_torch, "paged_attention", lambda *args, least_tokens, **options: asked.append(least_tokens)
+    )
+    args, options = PagedCase(((1, 30), (7, 40), (0, 0), (6, 9), (19, 19))).make("divided", "cpu", torch.float32)
+    kernel.kernels_of("paged_attention")["cpp"].run(*args, **options)
+    written = (args[3] != UNTOUCHED).all(dim=2).all(dim=1)
+    assert written.nonzero().flatten().tolist() == [0, *range(8, 14)] and asked == [7]
 
 
 def test_the_library_has_pytorchs_openmp_runtime():

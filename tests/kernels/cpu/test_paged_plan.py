@@ -30,10 +30,10 @@ def test_rows_of_a_large_cache_are_counted_in_64_bits():
     assert tokens.tolist() == [[[3 * 2**30 + 2 * 2**16, 7 * 2**30 + 2**16]]]
 
 
-def chunks_of(case: PagedCase, window=None) -> list:
+def chunks_of(case: PagedCase, window=None, least_tokens=1) -> list:
     (_, kv_cache, batch, _), _ = case.make("plan", "cpu", torch.float32)
     cache = geometry(kv_cache.shape, kv_cache.stride())
-    return make_plan(batch, *window_sides(window, case.causal), cache, 4 * 2 * 2 * 64).chunks
+    return make_plan(batch, *window_sides(window, case.causal), cache, 4 * 2 * 2 * 64, least_tokens).chunks
 
 
 def test_decoding_requests_are_attended_in_one_go():
@@ -51,6 +51,12 @@ def test_a_batch_without_requests_has_no_chunks():
     batch = PagedBatch(torch.zeros(1, dtype=torch.int32), none, none.view(0, 1), max_query_len=1, max_seq_len=1)
     plan = make_plan(batch, None, 0, geometry((1, 1, 16, 128), (2048, 2048, 128, 1)), 512)
     assert not plan.chunks and not plan.rows_without_keys
+
+
+def test_requests_of_fewer_tokens_are_left_out():
+    chunks = chunks_of(PagedCase(((1, 30), (7, 40), (6, 6), (0, 0), (300, 300), (1, 9))), least_tokens=7)
+    assert [chunk.rows for chunk in chunks] == [slice(1, 8), slice(270, 314), slice(14, 270)]
+    assert not chunks_of(PagedCase(((1, 9),) * 3), least_tokens=7)
 
 
 def test_only_what_a_window_holds_is_gathered():

@@ -172,15 +172,17 @@ void attend(const E* query, Keys<E> keys, E* out, int64_t position, int64_t kv_h
 
 template <class E>
 void attend_all(const E* query, const E* cache, E* out, const int32_t* query_start_loc, const int32_t* seq_lens,
-                const int32_t* block_table, int64_t num_reqs, const Layer& layer) {
+                const int32_t* block_table, int64_t num_reqs, int64_t most_tokens, const Layer& layer) {
     const int64_t tasks = num_reqs * layer.num_kv_heads;
     const int64_t group = layer.num_heads / layer.num_kv_heads;
     parallel_for(tasks, 1, true, [&](int64_t begin, int64_t end) {
         std::vector<float> space;
         for (int64_t task = begin; task < end; task++) {
             const int64_t request = task / layer.num_kv_heads, kv_head = task % layer.num_kv_heads;
-            const int64_t stop = query_start_loc[request + 1], seq_len = seq_lens[request];
-            for (int64_t row = query_start_loc[request]; row < stop; row++) {
+            const int64_t start = query_start_loc[request], stop = query_start_loc[request + 1];
+            if (stop - start > most_tokens) continue;
+            const int64_t seq_len = seq_lens[request];
+            for (int64_t row = start; row < stop; row++) {
                 const int64_t position = seq_len - stop + row;
                 const int64_t first = layer.left < 0 ? 0 : std::max<int64_t>(0, position - layer.left);
                 const int64_t last = layer.right < 0 ? seq_len - 1 : std::min(seq_len - 1, position + layer.right);
@@ -201,13 +203,14 @@ void attend_all(const E* query, const E* cache, E* out, const int32_t* query_sta
 
 }  // namespace
 
+// Requests with more than most_tokens query tokens are left out.
 extern "C" void paged_attention(int64_t type, const void* query, const void* cache, void* out,
                                 const int32_t* query_start_loc, const int32_t* seq_lens, const int32_t* block_table,
-                                int64_t num_reqs, const Layer* layer) {
+                                int64_t num_reqs, int64_t most_tokens, const Layer* layer) {
     with_type(type, [&](auto* element) {
         using E = std::remove_pointer_t<decltype(element)>;
         attend_all(static_cast<const E*>(query), static_cast<const E*>(cache), static_cast<E*>(out), query_start_loc,
-                   seq_lens, block_table, num_reqs, *layer);
+                   seq_lens, block_table, num_reqs, most_tokens, *layer);
     });
 }
 

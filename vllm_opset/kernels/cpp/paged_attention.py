@@ -2,10 +2,12 @@
 
 - `decode` reads each key and value in place, once for all query heads that share it.
 - `torch` gathers them for PyTorch's fused attention. Its matrix products are faster for requests with many queries.
+- `mixed` attends in both ways. Each request of the batch goes where its number of query tokens is served faster.
 """
 
 import ctypes
 import functools
+import sys
 
 import torch
 
@@ -20,10 +22,11 @@ from vllm_opset.variants import Variant, Variants
 
 # As in _vector.h.
 LANES = 16
-# Up to this many query tokens of a request, reading its keys for each token costs less than gathering them once.
-DECODE_TOKENS = 4
+# Up to this many query tokens of a request, reading its keys for each token costs less than gathering them once
+# (docs/log/cpu.md).
+DECODE_TOKENS = 6
 
-run = function("paged_attention", INT, *[POINTER] * 6, INT, POINTER)
+run = function("paged_attention", INT, *[POINTER] * 6, INT, INT, POINTER)
 
 
 class Layer(ctypes.Structure):
@@ -49,15 +52,24 @@ def supports(problem: PagedAttentionProblem) -> str | None:
 
 def describe(
     query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch, out: torch.Tensor, **options
-) -> tuple[int, bool]:
-    """The most query tokens of a request, and whether the C++ code can read and write these tensors."""
+) -> tuple[str, bool]:
+    """The variant that suits the requests, and whether the C++ code can read and write these tensors."""
     contiguous = query.stride(2) == out.stride(2) == kv_cache.stride(3) == 1
-    return batch.max_query_len, contiguous and query.dtype == kv_cache.dtype
+    return batch.once(suited), contiguous and query.dtype == kv_cache.dtype
+
+
+def suited(batch: PagedBatch) -> str:
+    """The variant that suits the numbers of query tokens of a batch."""
+    if batch.max_query_len <= DECODE_TOKENS:
+        return "decode"
+    query_lens = batch.query_start_loc.diff()
+    return "mixed" if ((query_lens > 0) & (query_lens <= DECODE_TOKENS)).any() else "torch"
 
 
 VARIANTS = Variants(
     describe,
-    Variant("decode", can=lambda call: call[1], suits=lambda call: call[0] <= DECODE_TOKENS),
+    Variant("decode", can=lambda call: call[1], suits=lambda call: call[0] == "decode"),
+    Variant("mixed", can=lambda call: call == ("mixed", True)),
     Variant("torch"),
 )
 
@@ -78,11 +90,14 @@ def paged_attention(
     v_scale: torch.Tensor | None = None,
     variant: str | None = None,
 ) -> None:
-    if VARIANTS.of(variant, query, kv_cache, batch, out) == "torch":
-        return in_torch.paged_attention(
+    variant = VARIANTS.of(variant, query, kv_cache, batch, out)
+    if variant != "decode":
+        in_torch.paged_attention(
             query, kv_cache, batch, out, scale=scale, window=window, soft_cap=soft_cap, alibi_slopes=alibi_slopes,
-            sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+            sinks=sinks, k_scale=k_scale, v_scale=v_scale, least_tokens=DECODE_TOKENS + 1 if variant == "mixed" else 1,
         )  # fmt: skip
+    if variant == "torch":
+        return
     check_shapes(query, kv_cache, out, alibi_slopes, sinks)
     left, right = window_sides(window, batch.causal)
     slopes, sinks = (None if values is None else values.float().contiguous() for values in (alibi_slopes, sinks))
@@ -94,7 +109,8 @@ def paged_attention(
     )  # fmt: skip
     run(
         TYPES[query.dtype], query.data_ptr(), kv_cache.data_ptr(), out.data_ptr(),
-        query_start_loc.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), len(seq_lens), ctypes.addressof(layer),
+        query_start_loc.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), len(seq_lens),
+        DECODE_TOKENS if variant == "mixed" else sys.maxsize, ctypes.addressof(layer),
     )  # fmt: skip
 
 

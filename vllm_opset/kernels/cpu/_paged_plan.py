@@ -121,10 +121,15 @@ class Group:
         return (self.row[:, None] + torch.arange(self.length)).flatten()
 
 
-def make_plan(batch: PagedBatch, left: int | None, right: int | None, cache: Geometry, token_bytes: int) -> Plan:
-    """Plans a batch. left, right: see window_sides. token_bytes: bytes of a token's keys and values in the cache."""
+def make_plan(
+    batch: PagedBatch, left: int | None, right: int | None, cache: Geometry, token_bytes: int, least_tokens: int = 1
+) -> Plan:
+    """Plans a batch. left, right: see window_sides. token_bytes: bytes of a token's keys and values in the cache.
+
+    least_tokens: requests with fewer query tokens are left out.
+    """
     plan = Plan([], [])
-    for group in _groups(batch, left, right):
+    for group in _groups(batch, left, right, least_tokens):
         num_keys = (group.stop - group.start).tolist()
         if min(num_keys, default=1) <= 0:
             plan.rows_without_keys.append(group.pick(group.stop <= group.start).rows())
@@ -134,15 +139,15 @@ def make_plan(batch: PagedBatch, left: int | None, right: int | None, cache: Geo
     return plan
 
 
-def _groups(batch: PagedBatch, left: int | None, right: int | None) -> Iterator[Group]:
+def _groups(batch: PagedBatch, left: int | None, right: int | None, least_tokens: int) -> Iterator[Group]:
     starts, seq_lens = batch.query_start_loc, batch.seq_lens
     num_reqs = len(seq_lens)
-    if batch.max_query_len == 1 and int(starts[num_reqs]) == num_reqs:
+    if batch.max_query_len == least_tokens == 1 and int(starts[num_reqs]) == num_reqs:
         request = torch.arange(num_reqs)
         yield Group(1, 0, request, request, _first_seen(seq_lens - 1, left), seq_lens)
         return
     query_lens = starts.diff()
-    num_blocks = (query_lens + (QUERY_BLOCK - 1)) // QUERY_BLOCK
+    num_blocks = torch.where(query_lens < least_tokens, 0, (query_lens + (QUERY_BLOCK - 1)) // QUERY_BLOCK)
     request = torch.repeat_interleave(num_blocks)
     skipped = (torch.arange(len(request)) - (num_blocks.cumsum(0) - num_blocks)[request]) * QUERY_BLOCK
     seq_len, query_len = seq_lens[request], query_lens[request]

@@ -42,12 +42,15 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    least_tokens: int = 1,
 ) -> None:
+    """least_tokens: requests with fewer query tokens are left out, for a kernel that serves them by itself."""
     check_shapes(query, kv_cache, out, alibi_slopes, sinks)
     left, right = window_sides(window, batch.causal)
     cache = geometry(kv_cache.shape, kv_cache.stride())
     _, num_kv_heads, _, width = kv_cache.shape
-    plan = batch.once(make_plan, left, right, cache, num_kv_heads * width * kv_cache.element_size())
+    token_bytes = num_kv_heads * width * kv_cache.element_size()
+    plan = batch.once(make_plan, left, right, cache, token_bytes, least_tokens)
     if k_scale is not None:
         scale *= float(k_scale)
     # From here on, query heads are grouped by KV head: [..., num_kv_heads, query heads of a KV head, ...].
