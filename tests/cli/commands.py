@@ -5,4 +5,4 @@ from processes import Finished, run
 
 def command(*words: str, **variables: object) -> Finished:
     """`vllm-opset` with these words. variables: of its environment."""
-    return run("vllm-opset", *words, COLUMNS=200, OMP_NUM_THREADS=1, **variables)
+    return run("vllm-opset", *words, **{"COLUMNS": 200, "OMP_NUM_THREADS": 1} | variables)

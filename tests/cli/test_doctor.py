@@ -34,7 +34,7 @@ def test_doctor_accounts_for_every_kernel_of_every_op_for_the_device():
 
 
 def test_doctor_says_why_an_override_counts():
-    output = command("doctor", OPSET_KERNELS="silu_and_mul=reference").output
+    output = command("doctor", OPSET_KERNELS="silu_and_mul=reference", COLUMNS=240).output
     (line,) = [line for line in output.splitlines() if "│ silu_and_mul " in line]
     assert "asked for by OPSET_KERNELS" in line
     assert "cpu: OPSET_KERNELS asks for reference" in line
@@ -93,7 +93,7 @@ def test_doctor_lists_the_variants_of_a_kernel():
         variants = kernels_of(row["op"])[row["kernel"]].variants
         assert row["variants"] == ([] if variants is None else list(variants.by_name))
     (attention,) = [row for row in rows if (row["op"], row["kernel"]) == ("paged_attention", "cpp")]
-    assert doctor._on_one_line(attention)["kernel"] == "cpp (decode, torch)"
+    assert doctor._on_one_line(attention)["kernel"] == "cpp (decode, mixed, torch)"
 
 
 def test_doctor_lists_measured_kinds_in_a_terminal_of_80_columns(capsys, monkeypatch):

@@ -34,8 +34,10 @@ def test_the_rows_of_evidence_are_well_formed():
         assert bool(row["moe"]) == any(by_experts), "the part moe is on where it was measured"
 
 
-# The rows whose times are in no such file. A page of the log has those of the first. Those of the other were not kept.
-WITHOUT_FILE = {("attention", MOE), ("attention", "fp8 weights")}
+# The rows whose times are in no such file. A page of the log has them.
+WITHOUT_FILE = {("attention", MOE)}
+# The rows that were measured with the parts that are on by default, which are this part alone for the kind.
+BY_DEFAULT = {("attention", "fp8 weights")}
 # The rows whose total time is that of the fastest run of stock vLLM, which compiled kernels in the others.
 TO_FASTEST_RUN = {("moe", "gpt-oss's MXFP4 weights")}
 # By a row's name of a quantity, that of a comparison.
@@ -63,14 +65,17 @@ def _measured(row: evidence.Evidence) -> Iterator[dict[str, float]]:
     for run in json.loads((ROOT / row.data).read_text()):
         model, *_ = run["shape"]["name"].split()
         if run["commit"] == row.commit and row.model.startswith(f"{model}'s shape"):
-            turned_on = {engine["name"]: _turned_on(row.part, engine) for engine in run["engines"]}
+            turned_on = {engine["name"]: _turned_on(row, engine) for engine in run["engines"]}
             for one, other in itertools.product(turned_on, repeat=2):
                 if turned_on[one] and not turned_on[other]:
                     yield dict(_ratios(run, one, other, (row.part, row.kind) in TO_FASTEST_RUN))
 
 
-def _turned_on(part: str, engine: Mapping) -> bool:
-    return f"{part}=on" in engine["env"].get("OPSET_NATIVE", "").split(",")
+def _turned_on(row: evidence.Evidence, engine: Mapping) -> bool:
+    asked = engine["env"].get("OPSET_NATIVE")
+    if asked is None:
+        return engine["env"].get("OPSET_PLATFORM") == "native" and (row.part, row.kind) in BY_DEFAULT
+    return f"{row.part}=on" in asked.split(",")
 
 
 def _ratios(run: Mapping, one: str, other: str, to_fastest: bool) -> Iterator[tuple[str, float]]:
