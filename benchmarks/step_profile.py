@@ -41,7 +41,7 @@ KINDS = {
     "attention": "attend|attention|flash|fmha|combine|^plan|paged|rope|rotary|and_cache",
     "sampler": "sampl|gumbel|top_?k|top_?p|penal|logit|argmax|softmax|^(start|read|reread|process|finish)$",
     "products": "gemm|nvjet|cutlass|linear|xmma|cublas|decode_sm90|multiply_|sum_splits",
-    "norms and activations": "norm|silu|gelu|act_and_mul",
+    "norms and activations": "norm|silu|gelu|act_and_mul|gated|quantise",
     "copies": "memcpy|memset|copy",
 }
 LAUNCHES, REPLAYS = "launches of kernels", "launches of graphs"

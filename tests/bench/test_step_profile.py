@@ -24,6 +24,8 @@ Span = SCRIPT["Span"]
         ("int4_experts_decode_sm90", "experts"),
         ("fused_add_rms_norm", "norms and activations"),
         ("Memcpy DtoH", "copies"),
+        ("_gated", "norms and activations"),
+        ("_quantise", "norms and activations"),
         ("elementwise_kernel", "others"),
     ],
 )
