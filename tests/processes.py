@@ -23,7 +23,7 @@ MODEL = Path("examples/tiny-qwen3")
 # The limit for operations that take seconds: only a hang may reach it, not a busy machine.
 PATIENCE = 300
 # The programs that the tests start do not inherit these settings of vLLM and the plugin.
-OURS = ("VLLM_", "OPSET_", "OMP_", "PYTHONPATH")
+OURS = ("VLLM_", "OPSET_", "OMP_", "GOMP_", "PYTHONPATH")
 
 # A traceback line that runs through the plugin contains this.
 OUR_FRAME = f'File "{Path(vllm_opset.__file__).parent}/'

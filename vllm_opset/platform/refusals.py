@@ -107,8 +107,11 @@ def sizes_values_apart(model) -> bool:
     The configurations of other models have such sizes as well. These models pad the values.
     """
     config, names = model.hf_text_config, " ".join(model.architectures)
-    if "MiMoV2" in names:
-        return getattr(config, "v_head_dim", None) not in (None, config.head_dim)
+    if "MiMoV2" in names:  # which sizes layers with a window by themselves
+        sizes = (
+            (getattr(config, name, None) for name in (f"{kind}v_head_dim", f"{kind}head_dim")) for kind in ("", "swa_")
+        )
+        return any(value not in (None, key) for value, key in sizes)
     return "Pangu" in names and getattr(config, "param_sink_number", 0) > 0
 
 

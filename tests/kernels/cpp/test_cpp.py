@@ -111,13 +111,16 @@ def test_two_python_threads_may_call_at_once(two_threads):
 
 # A user without privileges may have no more threads than this process has.
 FEW_THREADS = """
-import os, resource, torch
+import os, resource, sys, torch
 from vllm_opset import kernel
 silu_and_mul, x = kernel.kernels_of("silu_and_mul")["cpp"], torch.ones(600, 600)
 expected = silu_and_mul.run(x)
 torch.set_num_threads(3)
 if os.geteuid() == 0:
-    os.setuid(12345)
+    try:
+        os.setuid(12345)
+    except OSError:
+        sys.exit("root may not become another user")
 resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
 result = silu_and_mul.run(x)
 torch.set_num_threads(1)
@@ -126,7 +129,10 @@ print(torch.equal(result, expected))
 
 
 def test_fewer_threads_compute_where_the_system_allows_no_more():
-    assert run(sys.executable, "-c", FEW_THREADS, OMP_NUM_THREADS=1).out.strip() == "True"
+    process = run(sys.executable, "-c", FEW_THREADS, OMP_NUM_THREADS=1)
+    if "root may not become another user" in process.err:
+        pytest.skip("root may not become another user: runs where it may")
+    assert process.out.strip() == "True", process
 
 
 @pytest.mark.parametrize("name", NAMES)

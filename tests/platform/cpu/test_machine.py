@@ -3,6 +3,7 @@
 import os
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -61,7 +62,7 @@ def test_memory_of_a_control_group_of_the_first_kind(cgroup):
 )
 def test_cores_of_a_quota(files, cgroup, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
-    monkeypatch.setattr(machine, "_siblings", str)
+    monkeypatch.setattr(machine, "CPUS", Path("/no/such/folder"))
     assert machine.physical_cores() == 8
     cgroup(files)
     assert machine.physical_cores() == 1
@@ -102,10 +103,19 @@ def test_cores_of_a_quota(files, cgroup, monkeypatch):
 def test_the_lowest_limits_of_the_process_and_of_the_groups_around_it(of_process, files, cgroup, monkeypatch):
     """Services and batch jobs have limits in groups of their own. A container may not see the path of its group."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
-    monkeypatch.setattr(machine, "_siblings", str)
+    monkeypatch.setattr(machine, "CPUS", Path("/no/such/folder"))
     cgroup({name: str(value) for name, value in files.items()}, of_process)
     assert machine.memory() == Memory(total=GIB // 2, available=GIB // 8)
     assert machine.physical_cores() == 3
+
+
+def test_groups_that_cannot_be_read_leave_the_limits_of_the_root(cgroup, monkeypatch):
+    """Names of groups are bytes, lines may come that are not known, and a container may hide the process's groups."""
+    cgroup({"memory.max": str(GIB // 2), "memory.current": "0"}, "\n0::/café\n7\n")
+    machine.GROUPS_OF_PROCESS.write_bytes(machine.GROUPS_OF_PROCESS.read_bytes() + b"0::/\xff\n")
+    assert machine.memory().total == GIB // 2
+    machine.GROUPS_OF_PROCESS.unlink()
+    assert machine.memory().total == GIB // 2
 
 
 def test_threads_of_one_core_count_once(monkeypatch, tmp_path):

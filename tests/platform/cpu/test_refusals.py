@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_models import GPT_OSS, LLAMA, SMALL
 
+from vllm_opset.platform.cpu import threads
 from vllm_opset.platform.cpu.refusals import EARLY_RULES, RULES
 from vllm_opset.platform.refusals import Refusal, check
 
@@ -63,6 +64,7 @@ RNJ1 = {
     "sliding_window": 64,
 }
 MIMO_V2 = LLAMA | {"architectures": ["MiMoV2FlashForCausalLM"], "head_dim": 24, "v_head_dim": 16}
+OTHER_VALUES_IN_WINDOWS = {"v_head_dim": 24, "swa_head_dim": 24, "swa_v_head_dim": 16}
 PANGU = LLAMA | {"architectures": ["PanguEmbeddedForCausalLM"], "param_sink_number": 128, "v_channels": 16}
 BACKENDS = {"linear_backend": "cutlass", "moe_backend": "triton"}
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
@@ -208,6 +210,7 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         ("fp64 sampling noise", "--use-fp64-gumbel", LLAMA, {"use_fp64_gumbel": True}),
         ("chunks that look back", "choose another model", RNJ1, {}),
         ("values of another size", "choose another model", MIMO_V2, {}),
+        ("values of another size", "choose another model", MIMO_V2 | OTHER_VALUES_IN_WINDOWS, {}),
         ("values of another size", "choose another model", PANGU, {}),
         ("prompt embeddings", "--enable-prompt-embeds", LLAMA, {"enable_prompt_embeds": True}),
         ("fast prefill", "--kv-sharing-fast-prefill", LLAMA, {"kv_sharing_fast_prefill": True}),
@@ -268,7 +271,6 @@ def test_int4_experts_in_act_order_are_refused(configure):
     [
         ("batch invariance", "VLLM_BATCH_INVARIANT"),
         ("binding threads", "VLLM_CPU_OMP_THREADS_BIND"),
-        ("binding threads to cores by OpenMP", "OMP_PROC_BIND"),
         ("reserving cores", "VLLM_CPU_NUM_OF_RESERVED_CPU"),
         ("FlashInfer's sampler", "VLLM_USE_FLASHINFER_SAMPLER"),
         ("tensor descriptors", "VLLM_TRITON_USE_TD"),
@@ -279,6 +281,12 @@ def test_int4_experts_in_act_order_are_refused(configure):
 def test_environment_is_refused(feature, variable, configure, monkeypatch):
     monkeypatch.setenv(variable, "1")
     with pytest.raises(Exception, match=f"{feature}.*: unset {variable}"):
+        configure(LLAMA)
+
+
+def test_binding_all_threads_to_one_core_is_refused(configure, monkeypatch):
+    monkeypatch.setattr(threads, "are_bound", lambda: True)
+    with pytest.raises(Exception, match=r"binding all threads to one core by OpenMP.*: unset OMP_PROC_BIND"):
         configure(LLAMA)
 
 

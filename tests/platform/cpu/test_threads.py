@@ -8,7 +8,7 @@ import sys
 import pytest
 from readme import ROOT
 
-from vllm_opset.platform.cpu import threads
+from vllm_opset.platform.cpu import machine, threads
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,15 @@ def test_a_number_of_threads_that_is_none_is_an_error(word):
         {"OMP_PLACES": "cores"},
         {"GOMP_CPU_AFFINITY": "0-63"},
         {"OMP_PROC_BIND": "FALSE", "OMP_PLACES": "cores", "GOMP_CPU_AFFINITY": "0-63"},
+        {"OMP_PLACES": f"{{0:{os.cpu_count()}}}"},
     ],
 )
-def test_threads_are_bound_where_openmp_binds_the_thread_that_loads_pytorch(environment):
-    if len(os.sched_getaffinity(0)) == 1:
-        pytest.skip("one CPU is all that there is: runs where there are several")
+def test_threads_are_bound_where_openmp_binds_the_thread_that_loads_pytorch_to_one_core(environment):
+    if machine.cores_of(os.sched_getaffinity(0)) == 1:
+        pytest.skip("one core is all that there is: runs where there are several")
     script = (
-        "import os, torch; from vllm_opset.platform.cpu import threads\n"
-        "print(threads.are_bound(), len(os.sched_getaffinity(0)) == 1)"
+        "import os, torch; from vllm_opset.platform.cpu import machine, threads\n"
+        "print(threads.are_bound(), machine.cores_of(os.sched_getaffinity(0)) == 1)"
     )
     process = run(script, environment)
     said, is_so = process.stdout.split()
@@ -138,7 +139,8 @@ def test_an_engine_keeps_its_threads_after_its_model_is_loaded():
 
 
 def run(script: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
-    clean = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    ours = ("OMP_", "GOMP_", "OPSET_NUM_THREADS")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return subprocess.run(
         [sys.executable, "-c", script], env=clean | environment, capture_output=True, text=True, timeout=120
     )

@@ -31,12 +31,12 @@ def private_folder() -> Iterator[Path]:
         folder.mkdir(mode=MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise NoFolder(not_writable(folder, error)) from error
-    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        raise NoFolder(f"{folder} is mounted so that no code in it may run (noexec): name another by OPSET_CACHE")
     if reason := _why_not(folder, stat.S_ISDIR):
         logger.warning("%s is not used, since it %s. C++ kernels are built at every start: %s", folder, reason, CURE)
         with tempfile.TemporaryDirectory(prefix="vllm-opset-") as temporary:
             yield Path(temporary)
+    elif os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise NoFolder(f"{folder} is mounted so that no code in it may run (noexec): name another by OPSET_CACHE")
     else:
         yield folder
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <climits>
 #include <cstdio>
 #include <system_error>
 #include <thread>
@@ -85,7 +86,7 @@ class Helpers {
 class Team {
     std::atomic_flag taken;  // by a thread whose loop runs
     Helpers helpers;
-    int started = 0;
+    int started = 0, allowed = INT_MAX;  // helpers, and the most that the system has allowed
 
     // The loop. It may change while it is not open and no helper is inside.
     void (*share)(const void*, int64_t, int64_t);
@@ -129,8 +130,10 @@ class Team {
     // Starts the helpers up to this number. Returns how many of them there are, because the system may allow no more.
     int start(int most) {
         try {
-            for (; started < most; started++) std::thread(&Team::help, this, started, posted.load()).detach();
+            for (; started < std::min(most, allowed); started++)
+                std::thread(&Team::help, this, started, posted.load()).detach();
         } catch (const std::system_error&) {
+            allowed = started;
         }
         return std::min(started, most);
     }

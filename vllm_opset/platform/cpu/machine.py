@@ -6,7 +6,7 @@ The processor is described by its name and its vector instructions.
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,14 +72,13 @@ def memory() -> Memory:
 def physical_cores() -> int:
     """Cores that the process may use, within the quotas of its control groups. Hyper-threads of one core count once."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = len({_siblings(cpu) for cpu in cpus})
     quotas = (quota for group in _groups("cpu") if (quota := _cpu_quota(group)) is not None)
-    return max(1, int(min([cores, *quotas])))
+    return max(1, int(min([cores_of(cpus), *quotas])))
 
 
-def _siblings(cpu: int) -> str:
-    path = CPUS / f"cpu{cpu}/topology/thread_siblings_list"
-    return path.read_text().strip() if path.exists() else str(cpu)
+def cores_of(cpus: Iterable[int]) -> int:
+    """The number of cores of these CPUs. Hyper-threads of one core count once."""
+    return len({_text(CPUS / f"cpu{cpu}/topology/thread_siblings_list").strip() or str(cpu) for cpu in cpus})
 
 
 def _groups(controller: str) -> Iterator[Path]:
@@ -87,21 +86,20 @@ def _groups(controller: str) -> Iterator[Path]:
 
     In a container the root may be its own group, and the path that Linux gives may lie outside of what it sees.
     """
-    lines = GROUPS_OF_PROCESS.read_text().splitlines() if GROUPS_OF_PROCESS.exists() else []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+    yield from (CGROUP, CGROUP / controller)  # The first version has a tree for each controller.
+    for line in _text(GROUPS_OF_PROCESS).splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and controller not in controllers.split(","):
             continue
-        root = CGROUP / controller if controllers else CGROUP  # the first version has a tree for each controller
+        root = CGROUP / controller if controllers else CGROUP
         own = root / path.lstrip("/")
         yield from (group for group in (own, *own.parents) if group.is_relative_to(root))
 
 
 def _cpu_quota(group: Path) -> float | None:
     """The control group's share of CPU time, in cores; None without a limit."""
-    path = group / "cpu.max"
-    if path.exists():
-        quota, period = path.read_text().split()
+    if words := _text(group / "cpu.max").split():
+        quota, period = words
         return None if quota == "max" else int(quota) / int(period)
     quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
     return quota / period if quota and quota > 0 and period else None
@@ -109,15 +107,20 @@ def _cpu_quota(group: Path) -> float | None:
 
 def _file_cache(group: Path) -> int:
     """Bytes of the control group's usage that the kernel frees when they are needed."""
-    path = group / "memory.stat"
-    if not path.exists():
-        return 0
-    fields = dict(line.split() for line in path.read_text().splitlines())
+    fields = dict(line.split() for line in _text(group / "memory.stat").splitlines())
     # Files that were read twice are active. In the first version, only the totals include the groups within.
     kinds = "active_file", "inactive_file"
     return sum(int(fields.get(f"total_{kind}") or fields.get(kind, 0)) for kind in kinds)
 
 
 def _number(path: Path) -> int | None:
-    text = path.read_text().strip() if path.exists() else "max"
-    return None if text == "max" else int(text)
+    text = _text(path).strip()
+    return None if text in ("", "max") else int(text)
+
+
+def _text(path: Path) -> str:
+    """What a file of the system says. Nothing if it does not exist, or may not be read."""
+    try:
+        return path.read_text(errors="surrogateescape")
+    except OSError:
+        return ""

@@ -29,7 +29,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
         lambda config: environment("VLLM_CPU_OMP_THREADS_BIND") not in ("auto", "nobind"),
     ),
     Rule(
-        "binding threads to cores by OpenMP",
+        "binding all threads to one core by OpenMP",
         f"unset {', '.join(threads.BINDING)}, and start under taskset or numactl",
         lambda config: threads.are_bound(),
     ),

@@ -12,7 +12,7 @@ VARIABLE = "OPSET_NUM_THREADS"
 AUTO = "auto"
 # What tells GNU's OpenMP how threads wait. A user who sets one of them has decided.
 HOW_TO_WAIT = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-# What lets GNU's OpenMP bind threads to cores.
+# What lets GNU's OpenMP bind threads to places, such as cores.
 BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 # PyTorch gives a thread at least so many elements (at::internal::GRAIN_SIZE).
 SHARE = 32768
@@ -88,13 +88,13 @@ def wait_asleep() -> None:
 
 
 def are_bound() -> bool:
-    """Whether OpenMP binds threads to cores.
+    """Whether OpenMP has bound all threads to one core.
 
-    It then binds the thread that loads PyTorch to one core. All other threads and processes that this thread starts
-    inherit the core, such as those of the C++ kernels and vLLM's workers.
+    It binds the thread that loads PyTorch to one of its places, which may be a core. All other threads and processes
+    that this thread starts inherit the place, such as those of the C++ kernels and vLLM's workers.
     """
-    is_off = os.environ.get("OMP_PROC_BIND", "").lower() == "false"
-    return not is_off and any(os.environ.get(variable) for variable in BINDING)
+    is_on = any(os.environ.get(variable) for variable in BINDING)
+    return is_on and machine.cores_of(os.sched_getaffinity(0)) == 1 < machine.cores_of(range(os.cpu_count() or 1))
 
 
 def users_choice() -> str:
