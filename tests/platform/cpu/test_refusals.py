@@ -339,7 +339,7 @@ def test_every_rule_is_tested():
         if mark.name == "parametrize"
         for case in mark.args[1]
     ]
-    tested += ["another layout of the KV cache", "second model runner", "quantised weights"]
+    tested += ["another layout of the KV cache", "second model runner", "quantised weights", "binding all threads"]
     untested = [rule.feature for rule in EARLY_RULES + RULES if not any(feature in rule.feature for feature in tested)]
     assert not untested
 
