@@ -45,8 +45,8 @@ def sums_of_tile(
 ):  # fmt: skip
     """Whether this is the only program of a tile or the last one, and the sums of all its programs in their order.
 
-    Only the last program has the sums of all. Each of WARPGROUPS parts of the threads has rows of its own, and INDEX is
-    the number of this part.
+    Only the last program has the sums of all. The threads are WARPGROUPS parts with rows of their own. INDEX is the
+    number of this part.
     sums: a tuple, those of this program. tile_units: units of columns in a tile. run: the units that a program takes.
     partials: room for two tiles of each program. counters: zero for each tile, and zero again afterwards.
     """
