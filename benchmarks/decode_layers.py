@@ -1,7 +1,10 @@
 """Times the decode layers of models in one CUDA graph, by turns for several overrides of the launch table.
 
     python benchmarks/decode_layers.py qwen3-8b:1:1088 llama-3.2-1b:4:4000:40960 \\
-        --variant 'base=' --variant 'k32=paged_attention_decode.keys:32,paged_attention_decode.stages:2'
+        --variant 'base=' --variant 'k32=paged_attention_decode.keys:32,paged_attention_decode.stages:2' \\
+        --variant 'no_norm=-fused_add_rms_norm'
+
+A minus leaves an op out, which tells what it costs in a layer.
 
 `vllm-opset tune` times a kernel alone, and no call finds its operands in the cache. In a layer, a kernel starts while
 its predecessor ends, and reads what that one has just written. So parameters that are best alone may not be best there.
@@ -20,12 +23,13 @@ import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
 from unittest import mock
 
+import decode_model
 import torch
 import typer
 import yaml
@@ -34,6 +38,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from vllm_opset import ops
 from vllm_opset.bench import shapes
 from vllm_opset.cli.arguments import writable
 from vllm_opset.kernels.triton import _launch
@@ -50,16 +55,22 @@ SPAWN = get_context("spawn")  # CUDA does not work in a forked process.
 
 @dataclass(frozen=True)
 class Variant:
-    """values: the launch parameters that differ from the table's, by launch."""
+    """values: the launch parameters that differ from the table's, by launch. left_out: ops that are not called.
+
+    results: of the ops that are left out, see `decode_model.without`.
+    """
 
     name: str
     values: Mapping[str, _launch.Parameters]
+    left_out: frozenset[str]
+    results: dict = field(default_factory=dict)
 
     @contextmanager
     def used(self) -> Iterator[None]:
         """Inside the context, kernels get these values. `_launch.trial` sets all values of a launch, for any size.
 
-        Raises RuntimeError with the variant's name for any exception.
+        What is left out is called once for each combination of shapes. Raises RuntimeError with the variant's name for
+        any exception.
         """
         of_table = _launch.parameters
 
@@ -67,7 +78,10 @@ class Variant:
             return {**of_table(launch, device, size), **self.values.get(launch, {})}
 
         try:
-            with mock.patch.object(_launch, "parameters", parameters):
+            with (
+                mock.patch.object(_launch, "parameters", parameters),
+                mock.patch.object(decode_model, "run", decode_model.without(self.left_out, self.results)),
+            ):
                 yield
         except Exception as error:
             raise RuntimeError(f"{self.name}: {type(error).__name__}: {error}") from error
@@ -91,12 +105,16 @@ def step_of(text: str) -> Step:
 
 
 def variant_of(text: str) -> Variant:
-    """The variant that NAME=LAUNCH.KEY:VALUE,... describes. Raises typer.BadParameter."""
+    """The variant that NAME=LAUNCH.KEY:VALUE,-OP,... describes. Raises typer.BadParameter."""
     name, separator, overrides = text.partition("=")
     if not separator:
-        raise typer.BadParameter(f"{text!r} is not NAME=LAUNCH.KEY:VALUE,... or NAME=")
+        raise typer.BadParameter(f"{text!r} is not NAME=LAUNCH.KEY:VALUE,-OP,... or NAME=")
     values: dict[str, dict[str, float]] = {}
+    left_out = set()
     for override in filter(None, overrides.split(",")):
+        if override.startswith("-"):
+            left_out.add(_op(override[1:]))
+            continue
         place, _, number = override.partition(":")
         launch, _, key = place.partition(".")
         if launch not in _launch.table():
@@ -107,7 +125,13 @@ def variant_of(text: str) -> Variant:
                 f"{override!r} gives no number to one of {launch}'s parameters: {', '.join(known)}"
             )
         values.setdefault(launch, {})[key] = value
-    return Variant(name, values)
+    return Variant(name, values, frozenset(left_out))
+
+
+def _op(name: str) -> str:
+    if name not in ops.BY_NAME:
+        raise typer.BadParameter(f"unknown op: {name!r}; {nearest(name, ops.BY_NAME)}")
+    return name
 
 
 def compile_kernels(step: Step, variants: Sequence[Variant]) -> None:
@@ -208,7 +232,7 @@ def main(
     variants: Annotated[
         list[Variant],
         typer.Option(
-            "--variant", parser=variant_of, metavar="NAME=LAUNCH.KEY:VALUE,...", help="The first is the base."
+            "--variant", parser=variant_of, metavar="NAME=LAUNCH.KEY:VALUE,-OP,...", help="The first is the base."
         ),
     ],
     rounds: Annotated[int, typer.Option(min=1, help="How often each variant is timed.")] = 20,

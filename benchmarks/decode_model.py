@@ -1,17 +1,19 @@
 """A decode step of a dense model's layers, as calls of the Triton kernels: `decode_layers.py` times it.
 
 It has the kernels that an engine runs between the embedding and the last norm, in their order. Weights, KV caches and
-hidden states are random.
+hidden states are random. Weights are in the model's dtype, or in fp8 by blocks or by channels.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.attention.paged_batch import PagedBatch
+from vllm_opset.ops.schemes import FP8, PER_ROW, GroupShape
 
 ARCHITECTURES = ("Gemma2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 BLOCK_SIZE = 16
@@ -36,13 +38,66 @@ class Step:
 def why_unknown(config: Mapping) -> str | None:
     """Why the layers of a model are not known here, or None."""
     architecture = config["architectures"][0]
-    if "quantization_config" in config:
-        return f"its weights are quantised ({config['quantization_config']['quant_method']})"
-    return None if architecture in ARCHITECTURES else f"{architecture} is none of {', '.join(ARCHITECTURES)}"
+    if "quantization_config" in config and groups_of(config) is None:
+        return f"its weights are quantised ({config['quantization_config']['quant_method']}), and not in fp8"
+    if architecture not in ARCHITECTURES:
+        return f"{architecture} is none of {', '.join(ARCHITECTURES)}"
+    in_fp8 = architecture == "Gemma2ForCausalLM" and groups_of(config) is not None
+    return "the layers of Gemma 2 are known without fp8 alone" if in_fp8 else None
 
 
-def run(op: str, *args, **kwargs) -> torch.Tensor | None:
+class Groups(NamedTuple):
+    """The values of an fp8 weight that share a scale, and those of its input, which is quantised in each step."""
+
+    weight: GroupShape
+    x: GroupShape
+
+
+def groups_of(config: Mapping) -> Groups | None:
+    """Those of a model whose weights are all in fp8, by blocks or by channels. None for any other model."""
+    stored = config.get("quantization_config", {})
+    if stored.get("quant_method") == "fp8" and "weight_block_size" in stored:
+        block = GroupShape(*stored["weight_block_size"])
+        return Groups(block, GroupShape(1, block.columns))
+    return Groups(PER_ROW, PER_ROW) if stored.get("format") == "float-quantized" else None
+
+
+class Weight(NamedTuple):
+    """scale: of values in fp8."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+
+# The input of a product: in the model's dtype without scales, or in fp8 with them.
+Input = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def run(op: str, *args, **kwargs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
     return kernels_of(op)["triton"].run(*args, **kwargs)
+
+
+def without(ops: Collection[str], results: dict[tuple, object]) -> Callable:
+    """Like `run`, but it calls a kernel of these ops only the first time that its tensors have their shapes.
+
+    Later it returns the first result. So what follows computes on right shapes and finite values. results: what was
+    returned. A graph that was captured reads it, so it must live as long.
+    """
+    call = run  # itself, since `run` may be replaced by what is made here
+
+    def run_or_remember(op: str, *args, **kwargs):
+        if op not in ops:
+            return call(op, *args, **kwargs)
+        key = op, *(arg.shape for arg in args if isinstance(arg, torch.Tensor))
+        if key not in results:
+            results[key] = call(op, *args, **kwargs)
+        return results[key]
+
+    return run_or_remember
 
 
 class Layer:
@@ -50,6 +105,7 @@ class Layer:
 
     def __init__(self, config: Mapping, draw: Draw) -> None:
         architecture, hidden, width = config["architectures"][0], config["hidden_size"], config["intermediate_size"]
+        self.groups = groups_of(config)
         self.num_heads, self.num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.head_size = config.get("head_dim") or hidden // self.num_heads
         self.epsilon, self.gemma = config["rms_norm_eps"], architecture == "Gemma2ForCausalLM"
@@ -57,7 +113,7 @@ class Layer:
         self.soft_cap = config.get("attn_logit_softcapping", 0.0)
         attended, qkv = self.num_heads * self.head_size, (self.num_heads + 2 * self.num_kv_heads) * self.head_size
         sizes = (qkv, hidden), (hidden, attended), (2 * width, hidden), (hidden, width)
-        self.qkv, self.o, self.gate_up, self.down = (draw(*size, std=size[1] ** -0.5) for size in sizes)
+        self.weights = self.qkv, self.o, self.gate_up, self.down = [self._weight(*size, draw) for size in sizes]
         self.bias = draw(qkv, std=0.1) if architecture == "Qwen2ForCausalLM" else None
         self.norms = [draw(hidden, std=0.1, mean=0.0 if self.gemma else 1.0) for _ in range(4)]
         normed = ("query", "key") if architecture == "Qwen3ForCausalLM" else ()
@@ -65,14 +121,13 @@ class Layer:
 
     @property
     def nbytes(self) -> int:
-        return sum(weight.nbytes for weight in (self.qkv, self.o, self.gate_up, self.down))
+        return sum(weight.nbytes for weight in self.weights)
 
     def attend(
         self, x: torch.Tensor, residual: torch.Tensor, inputs: "Inputs", batch: PagedBatch, kv_cache, window: int | None
     ) -> torch.Tensor:
         """Everything before the o projection. x, residual: change in place."""
-        self._add_and_norm(x, residual, 0)
-        qkv = run("linear", x, self.qkv, self.bias).unflatten(1, (-1, self.head_size))
+        qkv = self._multiply(self._add_and_norm(x, residual, 0), self.qkv, self.bias).unflatten(1, (-1, self.head_size))
         query, key, value = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
         rest = inputs.positions, inputs.cos_sin_cache, True, kv_cache, inputs.slot_mapping
         if self.head_norms:
@@ -86,14 +141,36 @@ class Layer:
 
     def finish(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The o projection and the MLP. residual: changes in place."""
-        x = self._norm_of_gemma(run("linear", attended, self.o), 1)
-        self._add_and_norm(x, residual, 2)
-        gate_up = run("linear", x, self.gate_up)
-        x = run("gelu_and_mul", gate_up, "tanh") if self.gemma else run("silu_and_mul", gate_up)
-        return self._norm_of_gemma(run("linear", x, self.down), 3)
+        groups = self.groups
+        quantised = (attended, None) if groups is None else run("quantise", attended, FP8, list(groups.x))
+        x = self._norm_of_gemma(self._multiply(quantised, self.o), 1)
+        gate_up = self._multiply(self._add_and_norm(x, residual, 2), self.gate_up)
+        return self._norm_of_gemma(self._multiply(self._activation(gate_up), self.down), 3)
 
-    def _add_and_norm(self, x: torch.Tensor, residual: torch.Tensor, number: int) -> None:
-        run("fused_add_rms_norm", x, residual, self.norms[number], self.epsilon, float(self.gemma))
+    def _activation(self, gate_up: torch.Tensor) -> Input:
+        if self.groups is not None:
+            return run("silu_and_mul_quant", gate_up, FP8, list(self.groups.x))
+        return run("gelu_and_mul", gate_up, "tanh") if self.gemma else run("silu_and_mul", gate_up), None
+
+    def _add_and_norm(self, x: torch.Tensor, residual: torch.Tensor, number: int) -> Input:
+        """x: may change in place."""
+        norm = self.norms[number], self.epsilon
+        if self.groups is not None:
+            return run("fused_add_rms_norm_quant", x, residual, *norm, FP8, list(self.groups.x))
+        run("fused_add_rms_norm", x, residual, *norm, float(self.gemma))
+        return x, None
+
+    def _multiply(self, x: Input, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if weight.scale is None:
+            return run("linear", x[0], weight.values, bias)
+        return run("linear", x[0], weight.values, bias, weight.scale, x[1], self.norms[0].dtype)
+
+    def _weight(self, outputs: int, inputs: int, draw: Draw) -> Weight:
+        if self.groups is None:
+            return Weight(draw(outputs, inputs, std=inputs**-0.5))
+        mean = inputs**-0.5
+        scale = draw(*self.groups.weight.scale_shape((outputs, inputs)), std=0.1 * mean, mean=mean)
+        return Weight(draw(outputs, inputs).to(FP8), scale.float())
 
     def _norm_of_gemma(self, x: torch.Tensor, number: int) -> torch.Tensor:
         """Gemma 2 normalises the results of attention and of the MLP."""
@@ -141,20 +218,20 @@ class Model:
         first = Layer(config, draw)
         distinct = at_most or max(MIN_WEIGHTS, math.ceil(MIN_WEIGHT_BYTES / first.nbytes))
         self.layers = [first, *(Layer(config, draw) for _ in range(min(distinct, self.num_layers) - 1))]
-        self._inputs = Inputs(step, first.head_size, dtype, device)
-        cache_size = self._inputs.num_blocks, first.num_kv_heads, BLOCK_SIZE, 2 * first.head_size
+        self.inputs = Inputs(step, first.head_size, dtype, device)
+        cache_size = self.inputs.num_blocks, first.num_kv_heads, BLOCK_SIZE, 2 * first.head_size
         fitting = max(1, int(MAX_KV_CACHE_BYTES / (math.prod(cache_size) * dtype.itemsize)))
         # With this deviation some scores are far above the others. So an output without one of their keys is another.
-        self._kv_caches = [draw(*cache_size, std=3.0) for _ in range(min(at_most or fitting, self.num_layers))]
-        self._hidden = draw(step.num_reqs, config["hidden_size"])
+        self.kv_caches = [draw(*cache_size, std=3.0) for _ in range(min(at_most or fitting, self.num_layers))]
+        self.hidden = draw(step.num_reqs, config["hidden_size"])
 
     def forward(self, num_layers: int) -> torch.Tensor:
         """Calls the kernels of so many layers. Returns attention's output in the first one."""
-        x, residual, batch, outputs = self._hidden.clone(), self._hidden.clone(), self._inputs.batch(), []
+        x, residual, batch, outputs = self.hidden.clone(), self.hidden.clone(), self.inputs.batch(), []
         for number in range(num_layers):
             layer = self.layers[number % len(self.layers)]
-            kv_cache = self._kv_caches[number % len(self._kv_caches)]
+            kv_cache = self.kv_caches[number % len(self.kv_caches)]
             window = None if layer.gemma and number % 2 else self._window  # every other layer of Gemma 2 has one
-            outputs.append(layer.attend(x, residual, self._inputs, batch, kv_cache, window))
+            outputs.append(layer.attend(x, residual, self.inputs, batch, kv_cache, window))
             x = layer.finish(outputs[-1], residual)
         return outputs[0]
