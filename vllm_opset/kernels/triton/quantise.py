@@ -38,7 +38,9 @@ def quantise(
     total = num_rows * groups
     out = x.new_empty(x.shape, dtype=to_dtype)
     scales = x.new_empty(group.scale_shape(x.shape), dtype=torch.float32) if scale is None else scale.clone()
-    launch = _launch.launch_options(x.device) | whole_rows(width, **_launch.parameters("quantise", x.device, total))
+    launch = _launch.early_launch_options(x.device, num_rows, "quantise_early_launch") | whole_rows(
+        width, **_launch.parameters("quantise", x.device, total)
+    )
     _launch.launch(
         _quantise, (_launch.cdiv(total, launch["ROWS"]),), x, rows(x), out, scales, total, **range_of(to_dtype),
         STATIC=scale is not None, ONE_SCALE=one_scale,

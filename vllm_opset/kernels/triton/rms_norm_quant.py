@@ -41,12 +41,13 @@ def normalise(
     """The op, for arguments that were checked, after adding x to the residual unless it is None."""
     total, columns = x.shape
     to = Destination(x, columns, to_dtype, group_shape, scale, out)
+    early = "groups_norm_quant_early_launch" if to.width < columns else "norm_quant_early_launch"
     options = whole_rows(columns, **_launch.parameters(launch, x.device, total))
     _launch.launch(
         _rms_norm_quant, (max(1, _launch.cdiv(total, options["ROWS"])),),
         x, rows(x), residual, None if residual is None else rows(residual), weight, total, epsilon, weight_offset,
         *to.arguments, **to.constants, **to.group_width(options["BLOCK"]), **options,
-        **_launch.launch_options(x.device),
+        **_launch.early_launch_options(x.device, total, early),
     )  # fmt: skip
     return to.results
 
