@@ -1,10 +1,13 @@
 """The decisions on opset's parts hold for an engine: for its draft model, its workers and no other engine."""
 
 import pickle
+import re
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from readme import ROOT
 from small_models import GPT_OSS, QWEN3
 from transformers import Gemma4TextConfig
 from vllm.config import replace, set_current_vllm_config
@@ -12,9 +15,10 @@ from vllm.config.speculative import SpeculativeConfig
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_opset import ops
 from vllm_opset.attention import BACKEND
 from vllm_opset.platform.bridges import has
-from vllm_opset.platform.native import parts
+from vllm_opset.platform.native import overridden, parts
 from vllm_opset.platform.refusals import Refusal
 
 pytestmark = pytest.mark.window
@@ -159,3 +163,50 @@ def test_the_captured_steps_that_vllm_sets_for_gpt_oss_stay(configure, native, o
     on_a_gpu(native)
     config = configure(GPT_OSS, dtype="bfloat16", max_num_seqs=512, max_num_batched_tokens=8192)
     assert config.compilation_config.max_cudagraph_capture_size == 1024
+
+
+# Overrides of ops that vLLM's own code computes.
+
+
+@pytest.fixture
+def warnings(native, monkeypatch):
+    """What the platform warns of."""
+    said = []
+    monkeypatch.setattr(sys.modules[native.__module__].logger, "warning_once", said.append)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kernel", "native_parts", "named"),
+    [
+        ("rms_norm=reference", {}, "ops"),
+        ("rms_norm=reference", {"ops": "on"}, None),
+        ("linear=reference", {}, None),
+        ("linear=reference", {"linear": "off"}, "linear"),
+        ("rope_cache=reference", {"ops": "off", "attention": "off"}, "attention, ops"),
+    ],
+)
+def test_an_override_of_an_op_whose_part_is_off_is_warned_of(
+    kernel, native_parts, named, engine, warnings, monkeypatch
+):
+    monkeypatch.setenv("OPSET_KERNELS", kernel)
+    engine(enforce_eager=True, additional_config={"opset": {"native": native_parts}})
+    assert len(warnings) == (0 if named is None else 1), warnings
+    if named is not None:
+        assert f"OPSET_KERNELS asks for {kernel}, which has no effect: " in warnings[0]
+        switches = named.replace(", ", "=on,") + "=on"
+        assert f"parts of vllm-opset are off: {named}. Switch them on by OPSET_NATIVE={switches}, or" in warnings[0]
+
+
+def test_an_override_of_an_op_for_which_no_part_chooses_a_kernel_is_warned_of(engine, warnings):
+    engine(additional_config={"opset": {"kernels": {"apply_penalties": "reference"}}})
+    (warning,) = warnings
+    assert "apply_penalties=reference, which has no effect: no part of vllm-opset chooses a kernel" in warning
+
+
+def test_the_ops_that_need_the_part_for_them_are_those_of_its_layers():
+    """The part `ops` builds layers, and fuses them."""
+    model = ROOT / "vllm_opset" / "model"
+    text = "".join((model / f"{module}.py").read_text() for module in ("registration", "layers", "fusion"))
+    in_layers = {op for op in ops.ALL if re.search(rf"\bops\.{op.name}\b", text)}
+    assert in_layers == {op for op in ops.ALL if "ops" in overridden.NEEDED.get(op, ("ops",))}

@@ -14,7 +14,7 @@ from vllm_opset import ops, selection
 from vllm_opset.attention import BACKEND
 from vllm_opset.platform import compat, forking, model_settings
 from vllm_opset.platform.cuda import graphs
-from vllm_opset.platform.native import parts
+from vllm_opset.platform.native import overridden, parts
 from vllm_opset.platform.native.rules import SINKS, STOCK_WORKER, WORKER, is_ours
 from vllm_opset.platform.refusals import Refusal, wants_quick_start
 
@@ -60,9 +60,12 @@ class OpsetNativePlatform(CudaPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
-        selection.configure(vllm_config.additional_config)
+        overrides = selection.configure(vllm_config.additional_config)
         selection.require_device(cls.device_type)
         on, parallel = parts.kept(vllm_config), vllm_config.parallel_config
+        if vllm_config.model_config is not None:
+            for message in overridden.without_effect(overrides, on):
+                logger.warning_once(message)
         forking.make_safe()
         compat.forget_chosen_attention()
         if on and parallel.worker_cls in ("auto", STOCK_WORKER):
