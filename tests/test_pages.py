@@ -47,6 +47,12 @@ def test_every_link_leads_somewhere(page):
             assert not anchor or anchor in anchors(target), link
 
 
+def test_the_index_of_the_log_has_every_file():
+    index = DOCS / "log" / "README.md"
+    listed = re.findall(r"^\| \[(.*?)\]\(\1\) \|", index.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(file.name for file in index.parent.iterdir() if file != index)
+
+
 # The README
 
 
