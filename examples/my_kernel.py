@@ -1,6 +1,6 @@
 """Your own kernel in 20 lines. Check it, then serve with it:
 
-export PYTHONPATH=examples OPSET_IMPORT=my_kernel
+export PYTHONPATH=$PWD/examples:$PYTHONPATH OPSET_IMPORT=my_kernel
 vllm-opset parity silu_and_mul --kernel mine
 OPSET_KERNELS=silu_and_mul=mine python examples/offline.py
 """

@@ -30,7 +30,7 @@ NEEDED: Mapping[Op, tuple[str, ...]] = {
 
 
 def without_effect(overrides: Mapping[str, Override], on: Mapping[str, bool]) -> Iterator[str]:
-    """What to warn of: one message for each override that no part obeys. on: the parts that are on."""
+    """Yields a warning for each override that no part obeys. on: the parts that are on."""
     for name, override in overrides.items():
         needed = NEEDED.get(ops.BY_NAME[name], ("ops",))
         off = [part for part in needed if part not in on]
