@@ -19,20 +19,20 @@ _lock = threading.RLock()
 
 
 @contextmanager
-def precompile() -> Iterator[None]:
+def precompile(*modules: str) -> Iterator[None]:
     """Inside the context, calls of kernels compile them in other threads and do not launch them.
 
-    All are compiled when the context ends. The kernels write nothing inside it, so no call may depend on their results.
-    A kernel that fails to compile raises at its next call. Kernels that are not opset's run as usual, and so do all
-    kernels that other threads call. Another thread that enters the context waits.
+    These are opset's kernels, and those of `modules`. All are compiled when the context ends. They write nothing inside
+    it, so no call may depend on their results. A kernel that fails to compile raises at its next call. Other kernels
+    run as usual, and so do all kernels that other threads call. Another thread that enters the context waits.
     """
     this_thread, threads = threading.get_ident(), min(MAX_THREADS, len(os.sched_getaffinity(0)))
     with _lock, _Pool(threads) as pool, AsyncCompileMode(pool, ignore_errors=True):
         run = JITFunction.run
 
         def compile_only(self, *args, warmup, **kwargs):
-            precompiles = threading.get_ident() == this_thread and self.module.startswith(OURS)
-            return run(self, *args, warmup=warmup or precompiles, **kwargs)
+            named = self.module.startswith(OURS) or self.module in modules
+            return run(self, *args, warmup=warmup or (named and threading.get_ident() == this_thread), **kwargs)
 
         JITFunction.run = compile_only
         try:

@@ -5,6 +5,7 @@ depend on the number of queries and requests, too (`_attention`).
 """
 
 import itertools
+from contextlib import nullcontext
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -144,10 +145,13 @@ def _scores(runner) -> None:
 
     config = runner.model_config
     most = config.get_vocab_size() if config.max_logprobs < 0 else config.max_logprobs
-    for dtype in {config.dtype, torch.float32}:
-        logits = torch.zeros(1, config.get_vocab_size(), dtype=dtype, device=runner.device)
-        for others in _numbers_of_logprobs(min(most, logprob._MAX_TOPK_BLOCK)):
-            logprob.compute_topk_scores(logits, others, torch.zeros(1, dtype=torch.int64, device=runner.device))
+    token = torch.zeros(1, dtype=torch.int64, device=runner.device)
+    for ahead in (precompile(logprob.__name__), nullcontext()):
+        with ahead:
+            for dtype in {config.dtype, torch.float32}:
+                logits = torch.zeros(1, config.get_vocab_size(), dtype=dtype, device=runner.device)
+                for others in _numbers_of_logprobs(min(most, logprob._MAX_TOPK_BLOCK)):
+                    logprob.compute_topk_scores(logits, others, token)
 
 
 def _numbers_of_logprobs(most: int) -> list[int]:
