@@ -80,7 +80,8 @@ assume_unchanged()
 launches = len(launched)
 call_all()
 after = checked, sum(len(kernel.used_global_vals) for kernel in ours()), len(launched) - launches, len(compiled)
-print(json.dumps([before, of_another, last, [their_launches, launched.count("theirs"), theirs_compiled], errors, after]))
+of_theirs = their_launches, launched.count("theirs"), theirs_compiled
+print(json.dumps([before, of_another, last, of_theirs, errors, after]))
 """
 
 
