@@ -5,7 +5,8 @@
 The engine runs in this process with random weights, and OPSET_PLATFORM decides on its form. Some requests generate
 tokens, and then a prompt joins them. The time until its first token is measured, which is that of the step that
 computes both. Without --prompt, the time until one more token is. All is done several times: first with a clock alone,
-then with PyTorch's profiler, which makes the host slower and leaves the GPU as it is. Prints medians.
+then with PyTorch's profiler, which makes the host slower and leaves the GPU as it is. A kernel that starts while
+another runs counts from the end of that one, so the times of all kinds add up. Prints medians.
 """
 
 import json
@@ -15,7 +16,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -66,20 +67,28 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "others")
 
 
+def own_times(spans: Iterable[Span]) -> Iterator[tuple[Span, float]]:
+    """Yields each with the time in which it runs and none that started before it does.
+
+    A kernel may start before its predecessor ends, and wait for it (programmatic dependent launch). That time is the
+    predecessor's.
+    """
+    end = float("-inf")
+    for span in sorted(spans, key=lambda span: span.start):
+        yield span, max(0.0, span.end - max(span.start, end))
+        end = max(end, span.end)
+
+
 def busy(spans: Iterable[Span]) -> float:
     """The time in which at least one of them runs."""
-    total, end = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.start):
-        total += max(0.0, span.end - max(span.start, end))
-        end = max(end, span.end)
-    return total
+    return sum(time for _, time in own_times(spans))
 
 
 def describe(kernels: list[Span], calls: list[Span]) -> dict[str, float]:
     """The figures of one profile: times in ms, and numbers of calls."""
-    figures = {"GPU busy, ms": busy(kernels) / 1e3}
-    for kind in [*KINDS, "others"]:
-        figures[f"GPU: {kind}, ms"] = busy(span for span in kernels if kind_of(span.name) == kind) / 1e3
+    figures = {"GPU busy, ms": busy(kernels) / 1e3, **{f"GPU: {kind}, ms": 0.0 for kind in [*KINDS, "others"]}}
+    for span, own in own_times(kernels):
+        figures[f"GPU: {kind_of(span.name)}, ms"] += own / 1e3
     if kernels:
         first, last = min(span.start for span in kernels), max(span.end for span in kernels)
         figures["GPU idle between kernels, ms"] = (last - first) / 1e3 - figures["GPU busy, ms"]

@@ -40,6 +40,7 @@ def test_time_in_which_two_kernels_run_counts_once():
 
 
 def test_figures_of_kernels_and_calls():
+    """The first product starts while attention runs, and waits for it."""
     kernels = [Span("attend_decode", 1000, 3000), Span("nvjet", 2000, 5000), Span("nvjet", 7000, 8000)]
     calls = [
         Span("cudaGraphLaunch", 0, 500),
@@ -52,7 +53,8 @@ def test_figures_of_kernels_and_calls():
     expected = {
         "GPU busy, ms": 5.0,
         "GPU: attention, ms": 2.0,
-        "GPU: products, ms": 4.0,
+        "GPU: products, ms": 3.0,
+        "GPU: sampler, ms": 0.0,
         "GPU idle between kernels, ms": 2.0,
         "host: launches of kernels": 2,
         "host: launches of graphs": 1,
