@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiling import printed
 
 from vllm_opset.kernels import triton
 
@@ -51,6 +52,20 @@ import json, compile_only
 uses = {"spilled": (0, 3, 2), "kept": (0,)}
 report = {"linear": [{"kernel": kernel, "spills": number} for kernel in uses for number in uses[kernel]]}
 print(json.dumps({"lines": compile_only.spilling(report, "nvidia/sm90")}))
+"""
+WHOLE_TILES = """
+import json, compile_only, torch, triton
+from vllm_opset import ops, targets
+from vllm_opset.kernel import kernels_of
+target, op = targets.Target("nvidia", "sm120"), ops.grouped_gemm
+triton.runtime.driver.set_active(compile_only.CompileOnly(target))
+compiled = compile_only._recorded()
+with targets.instead(target):
+    for sample in op.samples("cpu", torch.bfloat16):
+        if sample.name.startswith("whole tiles"):
+            args, kwargs = sample.make()
+            kernels_of(op.name)["triton"].run(*args, **kwargs)
+print(json.dumps([kernel.metadata.shared for kernel in compiled]))
 """
 COMPILE = str(Path(__file__).with_name("compile_only.py"))
 # Fuses no product and sum unless a launch asks for it, as Triton does from 3.10 on.
@@ -111,6 +126,12 @@ def test_kernels_compile_for_gpus_of_other_vendors_and_generations(target, tmp_p
     ops = ("rms_norm", "reshape_and_cache")
     compiled = _json_of(COMPILE, "--target", target, *ops, TRITON_CACHE_DIR=str(tmp_path), **LATER_TRITON)
     assert {(kernel["spills"], kernel["fused"]) for op in ops for kernel in compiled[op]} == {(0, True)}
+
+
+def test_tiles_of_unquantised_experts_fit_the_shared_memory_of_consumer_gpus(tmp_path):
+    """Triton refuses to launch a tile that does not. Those of models' weights are as large as launch.yaml allows."""
+    sizes = printed(WHOLE_TILES, tmp_path)
+    assert len(sizes) == 2 and min(sizes) > 48 * 1024, "a sample's tile is smaller than a model's"
 
 
 def test_a_kernel_that_spills_is_named():

@@ -184,6 +184,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("blocks of 32", 40, 4, 1, 64, 40, block_size=32)
     yield sample("blocks of 128", 150, 2, 1, 64, 40, block_size=128)
     yield sample("blocks of three tiles", 150, 2, 1, 64, 40, block_size=300, bias=True)
+    # A tile of a small weight takes less shared memory than those of models' weights.
+    yield sample("whole tiles", 20, 2, 1, 1024, 160)
+    yield sample("whole tiles, blocks of 128", 150, 2, 1, 512, 300, block_size=128)
     yield given("all tokens on one expert", [[2]] * 35, 4, 64, 48, bias=True)
     yield given("padded rows", [[1, 0], [-1, -1], [3, 1], [-1, -1]], 4, 64, 48, bias=True)
     yield from _quantised_samples(device, dtype)
