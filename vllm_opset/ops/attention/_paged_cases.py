@@ -92,7 +92,7 @@ CASES: dict[str, PagedCase] = {
         for size in (64, 256)
     },
     "fp8 cache, window, soft cap": PagedCase(MIXED, cache_dtype=torch.float8_e4m3fn, window=20, soft_cap=1.5),
-    **{f"head size {size}": PagedCase(MIXED, head_size=size) for size in (80, 96, 112, 120, 128, 192, 256)},
+    **{f"head size {size}": PagedCase(MIXED, head_size=size) for size in (8, 80, 96, 112, 120, 128, 192, 256)},
     **{f"block size {size}": PagedCase(MIXED, block_size=size, window=40) for size in (32, 48, 64, 80, 128)},
     **{f"{SPLIT_KV}, {name}": PagedCase(layout=SPLIT_KV, **case) for name, case in _split_kv_cases().items()},
     **{layout: PagedCase(MIXED, layout=layout, padded_rows=2) for layout in LAYOUTS},

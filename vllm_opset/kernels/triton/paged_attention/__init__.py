@@ -15,7 +15,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton.paged_attention import _call, _warm, decode, prefill, prefill_sm90
-from vllm_opset.kernels.triton.paged_attention._call import Call, tile_rows
+from vllm_opset.kernels.triton.paged_attention._call import Call, tile_columns, tile_rows
 from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
 from vllm_opset.ops.attention.paged_batch import PagedBatch, refuse_split_kv, window_sides
 from vllm_opset.targets import WGMMA
@@ -106,7 +106,7 @@ def most_workspace(
 
     A request that has several queries makes the tiles of all requests as large as its own.
     """
-    group, columns = num_heads // num_kv_heads, _launch.next_power_of_2(head_size)
+    group, columns = num_heads // num_kv_heads, tile_columns(head_size)
 
     def programs(launch: str) -> int:
         most = max(values["programs"] for _, values in _launch.entries(launch, device))

@@ -7,7 +7,7 @@ import torch
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.ops.attention.paged_batch import PagedBatch
 
-MIN_ROWS = 16  # of a tile: a matrix instruction takes so many
+MIN_ROWS, MIN_COLUMNS = 16, 16  # of a tile: a matrix instruction takes so many
 MAX_ROWS_FP32 = 32  # without tensor cores, products are unrolled: more rows compile for minutes
 # Of a query or key. Tiles of longer ones have fewer rows and keys than the launch table says. Those of prefill_sm90
 # have at least 64 keys.
@@ -18,7 +18,10 @@ STATS = 2  # numbers for each row of a partial result: m_i and l_i
 
 @dataclass(eq=False)
 class Call:
-    """The arguments as the op takes them, with the two sides of the window. most_rows: of a request's queries."""
+    """The arguments as the op takes them, with the two sides of the window.
+
+    block_d: the columns of a tile. most_rows: of a request's queries.
+    """
 
     query: torch.Tensor
     kv_cache: torch.Tensor
@@ -35,6 +38,7 @@ class Call:
     num_kv_heads: int = field(init=False)
     block_size: int = field(init=False)
     head_size: int = field(init=False)
+    block_d: int = field(init=False)
     group: int = field(init=False)
     num_reqs: int = field(init=False)
     most_rows: int = field(init=False)
@@ -42,14 +46,10 @@ class Call:
     def __post_init__(self) -> None:
         self.num_kv_heads, self.block_size = self.kv_cache.shape[1:3]
         self.head_size = self.query.shape[2]
+        self.block_d = tile_columns(self.head_size)
         self.group = self.query.shape[1] // self.num_kv_heads
         self.num_reqs = self.batch.seq_lens.shape[0]  # len(seq_lens) takes PyTorch several times as long
         self.most_rows = self.batch.max_query_len * self.group
-
-    @property
-    def block_d(self) -> int:
-        """The columns of a tile."""
-        return _launch.next_power_of_2(self.head_size)
 
     def block_n(self, values: _launch.Parameters) -> int:
         """The keys of a tile."""
@@ -78,6 +78,11 @@ class Call:
         """The first arguments of the kernels that combine partial results."""
         out, batch = self.out, self.batch
         return (out, out.stride(), batch.query_start_loc, batch.seq_lens, self.num_reqs, self.sinks, self.v_scale)
+
+
+def tile_columns(head_size: int) -> int:
+    """The columns of a tile: a power of two that holds a head."""
+    return _launch.next_power_of_2(max(MIN_COLUMNS, head_size))
 
 
 def tile_rows(wanted: int, group: int, dtype: torch.dtype) -> int:
