@@ -84,6 +84,7 @@ CASES: dict[str, PagedCase] = {
     "non-causal, window on the right": PagedCase(((9, 20), (33, 33)), causal=False, window=(-1, 3)),
     "cross attention": PagedCase(((3, 40), (6, 2), (1, 19)), causal=False),
     "cross attention to nothing": PagedCase(((2, 0), (1, 5), (2, 7)), causal=False),
+    "cross attention to nothing at all": PagedCase(((9, 0), (2, 0)), causal=False),
     "fp8 cache": PagedCase(MIXED, cache_dtype=torch.float8_e4m3fn),
     **{
         f"fp8 cache, long prefill, head size {size}": PagedCase(

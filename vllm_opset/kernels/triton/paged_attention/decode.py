@@ -315,7 +315,7 @@ def _warps(call: Call, values: _launch.Parameters) -> int:
     """Fewer where programs attend few keys, and barriers take most of the time. An fp8 cache would spill with fewer."""
     num_programs = values["programs"] * _launch.multiprocessors(call.query.device)
     keys = call.num_reqs * call.num_kv_heads * call.span(call.batch.max_query_len) / num_programs
-    short = keys <= values.get("short_keys", 0) and call.kv_cache.dtype == call.query.dtype
+    short = "short_keys" in values and keys <= values["short_keys"] and call.kv_cache.dtype == call.query.dtype
     return values["short_warps"] if short else values["warps"]
 
 
