@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_opset import targets
+from vllm_opset import ops, targets
 from vllm_opset.kernels.triton import _load_sm90, _packed_linear, _packed_linear_sm80, linear
 from vllm_opset.targets import Target
 
@@ -39,6 +39,14 @@ def test_the_variant_of_int4(variant, num_tokens, columns, groups, how, monkeypa
     with targets.instead(how.get("target", Target("nvidia", "sm90"))):
         call = linear.describe(x, weight, None, scale)
     assert linear.VARIANTS.pick(call) == variant
+
+
+def test_pytorch_heeds_zero_points():
+    """The variant `torch` serves int4 weights only if a user names it."""
+    samples = {sample.name: sample for sample in ops.linear.samples("cpu", torch.float32)}
+    args, kwargs = samples["int4 by groups of 64, zero points"].make()
+    want = ops.linear.reference(*args, **kwargs)
+    torch.testing.assert_close(linear.linear(*args, **kwargs, variant="torch"), want)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def linear(
     if picked == "scaled":
         return _scaled_linear.scaled_linear(x, weight, bias, weight_scale, x_scale, out_dtype)
     if picked == "torch":
-        return ops.linear(x, weight, bias, weight_scale, x_scale, out_dtype)
+        return ops.linear(x, weight, bias, weight_scale, x_scale, out_dtype, weight_zero_point)
     num_outputs, columns = weight.shape
     out = x.new_empty((*x.shape[:-1], num_outputs))
     launch = _launch.launch_options(x.device) | _parts(columns, **_launch.parameters("linear", x.device, columns))
