@@ -13,7 +13,7 @@ from vllm_opset.kernels.triton import _launch, _quantised
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._quantised import divided, divided_by_own, range_of, rounded, scale_of
 from vllm_opset.kernels.triton._rows import EVICT_LAST, MAX_COLUMNS, row_offset, rows, whole_rows
-from vllm_opset.ops.quantisation.quantise import QuantiseProblem, check_arguments
+from vllm_opset.ops.quantisation.quantise import QuantiseProblem, check_arguments, copied
 from vllm_opset.ops.schemes import PER_TENSOR, WHOLE, GroupShape, scales_of
 
 
@@ -37,7 +37,7 @@ def quantise(
     groups = _launch.cdiv(columns, width)
     total = num_rows * groups
     out = x.new_empty(x.shape, dtype=to_dtype)
-    scales = x.new_empty(group.scale_shape(x.shape), dtype=torch.float32) if scale is None else scale.clone()
+    scales = x.new_empty(group.scale_shape(x.shape), dtype=torch.float32) if scale is None else copied(scale)
     launch = _launch.early_launch_options(x.device, num_rows, "quantise_early_launch") | whole_rows(
         width, **_launch.parameters("quantise", x.device, total)
     )

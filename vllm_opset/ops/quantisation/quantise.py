@@ -42,16 +42,21 @@ def quantise(
     columns that share a scale. They are powers of two, or −1 for all. [−1, −1] is one scale, [1, −1] one for each row,
     and [1, 128] one for 128 values of a row.
 
-    scale: fp32, of the shape that `ops/schemes` gives these groups. Without it, a scale is the largest magnitude of its
-    group divided by the largest value of to_dtype, and at least `SMALLEST_SCALES`.
+    scale: fp32, of the shape that `ops/schemes` gives these groups, any strides. Without it, a scale is the largest
+    magnitude of its group divided by the largest value of to_dtype, and at least `SMALLEST_SCALES`.
 
     Returns new contiguous tensors: [rows, columns] of to_dtype, and fp32 scales. Zero rows are allowed. Values in fp64
     have scales in fp64, and their quotients are not rounded. A group that holds NaN may become any values.
     Raises ValueError if x is no matrix, or for another dtype, group or shape of the scale.
     """
     check_arguments(x.shape, to_dtype, group_shape, scale)
-    scale = scales_of(x, to_dtype, GroupShape(*group_shape)) if scale is None else scale.clone()
+    scale = scales_of(x, to_dtype, GroupShape(*group_shape)) if scale is None else copied(scale)
     return stored(x, scale, to_dtype).contiguous(), scale
+
+
+def copied(scale: torch.Tensor) -> torch.Tensor:
+    """Given scales as results: new and contiguous, whatever their strides are."""
+    return scale.clone(memory_format=torch.contiguous_format)
 
 
 def check_arguments(
@@ -81,12 +86,16 @@ def _(x, to_dtype, group_shape, scale=None) -> Cost:
 
 @quantise.sample_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name, shape, group, *, to_dtype=FP8, static=False, std=1.0, layout=lambda x: x) -> Sample:
+    def sample(
+        name, shape, group, *, to_dtype=FP8, static=False, by_columns=False, std=1.0, layout=lambda x: x
+    ) -> Sample:
         def make():
             rng = _samples.generator(name)
             x = _samples.normal(shape, dtype, device, rng, std)
             # Static scales are too small for some values, which are then limited to the range.
             scale = scales_of(x.float(), to_dtype, group) * 0.75 if static else None
+            if by_columns:
+                scale = _samples.column_major(scale)
             return (layout(x), to_dtype, list(group), scale), {}
 
         return Sample(name, make)
@@ -97,7 +106,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         yield sample(f"fp8 per {name}, static", (5, 256), group, static=True)
         yield sample(f"fp8 per {name}, odd columns", (3, 77), group)
         yield sample(f"fp8 per {name}, strided rows", (7, 96), group, layout=_samples.row_view)
-    yield sample("fp8 per block of a row, incomplete", (3, 200), GroupShape(1, 128))
+    by_blocks = GroupShape(1, 128)
+    yield sample("fp8 per block of a row, static by columns", (5, 256), by_blocks, static=True, by_columns=True)
+    yield sample("fp8 per block of a row, incomplete", (3, 200), by_blocks)
     yield sample("fp8 per block of rows and columns", (150, 200), GroupShape(128, 128))
     yield sample("fp8 per row, strided columns", (7, 96), PER_ROW, layout=_samples.column_major)
     yield sample("fp8 per row, large values", (3, 64), PER_ROW, std=1000.0)
