@@ -98,6 +98,13 @@ def dequantise(
     return out
 
 
+def in_one_layout(scale: torch.Tensor, zero_point: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zero points of the same strides, by which kernels read both: contiguous ones if theirs differ."""
+    if scale.stride() == zero_point.stride():
+        return scale, zero_point
+    return scale.contiguous(), zero_point.contiguous()
+
+
 def paired(x: torch.Tensor) -> bool:
     """Whether an instruction makes two values."""
     on_nvidia = not INTERPRETED and _launch.target(x.device).vendor == "nvidia"

@@ -34,7 +34,7 @@ from vllm_opset.kernels.triton import (
 )
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._packed_experts_sm90 import Packed
-from vllm_opset.kernels.triton._packed_linear import scale_columns
+from vllm_opset.kernels.triton._packed_linear import in_one_layout, scale_columns
 from vllm_opset.kernels.triton._scaled_calls_sm90 import Operands
 from vllm_opset.kernels.triton._tiles import Order, Product, tile_of
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
@@ -156,6 +156,8 @@ def write_products(
     """
     if not len(order.expert_ids):
         return
+    if weight_zero_point is not None:
+        weight_scale, weight_zero_point = in_one_layout(weight_scale, weight_zero_point)
     mxfp4 = is_mxfp4(weight, weight_scale)
     picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out.dtype)
     packed = Packed(x, weight, weight_scale, weight_zero_point)

@@ -110,6 +110,8 @@ def linear(
     variant: str | None = None,
 ) -> torch.Tensor:
     check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype, weight_zero_point)
+    if weight_zero_point is not None:
+        weight_scale, weight_zero_point = _packed_linear.in_one_layout(weight_scale, weight_zero_point)
     picked = VARIANTS.of(variant, x, weight, bias, weight_scale, x_scale, out_dtype)
     if picked == "ring":
         return _packed_linear_sm80.ring_linear(x, weight, bias, weight_scale, weight_zero_point)

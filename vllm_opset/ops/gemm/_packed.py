@@ -49,13 +49,14 @@ def samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         bias=False,
         scale_dtype=dtype,
         layout=lambda x: x,
+        scale_layout=lambda scale: scale,
     ) -> Sample:
         def make():
             rng = _samples.generator(name)
             weight, scale, zeros = random_weight(out_features, in_features, group, scale_dtype, device, rng, zero_point)
             x = layout(_samples.normal((num_tokens, in_features), dtype, device, rng))
             arguments = x, weight, _samples.normal((out_features,), dtype, device, rng) if bias else None
-            return arguments, {"weight_scale": scale, "out_dtype": dtype, "weight_zero_point": zeros}
+            return arguments, {"weight_scale": scale_layout(scale), "out_dtype": dtype, "weight_zero_point": zeros}
 
         return Sample(name, make, ROUNDED_FACTORS)
 
@@ -75,6 +76,8 @@ def samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("int4, long sums of many tokens", 70, 2048, 32, 128, zero_point=True)
     yield sample("int4, more tokens than a tile has", 1030, 64, 32, 32, zero_point=True, bias=True)
     yield sample("int4, strided rows", 5, 128, 48, 128, layout=_samples.row_view)
+    by_columns = {"zero_point": True, "scale_layout": _samples.column_major}
+    yield sample("int4, scales by columns, zero points by rows", 5, 256, 48, 64, **by_columns)
     yield sample("int4, strided columns", 5, 128, 48, 128, layout=_samples.column_major)
 
 

@@ -218,12 +218,16 @@ def _quantised_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
         return Sample(name, make, ROUNDED_FACTORS)
 
-    def int4(name, num_tokens, num_experts, top_k, inputs, outputs, group, zero_point=False, **how) -> Sample:
+    def int4(
+        name, num_tokens, num_experts, top_k, inputs, outputs, group, zero_point=False, by_columns=False, **how
+    ) -> Sample:
         def make():
             ids = choices(name, num_tokens, num_experts, top_k, device)
             ids[1:2] = -1
             (x, weight, *others), _ = _arguments(name, ids, dtype, device, num_experts, inputs, outputs, **how)
             weight, scale, zeros = _quantised.int4_experts(weight, group, zero_point, _samples.generator(name))
+            if by_columns:
+                scale = _samples.column_major(scale)
             return (x, weight, *others), {"weight_scale": scale, "out_dtype": dtype, "weight_zero_point": zeros}
 
         return Sample(name, make, ROUNDED_FACTORS)
@@ -250,6 +254,7 @@ def _quantised_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield int4("int4 weight, zero tokens", 0, 4, 2, 64, 48, 32)
     yield int4("int4 weight, one token, bias", 1, 8, 4, 288, 80, 32, bias=True)
     yield int4("int4 weight, zero points", 17, 4, 2, 256, 48, 128, zero_point=True)
+    yield int4("int4 weight, scales by columns, zero points", 5, 4, 2, 192, 48, 64, zero_point=True, by_columns=True)
     yield int4("int4 weight per row, zero points, bias", 5, 4, 2, 96, 33, 96, zero_point=True, bias=True)
     yield int4("int4 weight, the last group is incomplete", 90, 2, 1, 160, 80, 64, zero_point=True, block_size=64)
     # Kernels may have larger tiles for large blocks, and leave out the empty half of one.
