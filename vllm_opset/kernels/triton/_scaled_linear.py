@@ -25,7 +25,8 @@ TO_FP32 = tl.constexpr(2.0**120)  # The exponent of e4m3 has a bias of 7, and th
 
 def supports(problem: LinearProblem) -> str | None:
     """fp8 e4m3 and int8 weights, by activations as they are or in the same dtype; scales for 32 columns or more."""
-    quantised: list[Quantised] = [*filter(None, (problem.scheme.weight, problem.scheme.activation))]
+    activation = problem.scheme.activation
+    quantised: list[Quantised] = [*filter(None, (problem.scheme.weight, activation))]
     for stored in quantised:
         if stored.dtype not in (FP8, INT8):
             return f"it multiplies fp8 e4m3 and int8, not {stored}"
@@ -33,6 +34,8 @@ def supports(problem: LinearProblem) -> str | None:
             return f"both factors must be stored in the same dtype, not in {problem.scheme}"
         if stored.group.columns != WHOLE and stored.group.columns < LEAST_COLUMNS:
             return f"a tile has {LEAST_COLUMNS} columns of one scale, and here {stored} has fewer"
+    if activation is not None and activation.group.rows not in (1, WHOLE):
+        return f"scales belong to one token or to all, and here to {activation.group.rows}"
     return None
 
 

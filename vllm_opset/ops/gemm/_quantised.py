@@ -6,7 +6,7 @@ import torch
 
 from vllm_opset.ops import _samples
 from vllm_opset.ops.contract import Sample
-from vllm_opset.ops.schemes import FP8, INT8, PER_ROW, PER_TENSOR, GroupShape, scales_of, stored
+from vllm_opset.ops.schemes import FP8, INT8, PER_ROW, PER_TENSOR, WHOLE, GroupShape, scales_of, stored
 
 BLOCK = GroupShape(128, 128)
 TOKEN_BLOCK = GroupShape(1, 128)
@@ -65,6 +65,8 @@ def samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("int8 weight per channel, bias", 5, 96, 48, PER_ROW, bias=True, stored_dtype=INT8)
     yield sample("int8 per tensor", 5, 96, 48, PER_TENSOR, PER_TENSOR, bias=True, stored_dtype=INT8)
     yield sample("int8 per channel and tensor", 2, 96, 48, PER_ROW, PER_TENSOR, stored_dtype=INT8)
+    rows = GroupShape(128, WHOLE)
+    yield sample("int8 per channel and 128 tokens", 150, 96, 48, PER_ROW, rows, stored_dtype=INT8)
     yield sample("int8 per channel and token", 17, 160, 80, PER_ROW, PER_ROW, stored_dtype=INT8)
     yield sample("int8 per channel and token, one token", 1, 640, 512, PER_ROW, PER_ROW, stored_dtype=INT8)
     yield sample("int8 per channel and token, odd features", 3, 77, 33, PER_ROW, PER_ROW, True, stored_dtype=INT8)
