@@ -23,7 +23,7 @@ def launch(product: Product, weight_scale: torch.Tensor, x_scale: torch.Tensor |
     (w_rows, w_columns), w_strides = scale_group(weight[0], weight_scale[0])
     (_, x_columns), x_strides = ((1, columns), (0, 0)) if x_scale is None else scale_group(x, x_scale)
     widths = [width for width in (w_columns, x_columns) if width < columns]
-    tile = tile | {"BLOCK_K": max(LEAST_COLUMNS, min(tile["BLOCK_K"], *widths)) if widths else tile["BLOCK_K"]}
+    tile = tile | {"BLOCK_K": max(LEAST_COLUMNS, min([tile["BLOCK_K"], *widths]))}
     native = FP8_FEATURE in _launch.target(x.device).features and product.out.dtype is not torch.float32
     product._replace(x=bits(x), weight=bits(weight)).launch(
         _scaled_grouped_gemm, tile, weight_scale, weight_scale.stride(0), *w_strides, x_scale, *x_strides,

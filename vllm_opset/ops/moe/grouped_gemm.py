@@ -240,6 +240,7 @@ def _quantised_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("fp8 per tensor", 5, 4, 2, 96, 48, PER_TENSOR, PER_TENSOR, bias=True)
     yield sample("fp8 per channel and token", 17, 4, 2, 160, 80, PER_ROW, PER_ROW)
     yield sample("fp8 per channel and token, odd features", 7, 4, 2, 77, 33, PER_ROW, PER_ROW, bias=True)
+    yield sample("fp8 per channel and token, 16 features", 7, 4, 2, 16, 33, PER_ROW, PER_ROW)
     yield sample("fp8 by blocks, one token", 1, 8, 4, 384, 256, BLOCK, TOKEN_BLOCK)
     yield sample("fp8 by blocks", 150, 2, 1, 384, 256, BLOCK, TOKEN_BLOCK, block_size=128)
     yield sample("fp8 by incomplete blocks, bias", 5, 4, 2, 200, 150, BLOCK, TOKEN_BLOCK, bias=True)
