@@ -240,7 +240,7 @@ def test_no_launch_combines_where_the_plan_splits_nothing(monkeypatch):
         (query, cache, batch, out), _ = case.make("splits", "cpu", torch.float32)
         left = None if case.window is None else case.window - 1
         call = Call(query, cache, batch, out, 1.0, left, 0, 0.0, None, None, None, None)
-        if _plan_sm90.most_partials(call, values, QUERIES) == 0:
+        if _plan_sm90.most_partials_of(call, values, QUERIES) == 0:
             num_tiles = sum(query_lens) // QUERIES + len(requests)
             key = num_tiles, QUERIES, 4, left, 0, BOX_ROWS, BLOCK_N, 6, tuple(values.items())
             assert _plan_sm90.make_plan(batch, *key).sizes[2] == 0

@@ -226,10 +226,10 @@ def combine_prefill_sm90(
             )  # fmt: skip
 
 
-def most_partials(call: Call, values: _launch.Parameters, queries: int) -> int:
+def most_partials_of(call: Call, values: _launch.Parameters, queries: int) -> int:
     """The most splits, for each KV head, of tiles whose keys are split. queries: of a tile.
 
-    None if tiles see few keys, or if the plan would split none anyway. That spares the launch that combines nothing.
+    0 if tiles see few keys, or if the plan would split none anyway. That spares the launch that combines nothing.
     """
     most = values["programs"] * _launch.multiprocessors(call.query.device) // call.num_kv_heads
     longest = call.span(queries)
@@ -254,21 +254,21 @@ def _least_keys(call: Call, queries: int) -> float:
 
 def make_plan(
     batch: PagedBatch, num_tiles: int, queries: int, num_kv_heads: int, left: int | None, right: int | None,
-    box_rows: int, block_n: int, num_partials: int, values: tuple[tuple[str, int], ...],
+    box_rows: int, block_n: int, most_partials: int, values: tuple[tuple[str, int], ...],
 ) -> Plan:  # fmt: skip
-    """Launches `plan_prefill`. queries: of a tile. num_partials: see `most_partials`.
+    """Launches `plan_prefill`. queries: of a tile. most_partials: see `most_partials_of`.
 
     Kernels read the plan before the preceding kernel has ended. That is right for the first of them as well, because
     the ticket is made after the plan: when that kernel begins, the plan has ended.
     """
     device, table = batch.seq_lens.device, dict(values)
     empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
-    most_items = num_tiles + num_partials
-    made = (empty(3), empty(most_items, ITEM_FIELDS.value), empty(num_partials, SPLIT_TILE_FIELDS.value))
+    most_items = num_tiles + most_partials
+    made = (empty(3), empty(most_items, ITEM_FIELDS.value), empty(most_partials, SPLIT_TILE_FIELDS.value))
     _launch.launch(
         plan_prefill, (1,),
         batch.query_start_loc, batch.seq_lens, len(batch.seq_lens), num_tiles, empty(3, num_tiles), *made,
-        _launch.multiprocessors(device), num_partials, max(1, table["split_keys"] // block_n),
+        _launch.multiprocessors(device), most_partials, max(1, table["split_keys"] // block_n),
         NUM_KV_HEADS=num_kv_heads, QUERIES=queries, LEFT=left, RIGHT=right, BOX_ROWS=box_rows, BLOCK_N=block_n,
         SIZES=1 + 2 * table["programs"], SPLIT_COST=table["split_cost"], COMBINE_COST=table["combine_cost"],
         num_warps=WARPGROUP, **_launch.FUSION,
@@ -276,14 +276,14 @@ def make_plan(
     return Plan(*made, tickets(batch, 1))
 
 
-def launch_combine(call: Call, made: Plan, partials: tuple, num_partials: int, rows: int) -> None:
+def launch_combine(call: Call, made: Plan, partials: tuple, most_partials: int, rows: int) -> None:
     """Combines the partial results of tiles of so many rows."""
     device = call.query.device
     programs = COMBINING_PROGRAMS * _launch.multiprocessors(device)
     _launch.launch(
         combine_prefill_sm90, (programs,),
         call.out, call.out.stride(), call.batch.query_start_loc, call.sinks, call.v_scale, *partials, made.sizes,
-        made.split_tiles, num_partials,
+        made.split_tiles, most_partials,
         NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, ROWS=COMBINED_ROWS, BLOCK_M=rows,
         BLOCK_D=call.block_d, num_warps=WARPGROUP, **_launch.launch_options(device),
     )  # fmt: skip

@@ -38,7 +38,7 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     load_values,
     rows_of_tile,
 )
-from vllm_opset.kernels.triton.paged_attention._plan_sm90 import launch_combine, make_plan, most_partials
+from vllm_opset.kernels.triton.paged_attention._plan_sm90 import launch_combine, make_plan, most_partials_of
 from vllm_opset.kernels.triton.paged_attention._widen_sm90 import WIDENING_WARPS, widen_tiles
 
 ELEMENT_BYTES = 2  # of queries and results: bf16 or fp16
@@ -284,11 +284,11 @@ def launch_prefill_sm90(call: Call) -> None:
     num_tiles = call.query.shape[0] // queries + call.num_reqs
     columns, layout = _box(call.block_d, cache.element_size() * 8)
     box = [1, 1, math.gcd(call.block_size, block_n), columns]
-    num_partials, partials = most_partials(call, values, queries), (None, None)
-    if num_partials > 0:
-        partials = batch.once(_call.workspace, num_partials * call.num_kv_heads, rows, call.block_d)
+    most_partials, partials = most_partials_of(call, values, queries), (None, None)
+    if most_partials > 0:
+        partials = batch.once(_call.workspace, most_partials * call.num_kv_heads, rows, call.block_d)
     made = batch.once(
-        make_plan, num_tiles, queries, call.num_kv_heads, call.left, call.right, box[2], block_n, num_partials,
+        make_plan, num_tiles, queries, call.num_kv_heads, call.left, call.right, box[2], block_n, most_partials,
         tuple(values.items()),
     )  # fmt: skip
     descriptor = TensorDescriptor.from_tensor(cache, box, layout)
@@ -297,10 +297,10 @@ def launch_prefill_sm90(call: Call) -> None:
         call.query, call.query.stride(), descriptor, cache.shape[0], call.out, call.out.stride(),
         batch.query_start_loc, batch.seq_lens, batch.block_table, batch.block_table.stride(),
         call.scale, call.soft_cap or None, call.sinks, call.k_scale, call.v_scale, *partials,
-        made.sizes, made.items, num_partials, made.ticket,
+        made.sizes, made.items, most_partials, made.ticket,
         NUM_KV_HEADS=call.num_kv_heads, GROUP=call.group, HEAD_SIZE=call.head_size, BLOCK_SIZE=call.block_size,
         LEFT=call.left, RIGHT=call.right, BLOCK_N=block_n, BLOCK_D=call.block_d, STAGES=stages,
         num_warps=WARPGROUP, **_launch.launch_options(device),
     )  # fmt: skip
-    if num_partials > 0:
-        launch_combine(call, made, partials, num_partials, rows)
+    if most_partials > 0:
+        launch_combine(call, made, partials, most_partials, rows)
