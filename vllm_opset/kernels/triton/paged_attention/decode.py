@@ -50,6 +50,15 @@ def plan(
 
     whole_cost: a program that attends this many blocks more, but of one request alone, takes as long. If there are
     programs enough, the places after each request stay empty up to the next program's first one.
+
+    For example, requests a, b and c have 9, 1 and 2 blocks, 4 programs share them, switch_cost is 1, and whole_cost 0:
+
+        place     0   4   8   12
+        request   aaaaaaaaa-b-cc--
+        program   0000111122223333
+
+    starts is [0, 10, 12, 15], and ends is [9, 11, 14, 4]. Program 2 attends the last block of a, and b. Programs 0, 1
+    and 2 each leave a partial result of a.
     """
     num_places, longest = 0, 0
     for first in range(0, num_reqs, REQUESTS):
