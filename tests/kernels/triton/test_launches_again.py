@@ -78,15 +78,22 @@ for name, (function, args, constants) in calls.items():
         wrong.append(name)
 JITFunction.run = lambda self, *args, **kwargs: searched.append("replaced")
 _launch.launch(kernel, (3, 2), *calls["a call"][1], **calls["a call"][2])
-print(json.dumps([wrong, len(calls), searches, searched[-1]]))
+last = searched[-1]
+JITFunction.run = search
+try:
+    refused = _launch.launch(kernel, (3, 2), x, None, 5, 6, 1, num_warps=4)
+except AssertionError as error:
+    refused = str(error)
+print(json.dumps([wrong, len(calls), searches, last, refused]))
 """
 
 
 def test_a_launch_like_an_earlier_one_is_the_one_that_triton_would_make(tmp_path):
-    wrong, num_calls, (first, second), last = printed(SCRIPT, tmp_path)
+    wrong, num_calls, (first, second), last, refused = printed(SCRIPT, tmp_path)
     assert not wrong
     assert first > num_calls / 2 and second == first, "Triton has to find the kernel of each call once"
     assert last == "replaced", "while Triton's function is replaced, all launches go there"
+    assert refused == "kernel takes FIRST by its name"
 
 
 OPS = ("rms_norm", "silu_and_mul", "rope_cache", "linear", "paged_attention", "top_k_top_p_sample")

@@ -147,6 +147,9 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], *args, **constants) -> No
 
     Triton finds the compiled kernel anew each time, by all that it was specialised for. Here it is found by at least as
     much, in fewer steps, and launches itself. While JITFunction.run is replaced, as in `_precompile`, nothing is found.
+
+    args: exactly the parameters that are no constants. So a place of the key always means the same parameter, and a
+    kernel that is found takes the constants of its first launch.
     """
     if not isinstance(kernel, JITFunction) or JITFunction.run is not _RUN:
         kernel[grid](*args, **constants)
@@ -156,9 +159,12 @@ def launch(kernel: JITFunction, grid: tuple[int, ...], *args, **constants) -> No
         compiled, last = found
         compiled[(*grid, 1, 1)](*args, *last)
         return
-    compiled, rest = kernel[grid](*args, **constants), kernel.params[len(args) :]
+    compiled = kernel[grid](*args, **constants)
+    given, rest = kernel.params[: len(args)], kernel.params[len(args) :]
     # For AMD's GPUs Triton also specialises for sizes of tensors. An argument by name could be one that changes.
     if _on_nvidia(compiled) and all(parameter.is_constexpr for parameter in rest):
+        unnamed = [parameter.name for parameter in given if parameter.is_constexpr]
+        assert not unnamed, f"{kernel.__name__} takes {', '.join(unnamed)} by its name"
         if len(_known) >= MOST_KNOWN:
             _known.clear()
         _known[key] = compiled, tuple(constants.get(parameter.name, parameter.default) for parameter in rest)
