@@ -115,6 +115,11 @@ def sizes_values_apart(model) -> bool:
     return "Pangu" in names and getattr(config, "param_sink_number", 0) > 0
 
 
+def windows_generated_tokens(model) -> bool:
+    """Whether generated tokens see the whole prompt and a window of each other. vLLM calls it R-SWA."""
+    return model.rswa_window is not None
+
+
 def several(name: str) -> Callable[["VllmConfig"], bool]:
     return lambda config: getattr(config.parallel_config, name) > 1
 
@@ -207,6 +212,7 @@ RULES: tuple[Rule, ...] = (
     Rule("Mamba, state-space and linear attention", ANOTHER_MODEL, of_model(lambda model: model.has_inner_state)),
     MULTIMODAL,
     Rule("attention in chunks that look back (Rnj-1)", ANOTHER_MODEL, of_model(looks_back)),
+    Rule("windows of generated tokens (R-SWA)", ANOTHER_MODEL, of_model(windows_generated_tokens)),
     Rule("encoder-decoder models", ANOTHER_MODEL, of_model(lambda model: model.is_encoder_decoder)),
     SLEEP,
     CUMEM_ALLOCATOR,

@@ -12,6 +12,7 @@ from small_models import GPT_OSS, QWEN3
 from transformers import Gemma4TextConfig
 from vllm.config import replace, set_current_vllm_config
 from vllm.config.speculative import SpeculativeConfig
+from vllm.model_executor.models import config as models
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -155,6 +156,20 @@ def test_the_attention_that_vllm_sets_for_a_model_stays_where_the_part_is_off(ha
 def test_the_attention_that_a_user_sets_stays(gemma4):
     attention = gemma4(has_fa4=False, attention_backend="FLASH_ATTN")
     assert "attention" not in parts.kept(attention) and attention.attention_config.backend.name == "FLASH_ATTN"
+
+
+def test_windows_of_generated_tokens_have_the_attention_that_vllm_sets_for_them(engine, monkeypatch):
+    """Another version of FlashAttention would leave the windows out. Unlimited-OCR itself imports torchvision."""
+
+    class OfUnlimitedOcr(models.VerifyAndUpdateConfig):
+        verify_and_update_config = models.UnlimitedOCRForCausalLMConfig.verify_and_update_config
+
+    monkeypatch.setattr(fa_utils, "is_fa_version_supported", lambda *_, **__: True)
+    monkeypatch.setitem(models.MODELS_CONFIG_MAP, "Qwen3ForCausalLM", OfUnlimitedOcr)
+    config = engine(hf_overrides={"rswa_window": 128})
+    assert "attention" not in parts.kept(config)
+    attention = config.attention_config
+    assert (attention.backend, attention.flash_attn_version) == (AttentionBackendEnum.FLASH_ATTN, 4)
 
 
 def test_the_captured_steps_that_vllm_sets_for_gpt_oss_stay(configure, native, on_a_gpu):

@@ -22,6 +22,7 @@ from vllm_opset.platform.refusals import (
     of_model,
     several,
     two_batches,
+    windows_generated_tokens,
 )
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ PARTS: Mapping[str, Part] = {
             ),
             Rule("encoders with a pooled KV cache (Voxtral Realtime)", _LEAVE_IT_OUT, of_model(_pools_cache)),
             Rule("attention in chunks that look back (Rnj-1)", _LEAVE_IT_OUT, of_model(looks_back)),
+            Rule("windows of generated tokens (R-SWA)", _LEAVE_IT_OUT, of_model(windows_generated_tokens)),
             Rule("a KV cache in that dtype", "leave out --kv-cache-dtype", caches_neither_alike_nor_in_fp8),
             Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
             # vLLM makes a connector for it after the configuration is checked.
