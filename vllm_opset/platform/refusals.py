@@ -120,6 +120,10 @@ def windows_generated_tokens(model) -> bool:
     return model.rswa_window is not None
 
 
+def has_square_root_alibi(model) -> bool:
+    return "Step1ForCausalLM" in model.architectures  # no setting of a model says so
+
+
 def several(name: str) -> Callable[["VllmConfig"], bool]:
     return lambda config: getattr(config.parallel_config, name) > 1
 
@@ -213,6 +217,7 @@ RULES: tuple[Rule, ...] = (
     MULTIMODAL,
     Rule("attention in chunks that look back (Rnj-1)", ANOTHER_MODEL, of_model(looks_back)),
     Rule("windows of generated tokens (R-SWA)", ANOTHER_MODEL, of_model(windows_generated_tokens)),
+    Rule("square-root ALiBi (Step1)", ANOTHER_MODEL, of_model(has_square_root_alibi)),
     Rule("encoder-decoder models", ANOTHER_MODEL, of_model(lambda model: model.is_encoder_decoder)),
     SLEEP,
     CUMEM_ALLOCATOR,

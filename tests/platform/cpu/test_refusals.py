@@ -210,6 +210,7 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         ("fp64 sampling noise", "--use-fp64-gumbel", LLAMA, {"use_fp64_gumbel": True}),
         ("chunks that look back", "choose another model", RNJ1, {}),
         ("windows of generated tokens", "choose another model", LLAMA | {"rswa_window": 128}, {}),
+        ("square-root ALiBi", "choose another model", LLAMA | {"architectures": ["Step1ForCausalLM"]}, {}),
         ("values of another size", "choose another model", MIMO_V2, {}),
         ("values of another size", "choose another model", MIMO_V2 | OTHER_VALUES_IN_WINDOWS, {}),
         ("values of another size", "choose another model", PANGU, {}),

@@ -18,6 +18,7 @@ from vllm_opset.platform.refusals import (
     caches_neither_alike_nor_in_fp8,
     environment,
     given,
+    has_square_root_alibi,
     looks_back,
     of_model,
     several,
@@ -202,6 +203,7 @@ PARTS: Mapping[str, Part] = {
             Rule("encoders with a pooled KV cache (Voxtral Realtime)", _LEAVE_IT_OUT, of_model(_pools_cache)),
             Rule("attention in chunks that look back (Rnj-1)", _LEAVE_IT_OUT, of_model(looks_back)),
             Rule("windows of generated tokens (R-SWA)", _LEAVE_IT_OUT, of_model(windows_generated_tokens)),
+            Rule("square-root ALiBi (Step1)", _LEAVE_IT_OUT, of_model(has_square_root_alibi)),
             Rule("a KV cache in that dtype", "leave out --kv-cache-dtype", caches_neither_alike_nor_in_fp8),
             Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
             # vLLM makes a connector for it after the configuration is checked.
