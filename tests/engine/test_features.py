@@ -194,6 +194,19 @@ def test_an_engine_that_was_sent_to_sleep_serves_again(level, llm, greedy):
     assert tokens(generate(llm, models.prompts())) == greedy
 
 
+def test_an_engine_that_was_told_to_release_its_cache_serves_again(llm, greedy):
+    """It frees nothing either, and is not asleep for good."""
+    if not hasattr(llm, "release_kv_cache_memory"):
+        pytest.skip("vLLM up to 0.30 has no such call: ends when 0.31 is the oldest supported release")
+    llm.llm_engine.step()  # an engine in this process tells its worker in the next step alone which requests ended
+    llm.sleep(0)
+    try:
+        llm.release_kv_cache_memory()
+    finally:
+        llm.wake_up()  # otherwise, the tests after this one would wait for answers forever
+    assert tokens(generate(llm, models.prompts())) == greedy
+
+
 def test_the_report_counts(llm):
     from vllm.platforms import current_platform
 

@@ -41,11 +41,15 @@ class OpsetWorker(Reporting, PackingWorker):
                 quantised_experts.make_room(model)
         super().reload_weights(*args, **kwargs)
 
-    # An HTTP client may ask a server in development mode for the next two, also without --enable-sleep-mode.
+    # An HTTP client may ask a server in development mode for the next three, also without --enable-sleep-mode.
 
     def sleep(self, level: int = 1) -> None:
         """Free nothing: see `_maybe_get_memory_pool_context`. vLLM's own worker for CPUs does the same."""
         logger.warning("Weights and KV cache stay in memory: vllm-opset %s has no sleep mode", current_platform.where)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Free nothing, like `sleep`. vLLM from 0.31 on asks for it, and takes the engine for asleep if it raises."""
+        self.sleep()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Do nothing, because nothing was freed."""
