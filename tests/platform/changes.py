@@ -215,7 +215,7 @@ def pretend_a_gpu() -> None:
     import vllm_opset.platform
     from vllm_opset.platform import stock
 
-    vllm_opset.platform._why_no_gpu = lambda: None
+    vllm_opset.platform._why_no_gpu = lambda choice: None
     stock.has_kernels_for_cuda = lambda: True
     sys.modules |= {name: types.ModuleType(name) for name in ("vllm._C", "vllm._C_stable_libtorch")}
 

@@ -36,7 +36,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(stock, "_has", lambda module: module in modules)
         monkeypatch.setenv("OPSET_PLATFORM", "auto")
         if found:
-            monkeypatch.setattr(platform, "_why_no_gpu", lambda: None)
+            monkeypatch.setattr(platform, "_why_no_gpu", lambda choice: None)
             monkeypatch.setattr(platform, "_why_no_npu", lambda: None)
 
     return machine
@@ -48,6 +48,16 @@ def said(monkeypatch) -> list[tuple[int, str]]:
     said = []
     monkeypatch.setattr(platform, "_log_once", lambda *words: said.append(words))
     return said
+
+
+@pytest.fixture
+def nvml_of_one_gpu(monkeypatch) -> None:
+    """NVML counts the GPUs of the machine, whatever variables hide."""
+    from vllm.utils.import_utils import import_pynvml
+
+    nvml = import_pynvml()
+    for name, answer in {"nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": 1}.items():
+        monkeypatch.setattr(nvml, name, lambda answer=answer: answer)
 
 
 FOR_CUDA, FOR_ROCM, FOR_CPUS = {"_C", "_C_stable_libtorch"}, {"_C", "_C_stable_libtorch", "_rocm_C"}, {"_C", "_C_AVX2"}
@@ -158,6 +168,23 @@ def test_the_cpu_does_not_serve_for_an_accelerator_unasked(
         getattr(platform, platform.activate().rpartition(".")[2])
     monkeypatch.setenv("OPSET_PLATFORM", "cpu")
     assert platform.activate() == PLATFORM and not said
+
+
+@pytest.mark.window
+@pytest.mark.parametrize("choice", ["auto", "native"])
+def test_vllms_own_wheel_serves_in_a_process_without_gpus_of_ray(choice, machine, nvml_of_one_gpu, monkeypatch):
+    """Ray gives a driver that asked for no GPU an empty variable, and its workers GPUs of their own."""
+    machine("cuda", found=False, modules=FOR_CUDA)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("OPSET_PLATFORM", choice)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert platform.activate() == "vllm_opset.platform.OpsetNativePlatform"
+    for other, visible in ((choice, "-1"), ("cuda", "")):
+        monkeypatch.setenv("OPSET_PLATFORM", other)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(platform.PluginError, match="hides every NVIDIA GPU"):
+            getattr(platform, platform.activate().rpartition(".")[2])
 
 
 def run(script: str, **environment) -> subprocess.CompletedProcess:

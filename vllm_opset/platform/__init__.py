@@ -8,7 +8,7 @@ The variable OPSET_PLATFORM chooses the platform. `auto`, the default, has three
 - It does not activate, and stock vLLM serves, if vLLM was built for CPUs, or if PyTorch was built for another
   accelerator that it can use, such as AMD's GPUs.
 - It raises an error if PyTorch was built for an accelerator and cannot use it. No server falls back to the CPU because
-  a driver broke or another process hid the GPUs.
+  a driver broke or another process hid the GPUs. GPUs that Ray hides from a driver are no error for `native`.
 
 `cpu`, `cuda`, `native` and `npu` take that platform, or raise an error if it cannot be used. `off` activates none.
 
@@ -108,7 +108,7 @@ def _choose() -> str | None:
             "OPSET_PLATFORM=native needs vLLM's own wheel for CUDA; this vLLM has no compiled kernels "
             "(OPSET_PLATFORM=cuda does without them)."
         )
-    if choice in ("cuda", "native") and (reason := _why_no_gpu()):
+    if choice in ("cuda", "native") and (reason := _why_no_gpu(choice)):
         raise ValueError(f"no NVIDIA GPU can be used: {reason}.")
     if choice == "npu" and (reason := _why_no_npu()):
         raise ValueError(f"OPSET_PLATFORM=npu: {reason}.")
@@ -122,15 +122,13 @@ def _best() -> str:
     wanted = _accelerator()
     if wanted is None:
         return "cpu"
-    if reason := _why_none_is_found(wanted):
-        reason = _why_no_gpu() if wanted == "cuda" else reason
+    choice = "native" if wanted == "cuda" and stock.has_kernels_for_cuda() else wanted
+    if reason := _why_no_gpu(choice) if wanted == "cuda" else _why_none_is_found(wanted):
         raise ValueError(
             f"this PyTorch was built for {wanted}, and cannot use it: {reason}. "
             "To take the CPU, set OPSET_PLATFORM=cpu."
         )
-    if wanted not in _OF_CHOICE:
-        return f"it has no kernels for {wanted}"
-    return "native" if wanted == "cuda" and stock.has_kernels_for_cuda() else wanted
+    return choice if choice in _OF_CHOICE else f"it has no kernels for {wanted}"
 
 
 def _warn_where_vllm_has_no_kernels() -> None:
@@ -144,10 +142,13 @@ def _warn_where_vllm_has_no_kernels() -> None:
         )
 
 
-def _why_no_gpu() -> str | None:
+def _why_no_gpu(choice: str) -> str | None:
+    """Why `cuda` or `native` cannot use an NVIDIA GPU; None if it can."""
     from vllm_opset.platform.cuda import device
 
-    return device.missing()
+    # Ray leaves an empty variable in a driver that asked for no GPU, and its workers have GPUs. vLLM takes it as unset.
+    elsewhere = choice == "native" and os.environ.get(device.VISIBLE) == "" and stock.finds_gpus()
+    return device.missing(elsewhere)
 
 
 def _why_no_npu() -> str | None:

@@ -1,6 +1,7 @@
 """The installed vLLM: its release, and the kernels that it was compiled with.
 
 vLLM and its kernels are looked up, not imported: vLLM asks for its platform while it is imported, and may be absent.
+`finds_gpus` alone asks vLLM.
 """
 
 import importlib.metadata
@@ -35,6 +36,13 @@ def has_kernels_for_cpus() -> bool:
 def has_kernels() -> bool:
     """Whether vLLM has compiled kernels of its own, for any device."""
     return any(map(_has, (_CPU, _CUDA, _ROCM)))
+
+
+def finds_gpus() -> bool:
+    """Whether vLLM's own platform for NVIDIA GPUs would serve. NVML counts the GPUs, also those that variables hide."""
+    from vllm.platforms import cuda_platform_plugin
+
+    return cuda_platform_plugin() is not None
 
 
 def _has(module: str) -> bool:

@@ -43,7 +43,7 @@ def machine(monkeypatch):
     def machine(accelerator: str | None, compiled: bool) -> None:
         monkeypatch.setattr(platform, "_accelerator", lambda: accelerator)
         monkeypatch.setattr(platform, "_is_found", lambda accelerator: True)
-        monkeypatch.setattr(platform, "_why_no_gpu", lambda: None)
+        monkeypatch.setattr(platform, "_why_no_gpu", lambda choice: None)
         monkeypatch.setattr(stock, "_has", lambda module: compiled and module == "_C_stable_libtorch")
 
     return machine

@@ -16,11 +16,16 @@ pytestmark = [
 
 UUID = "GPU-00000000-1111-2222-3333-444444444444"
 SCRIPT = """
-import json, sys, torch
+import json, sys, torch, types
 
 def initialised(): raise SystemExit("CUDA was initialised")
 
-torch.version.cuda, torch.cuda.device_count, torch.cuda._lazy_init = "13.0", lambda: 1, initialised
+wheel, gpus = sys.argv[2] == "native", int(sys.argv[3])
+torch.version.cuda, torch.cuda.device_count, torch.cuda._lazy_init = "13.0", lambda: gpus, initialised
+from vllm_opset.platform import stock
+stock.has_kernels_for_cuda = lambda: wheel
+if wheel:
+    sys.modules |= {name: types.ModuleType(name) for name in ("vllm._C", "vllm._C_stable_libtorch")}
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform as platform
 
@@ -41,11 +46,16 @@ def emulated(tmp_path):
     return folder
 
 
-def test_cuda_is_not_initialised_before_processes_are_forked(emulated, tmp_path):
+@pytest.mark.parametrize(
+    ("platform", "visible", "gpus"),
+    [("cuda", UUID, 1), ("native", "", 0)],  # the second one as in a driver of Ray, whose workers have the GPUs
+    ids=["cuda", "native in Ray"],
+)
+def test_cuda_is_not_initialised_before_processes_are_forked(platform, visible, gpus, emulated, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "script.py").write_text(SCRIPT)
-    settings = {"OPSET_PLATFORM": "cuda", "CUDA_VISIBLE_DEVICES": UUID, "LD_LIBRARY_PATH": emulated}
-    found = run("python", tmp_path / "script.py", tmp_path, **settings)
+    settings = {"OPSET_PLATFORM": platform, "CUDA_VISIBLE_DEVICES": visible, "LD_LIBRARY_PATH": emulated}
+    found = run("python", tmp_path / "script.py", tmp_path, platform, gpus, **settings)
     assert found.code == 0, found
     answer = json.loads(found.out.splitlines()[-1])
-    assert answer == ["OpsetCudaPlatform", "Emulated GPU", 80 << 30, 0, "cuda"]
+    assert answer == [f"Opset{platform.title()}Platform", "Emulated GPU", 80 << 30, 0, "cuda"]

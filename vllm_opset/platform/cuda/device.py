@@ -13,11 +13,14 @@ OLDEST = (8, 0)  # compute capability: older GPUs lack bfloat16, and Triton's ke
 NEEDED = f"a GPU of compute capability {OLDEST[0]}.{OLDEST[1]} or newer"
 
 
-def missing() -> str | None:
-    """What is missing, or None. It does not initialise CUDA, because vLLM could not fork its processes after that."""
+def missing(elsewhere: bool = False) -> str | None:
+    """What is missing, or None. It does not initialise CUDA, because vLLM could not fork its processes after that.
+
+    elsewhere: whether other processes have GPUs, so that this one needs none.
+    """
     if torch.version.cuda is None:
         return "this PyTorch was built without CUDA: pip install one of its builds for CUDA"
-    if torch.cuda.device_count() == 0:
+    if not elsewhere and torch.cuda.device_count() == 0:
         return _why_none_is_found()
     return triton.unavailable()
 
