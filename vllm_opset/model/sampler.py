@@ -6,7 +6,7 @@ and the position of the token. So a seeded request draws the same tokens in any 
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -37,16 +37,17 @@ OF_VLLM = Sampler.__module__.rpartition(".")[0]
 class OpsetSampler(Sampler):
     """opset's version of `vllm.v1.worker.gpu.sample.sampler.Sampler`, which takes over the state of vLLM's sampler.
 
-    stock: vLLM's sampler. logits_dtype: of the model's logits; if vLLM modifies the logits first, they are fp32.
+    stock: vLLM's sampler. logits_dtypes: that the model's logits may have; if vLLM modifies the logits first, they are
+    fp32.
     """
 
-    def __init__(self, stock: Sampler, logits_dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, stock: Sampler, logits_dtypes: Collection[torch.dtype], device: torch.device) -> None:
         vars(self).update(vars(stock))
         self.sampling_states = _States(stock.sampling_states, verifies_drafts=stock.num_speculative_tokens > 1)
         vocab_size = self.sampling_states.vocab_size
         self._draw = {
             dtype: selection.select(ops.top_k_top_p_sample, TopKTopPSampleProblem(device.type, dtype, vocab_size)).run
-            for dtype in {logits_dtype, torch.float32}
+            for dtype in {*logits_dtypes, torch.float32}
         }
         self._has_new_requests = True
         self._batch: bytes | None = None  # the requests that `_skips_counts` is known of
@@ -148,7 +149,7 @@ class Fp32Sampler(OpsetSampler):
     """Draws from logits of another dtype in fp32, as the sampler for the first model runner does."""
 
     def __init__(self, stock: Sampler, device: torch.device) -> None:
-        super().__init__(stock, torch.float32, device)
+        super().__init__(stock, (), device)
 
     def _sampled(self, logits: torch.Tensor, *args) -> tuple[torch.Tensor, torch.Tensor]:
         return super()._sampled(logits.float(), *args)
@@ -230,6 +231,11 @@ def _parameters(cls: type, method: str) -> tuple[str, ...]:
     return tuple(inspect.signature(found).parameters)[1:] if found else ()
 
 
+def _dtypes(runner) -> tuple[torch.dtype, ...]:
+    """Of the model's logits. Users may set one for the LM head, and some models do not ask for it."""
+    return runner.model_config.dtype, runner.model_config.head_dtype
+
+
 def install(runner, make: Callable[[Sampler], "OpsetSampler"] | None = None) -> bool:
     """Replace the sampler of vLLM's second runner, whose model was loaded. Returns whether its class is a known one.
 
@@ -237,8 +243,7 @@ def install(runner, make: Callable[[Sampler], "OpsetSampler"] | None = None) -> 
     """
     kind = type(runner.sampler)
     if kind is Sampler and fits():
-        make = make or (lambda stock: OpsetSampler(stock, runner.model_config.dtype, runner.device))
-        runner.sampler = make(runner.sampler)
+        runner.sampler = make(runner.sampler) if make else OpsetSampler(runner.sampler, _dtypes(runner), runner.device)
         return True
     if kind is Sampler:
         logger.warning_once("vllm-opset's sampler does not serve: that of this vLLM release takes other parameters")

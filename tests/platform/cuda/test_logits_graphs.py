@@ -237,12 +237,22 @@ def test_nothing_is_captured_for_a_derived_layer(worker):
 
 
 @pytest.mark.parametrize(
-    ("head_dtype", "captured"), [(torch.bfloat16, True), (torch.float32, True), (torch.float16, False)], ids=str
+    ("head_dtype", "on_vllms_own", "captured"),
+    [
+        (torch.bfloat16, False, True),
+        (torch.float32, True, True),
+        (torch.float32, False, False),
+        (torch.float16, True, False),
+    ],
+    ids=str,
 )
-def test_a_head_in_another_dtype_is_not_copied_into_a_graph(head_dtype, captured, worker):
-    """In fp32, vLLM multiplies without a copy of the head."""
+def test_a_head_in_another_dtype_is_not_copied_into_a_graph(head_dtype, on_vllms_own, captured, worker, monkeypatch):
+    """In fp32, vLLM multiplies without a copy of the head on its own platform."""
+    from vllm.platforms import current_platform
+
     from vllm_opset.platform.cuda import logits_graphs
 
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: on_vllms_own)
     one = worker()
     one.model_runner.model.logits_processor.head_dtype = head_dtype
     logits_graphs.capture(one)

@@ -58,7 +58,7 @@ def sampler(monkeypatch):
         for place, asked in requests.items():
             stock.sampling_states.add_request(place, SamplingParams(seed=place, logprobs=1, **asked))
         stock.sampling_states.apply_staged_writes()
-        config = SimpleNamespace(dtype=torch.float32)
+        config = SimpleNamespace(dtype=torch.float32, head_dtype=torch.float32)
         runner = SimpleNamespace(sampler=stock, model_config=config, device=torch.device("cpu"))
         assert install(runner) and runner.sampler is not stock
         return runner.sampler

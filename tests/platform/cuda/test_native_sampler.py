@@ -62,7 +62,8 @@ def runner(stock):
     from vllm_opset.model.sampler import install
 
     selection.configure()
-    runner = SimpleNamespace(sampler=stock, model_config=SimpleNamespace(dtype=torch.float32), device=CPU)
+    config = SimpleNamespace(dtype=torch.float32, head_dtype=torch.float16)
+    runner = SimpleNamespace(sampler=stock, model_config=config, device=CPU)
     assert install(runner)
     yield runner
     selection.configure()
@@ -152,6 +153,15 @@ def test_vllms_second_sampler_draws_by_the_op(runner):
         assert draw(runner.sampler, [4, 0, 3, 1, 5, 2], position).tolist() == by_the_op([4, 0, 3, 1, 5, 2], position)
 
 
+def test_logits_may_have_the_dtype_of_the_head(runner):
+    """Users set it by --hf-overrides, and vLLM's profile run draws from such logits."""
+    slots = [0, 1]
+    add_requests(runner.sampler)
+    logits = logits_of(slots).half()
+    tokens, by_dtype = draw(runner.sampler, slots, 9, logits).tolist(), runner.sampler._draw
+    assert tokens == draw(runner.sampler, slots, 9, logits.float()).tolist() and torch.float16 in by_dtype
+
+
 def test_requests_come_and_go(runner):
     """Some of these batches are all greedy, and some have no filter."""
     add_requests(runner.sampler)
@@ -220,7 +230,7 @@ def test_prompts_and_rows_of_drafts_are_counted_on_the_gpu(runner, counted):
 def test_a_sampler_that_does_more_is_vllms(more, stock, runner):
     add_request(stock, 0, {"temperature": 0})
     setattr(stock, more, 4)
-    assert not type(runner.sampler)(stock, torch.float32, CPU)._is_plain_greedy(np.array([0]))
+    assert not type(runner.sampler)(stock, (), CPU)._is_plain_greedy(np.array([0]))
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -236,7 +246,7 @@ def test_logits_are_copied_for_logits_processors_alone(stock, drafts):
     if inspect.signature(SamplingStates.add_request).return_annotation is not bool:
         pytest.skip("vLLM up to 0.30 does not ask the sampler's states: ends when 0.31 is the oldest supported release")
     stock.num_speculative_tokens = 4 if drafts else 1
-    sampler = OpsetSampler(stock, torch.float32, CPU)
+    sampler = OpsetSampler(stock, (), CPU)
     others = [{"temperature": 0.5, "top_k": 3, "logit_bias": {3: 1.0}}, {"temperature": 0, "presence_penalty": 0.5}]
     for slot, asked in enumerate([*ASKED, *others]):
         add_request(sampler, slot, asked)

@@ -10,6 +10,7 @@ import inspect
 import torch
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset.model.sampler import OpsetSampler
@@ -69,7 +70,10 @@ def _is_capturable(model: torch.nn.Module, dtype: torch.dtype) -> bool:
     method = getattr(getattr(model, "lm_head", None), "quant_method", None)
     if method is not None and not isinstance(method, UnquantizedEmbeddingMethod):
         return False
-    return processor.head_dtype in (None, dtype, torch.float32)
+    without_copy = {None, dtype}
+    if current_platform.is_cuda():
+        without_copy.add(torch.float32)  # out of vLLM's tree, it copies the head in fp32
+    return processor.head_dtype in without_copy
 
 
 class LogitsGraphs:
