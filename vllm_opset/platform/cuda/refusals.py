@@ -44,6 +44,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
         unless=asks_to_compile,
     ),
     *unset("all-reduce over symmetric memory", "VLLM_ALLREDUCE_USE_SYMM_MEM"),
+    *unset("counting CUDA graphs before the KV cache is sized", "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"),
     *SIMULATED_ROUTING,
 )
 
