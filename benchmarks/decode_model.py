@@ -39,11 +39,12 @@ def why_unknown(config: Mapping) -> str | None:
     """Why the layers of a model are not known here, or None."""
     architecture = config["architectures"][0]
     if "quantization_config" in config and groups_of(config) is None:
-        return f"its weights are quantised ({config['quantization_config']['quant_method']}), and not in fp8"
+        method = config["quantization_config"]["quant_method"]
+        return f"its weights are quantised ({method}), and not in fp8 by blocks or by channels"
     if architecture not in ARCHITECTURES:
         return f"{architecture} is none of {', '.join(ARCHITECTURES)}"
     in_fp8 = architecture == "Gemma2ForCausalLM" and groups_of(config) is not None
-    return "the layers of Gemma 2 are known without fp8 alone" if in_fp8 else None
+    return "layers of Gemma 2 are known unquantised only" if in_fp8 else None
 
 
 class Groups(NamedTuple):
@@ -59,7 +60,9 @@ def groups_of(config: Mapping) -> Groups | None:
     if stored.get("quant_method") == "fp8" and "weight_block_size" in stored:
         block = GroupShape(*stored["weight_block_size"])
         return Groups(block, GroupShape(1, block.columns))
-    return Groups(PER_ROW, PER_ROW) if stored.get("format") == "float-quantized" else None
+    weights = [group["weights"]["strategy"] for group in stored.get("config_groups", {}).values()]
+    by_channels = stored.get("format") == "float-quantized" and weights == ["channel"]
+    return Groups(PER_ROW, PER_ROW) if by_channels else None
 
 
 class Weight(NamedTuple):

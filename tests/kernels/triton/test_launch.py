@@ -6,6 +6,7 @@ import triton
 
 from vllm_opset import ops, targets
 from vllm_opset.bench.tune import Trial, entries
+from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import _launch, _rows
 from vllm_opset.targets import Target, nearest
 
@@ -83,6 +84,9 @@ def test_a_target_without_entries_is_served_with_the_vendors_nearest_older_ones(
     [
         ("early_launch", (1, 65), (2, 64)),
         ("quantised_early_launch", (65,), (1, 64)),
+        ("norm_quant_early_launch", (65,), (1, 64)),
+        ("groups_norm_quant_early_launch", (1, 64, 65), ()),
+        ("quantise_early_launch", (257,), (1, 256)),
         ("rotary_early_launch", (64, 257), (65, 256)),
     ],
 )
@@ -102,8 +106,22 @@ def test_the_next_kernel_is_launched_early_where_that_was_faster(
     for function in cached:
         function.cache_clear()
     assert {int(options[rows]["PDL"]) for rows in waiting} == {waits}
-    assert {int(options[rows]["PDL"]) for rows in launching} == {launches}
+    assert {int(options[rows]["PDL"]) for rows in launching} <= {launches}
     assert all(each.get("launch_pdl", False) == (waits == 1) for each in options.values())
+
+
+@pytest.mark.parametrize(
+    ("group", "of_norm"), [([1, -1], "norm_quant_early_launch"), ([1, 128], "groups_norm_quant_early_launch")]
+)
+def test_kernels_that_quantise_ask_by_rows_whether_to_launch_early(group, of_norm, monkeypatch):
+    """Norms by rows and by parts of rows differ in whether it pays."""
+    asked = []
+    monkeypatch.setattr(_launch, "early_launch_options", lambda _, rows, launch: asked.append((rows, launch)) or {})
+    monkeypatch.setattr(_launch, "launch", lambda *_, **__: None)
+    x = torch.zeros(3, 256, dtype=torch.bfloat16)
+    kernels_of("quantise")["triton"].run(x, torch.float8_e4m3fn, group)
+    kernels_of("rms_norm_quant")["triton"].run(x, None, 1e-6, torch.float8_e4m3fn, group)
+    assert asked == [(3, "quantise_early_launch"), (3, of_norm)]
 
 
 def test_tuning_keeps_as_few_entries_as_serve_every_size_well():

@@ -12,6 +12,7 @@ import torch
 from paged_launches import record_launches
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.worker.gpu.sample import logprob
 
 from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.ops.attention.paged_batch import PagedBatch
@@ -255,3 +256,24 @@ def test_every_number_of_logprobs_is_warm(most):
     numbers = warm_up._numbers_of_logprobs(most)
     assert max(numbers) <= most and len(numbers) <= 40
     assert variants(numbers) == variants(range(most + 1))
+
+
+def test_kernels_for_logprobs_are_compiled_ahead_and_then_called(monkeypatch):
+    """vLLM's kernels are compiled ahead only if their module is named."""
+    called, within = [], []
+
+    @contextlib.contextmanager
+    def precompile(*modules):
+        within.extend(modules)
+        yield
+        within.clear()
+
+    monkeypatch.setattr(warm_up, "precompile", precompile)
+    monkeypatch.setattr(
+        logprob, "compute_topk_scores", lambda logits, number, _: called.append((*within, logits.dtype, number))
+    )
+    config = SimpleNamespace(dtype=torch.bfloat16, max_logprobs=5, get_vocab_size=lambda: 32)
+    warm_up._scores(SimpleNamespace(model_config=config, device=torch.device("cpu")))
+    each = [(dtype, number) for dtype in (torch.bfloat16, torch.float32) for number in warm_up._numbers_of_logprobs(5)]
+    module = logprob.compute_token_logprobs.__module__
+    assert sorted(called, key=str) == sorted([*each, *((module, *one) for one in each)], key=str)
