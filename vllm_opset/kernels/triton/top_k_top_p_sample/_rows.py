@@ -25,6 +25,15 @@ MOST_RIVALS = tl.constexpr(16)  # rivals that a row may have in these integers
 # USE_LIST samples from the list of `read`. SEARCH_CLOSER_LIST searches the list of `reread` for the cut-off. REJECTION
 # rejects rivals that `read` listed, and LATE_REJECTION those that `reread` listed. SAMPLED is the token of `reread`.
 USE_LIST, SEARCH_CLOSER_LIST, REJECTION, LATE_REJECTION, SAMPLED = (tl.constexpr(strategy) for strategy in range(5))
+# What `finish` finds in the row's buffers depends on the strategy:
+#
+# - USE_LIST: the list has the LISTED tokens from LOW on.
+# - SEARCH_CLOSER_LIST: the list has the RELISTED tokens from CLOSER_LOW to CLOSER_HIGH, and CHUNK_CERTAIN the weight of
+#   those from CLOSER_HIGH on.
+# - REJECTION: RIVALS has the NUM_RIVALS rivals, and the pivot sums have the weight before each of them. If NUM_RIVALS
+#   is −1, the list has the RELISTED tokens from CLOSER_LOW on, and the first pivot sum of a chunk has their weight.
+# - LATE_REJECTION: the list has the RELISTED rivals below LOW, and CHUNK_LISTED the weight of the tokens from LOW on.
+# - SAMPLED: the chunks' scores and tokens say all.
 # Floats of a row: the bounds of `read` and of `reread`, the largest x, the logarithm of the sum of the kept weights,
 # and the standard deviation of the sample. ESTIMATE is the estimated logit of top-p's cut-off, or inf if it is not
 # needed. ABOVE and BELOW are the reach of the pivots above and below this estimate. REFERENCE is the largest logit of
