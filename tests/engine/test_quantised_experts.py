@@ -1,13 +1,14 @@
 """Mixtures of experts with fp8, int8 and int4 weights give the tokens of the same weights in bf16."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import models
 import pytest
 import quantised
 import torch
-from engines import report, served
+from engines import generate, report, served
 from quantised_answers import (
     NOT_ON_GPU,
     NUM_TOKENS,
@@ -25,7 +26,10 @@ from quantised_answers import (
     quantising_layers,
     saved,
 )
+from vllm.model_executor.kernels.linear import MPLinearLayerConfig
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 
+from vllm_opset.model.int4_experts import LOADED_BIASES
 from vllm_opset.ops.schemes import PER_TENSOR, GroupShape
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
@@ -69,7 +73,8 @@ def test_quantised_experts_serve_as_what_they_stand_for(
         cure = "without int4 weights" if dtype == "uint4" else re.escape("{'linear': 'reference'}".replace("'", '"'))
         with pytest.raises(Exception, match=f"packed this model's weights.*{cure}"):
             llm.collective_rpc("save_sharded_state", kwargs={"path": "unused"})
-        if name in ("blockwise", "awq"):
+        reloads_gptq = "has_g_idx" not in MPLinearLayerConfig.__annotations__  # see test_quantised_weights.py
+        if name in ("blockwise", "awq") or (name == "gptq" and reloads_gptq):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(mixtures[name])})
             llm.reset_prefix_cache()
             assert answers(llm) == expected_of_mixtures[dtype]
@@ -115,6 +120,47 @@ def test_a_damaged_scale_of_an_expert_is_named(name, scale_name, mixtures, engin
     folder = damaged(mixtures[name], lambda weights, name: weights[name].fill_(torch.nan), scale, tmp_path)
     named = rf"model\.layers\.1\.mlp\.experts.*\.w2_{scale_name} holds NaN, .* for expert 5: the checkpoint is damaged"
     assert_refused(folder, engine, named)
+
+
+@NOT_ON_GPU
+@pytest.mark.parametrize("size", [0.0, 0.5])
+def test_biases_of_gptq_experts_count_though_the_model_declares_none(size, mixtures, engine, tmp_path):
+    """Zeros change nothing. The same bias of all experts' last products is added to each token, once."""
+    if LOADED_BIASES not in RoutedExperts.__init__.__code__.co_names:
+        pytest.skip("vLLM 0.26 loads no such biases: ends when 0.27 is the oldest supported release")
+    biases: dict[int, torch.Tensor] = {}
+
+    def add_biases(weights: dict[str, torch.Tensor], _: str) -> None:
+        for name in [name for name in weights if ".experts." in name and name.endswith(".scales")]:
+            layer, bias = int(name.split(".")[2]), torch.zeros(weights[name].shape[1], dtype=torch.bfloat16)
+            if "down_proj" in name:
+                bias.normal_(0, size, generator=torch.Generator().manual_seed(layer))
+                biases[layer] = bias
+            weights[name.replace(".scales", ".bias")] = bias
+
+    arguments = {"dtype": "bfloat16", "max_logprobs": -1}
+    with engine(damaged(mixtures["gptq"], add_biases, "", tmp_path), **arguments) as llm:
+        found = logprobs(llm)
+    with engine(mixtures["plain, int4"], **arguments) as llm:
+        without = logprobs(llm)
+        llm.apply_model(partial(_add_to_outputs, biases))
+        llm.reset_prefix_cache()
+        expected = logprobs(llm)
+    assert (found - expected).abs().max() < 0.25  # bf16 rounds at other places
+    assert size == 0 or (without - expected).abs().max() > 1
+
+
+def _add_to_outputs(biases: dict[int, torch.Tensor], model: torch.nn.Module) -> None:
+    for layer, bias in biases.items():
+        model.model.layers[layer].mlp.register_forward_hook(lambda _module, _args, out, bias=bias: out + bias)
+
+
+def logprobs(llm) -> torch.Tensor:
+    """Those of all tokens as the first one of each answer."""
+    outputs = generate(llm, PROMPTS, max_tokens=1, logprobs=-1)
+    return torch.tensor([
+        [one.logprob for _, one in sorted(output.outputs[0].logprobs[0].items())] for output in outputs
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from vllm_opset.unsupported import Refusal
 Parameter = tuple[str, tuple[int, ...], torch.dtype | None]  # its name, its shape and its dtype
 IN_INT32 = 8  # values of 4 bits
 ARGUMENTS = {"w13": "w1", "w2": "w2"}  # vLLM's names of the weights, and those of fused_experts
+# The attribute of a layer with the names of the biases that vLLM has loaded. vLLM 0.26 loads none.
+LOADED_BIASES = "_loaded_expert_biases"
 
 
 class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
@@ -32,6 +34,7 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
     scale_name = "scales"
     zero_point_name = "qzeros"
     is_transposed = True  # whether a weight's rows are its inputs, as the loader has to know
+    stores_biases = False  # whether checkpoints may have biases of experts that the model does not declare
 
     def __init__(self, moe: FusedMoEConfig, group_size: int, has_zero_points: bool) -> None:
         super().__init__(moe)
@@ -58,7 +61,7 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **attributes,
     ) -> None:
-        """Raises Refusal for biases, and for weights whose rows are no whole groups of one scale."""
+        """Raises Refusal for declared biases, and for weights whose rows are no whole groups of one scale."""
         if self.moe.has_bias:
             raise Refusal("vllm-opset does not support int4 experts with biases: choose another model.")
         attributes |= {"is_transposed": self.is_transposed}
@@ -66,8 +69,13 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
         halves = 2 if self.moe.is_act_and_mul else 1
         sizes = (halves * intermediate_size_per_partition, hidden_size), (hidden_size, intermediate_size_per_partition)
         for weight, (outputs, inputs) in zip(ARGUMENTS, sizes, strict=True):
-            for name, shape, dtype in self.shapes(outputs, inputs, self._groups(inputs)):
-                data = torch.empty(num_experts, *shape, dtype=dtype or params_dtype)
+            parameters = {
+                name: torch.empty(num_experts, *shape, dtype=dtype or params_dtype)
+                for name, shape, dtype in self.shapes(outputs, inputs, self._groups(inputs))
+            }
+            if self.stores_biases and hasattr(layer, LOADED_BIASES):
+                parameters["bias"] = torch.zeros(num_experts, outputs, dtype=params_dtype)
+            for name, data in parameters.items():
                 parameter = torch.nn.Parameter(data, requires_grad=False)
                 layer.register_parameter(f"{weight}_{name}", parameter)
                 set_weight_attrs(parameter, attributes)
@@ -88,6 +96,11 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
         Raises ValueError, with its name, for a damaged scale and for a tensor that the checkpoint lacks.
         """
         check_experts(layer, (self.weight_name, *([self.zero_point_name] if self.has_zero_points else [])))
+        for bias in map("{}_bias".format, ARGUMENTS):
+            stored = getattr(layer, bias, None)
+            # One that was not loaded is zero, or holds anything if weights are loaded again.
+            if stored is not None and not (bias in getattr(layer, LOADED_BIASES) and stored.any()):
+                layer.register_parameter(bias, None)
         how = {"out_dtype": self.moe.in_dtype}
         for weight, argument in ARGUMENTS.items():
             stored = getattr(layer, f"{weight}_{self.weight_name}")
@@ -159,7 +172,12 @@ class OpsetAwqExpertsMethod(Int4ExpertsMethod):
 
 
 class OpsetGptqExpertsMethod(Int4ExpertsMethod):
-    """GPTQ's: inputs are packed. Checkpoints have zero points of symmetric weights too, all in the middle."""
+    """GPTQ's: inputs are packed. Checkpoints have zero points of symmetric weights too, all in the middle.
+
+    Most of them have biases, which are zeros.
+    """
+
+    stores_biases = True
 
     def __init__(self, quant_config, moe: FusedMoEConfig) -> None:
         super().__init__(moe, quant_config.group_size, has_zero_points=False)
