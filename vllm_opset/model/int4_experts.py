@@ -172,10 +172,7 @@ class OpsetAwqExpertsMethod(Int4ExpertsMethod):
 
 
 class OpsetGptqExpertsMethod(Int4ExpertsMethod):
-    """GPTQ's: inputs are packed. Checkpoints have zero points of symmetric weights too, all in the middle.
-
-    Most of them have biases, which are zeros.
-    """
+    """GPTQ's: inputs are packed. Checkpoints have zero points of symmetric weights too, all in the middle."""
 
     stores_biases = True
 
