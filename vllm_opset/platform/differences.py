@@ -2,7 +2,7 @@
 
 from vllm_opset.platform import compat, model_settings, quantised_layers, quantised_loading, second_runner
 from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, Bridge, has, lacks, takes, uses
-from vllm_opset.platform.v1 import input_batch
+from vllm_opset.platform.v1 import bridges as first
 
 BACKEND = "vllm.v1.attention.backend.AttentionBackend"
 RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
@@ -106,7 +106,7 @@ HOOKS = (
 PATCHES = (
     *(
         value.bridge
-        for module in (compat, model_settings, second_runner, quantised_layers, quantised_loading, input_batch)
+        for module in (compat, model_settings, second_runner, quantised_layers, quantised_loading, *first.PATCHED)
         for value in vars(module).values()
         if hasattr(value, "bridge")
     ),
@@ -166,20 +166,6 @@ DIFFERENCES = (
         "vllm_opset.platform.cuda.workspace.kv_cache_groups",
         has("vllm.v1.core.kv_cache_planning"),
         first=(0, 33),
-    ),
-    Bridge(
-        "C++ operators of the CPU runner",
-        "vLLM's model runner for CPUs replaces Triton kernels by C++ operators, which are absent here.",
-        "vllm_opset.platform.v1.cpu_runner.OpsetCpuRunner._postprocess_triton",
-        has("vllm.v1.worker.cpu_model_runner.CPUModelRunner._postprocess_triton"),
-        last=(0, 30),
-    ),
-    Bridge(
-        "block sizes of the input batch",
-        "vLLM passes `kernel_block_sizes` when it makes the input batch anew.",
-        "vllm_opset.platform.v1.cpu_runner.OpsetCpuRunner.may_reinitialize_input_batch",
-        takes(f"{RUNNER}.may_reinitialize_input_batch", "kernel_block_sizes"),
-        last=(0, 31),
     ),
     Bridge(
         "random inputs of the profile run",
@@ -244,21 +230,7 @@ DIFFERENCES = (
         uses("vllm.v1.executor.multiproc_executor.set_multiprocessing_worker_envs", "OMP_NUM_THREADS"),
         ends="vLLM leaves the variable alone",
     ),
-    Bridge(
-        "draws that are taken back",
-        "vLLM's model runner takes the draw of a request back by the offset of its generator. Generators for CPUs have "
-        "none and raise.",
-        "vllm_opset.platform.v1.sampler.SeededGenerator",
-        uses(f"{RUNNER}._bookkeeping_sync", "set_offset"),
-        ends="PyTorch's generators for CPUs have an offset, or vLLM takes no draw back",
-    ),
-    Bridge(
-        "blocks that are zeroed",
-        "vLLM zeroes blocks of the cache by Triton. Up to 0.28 it copies a block as if it were one piece of memory.",
-        "vllm_opset.platform.v1.npu_runner.OpsetNpuRunner._update_states",
-        has(f"{RUNNER}._zero_block_ids"),
-        ends="vLLM asks its platform to do it",
-    ),
+    *first.DIFFERENCES,
 )
 
 
