@@ -46,7 +46,7 @@ def asks_to_compile(config: "VllmConfig") -> bool:
 
 
 PROFILERS = Rule(
-    "this profiler",
+    "profilers other than PyTorch's",
     'give --profiler-config with {"profiler": "torch"}',
     lambda config: config.profiler_config.profiler not in (None, "torch"),
 )
@@ -58,7 +58,9 @@ NVTX = Rule(
 FLASHINFER_SAMPLER = unset("FlashInfer's sampler", "VLLM_USE_FLASHINFER_SAMPLER")
 SIMULATED_ROUTING = unset("simulated routing of experts", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY")
 TENSOR_DESCRIPTORS = unset("tensor descriptors in vLLM's own Triton kernels", "VLLM_TRITON_USE_TD")
-CACHE_LAYOUT = Rule("another layout of the KV cache in this vLLM", "unset VLLM_KV_CACHE_LAYOUT", gives_a_layout_unasked)
+CACHE_LAYOUT = Rule(
+    "another layout of the KV cache before vLLM 0.29", "unset VLLM_KV_CACHE_LAYOUT", gives_a_layout_unasked
+)
 
 # Fields of the compilation config that take effect without a compiler, or that other rules refuse.
 WITHOUT_COMPILER = frozenset({"mode", "cudagraph_mode", "custom_ops", "pass_config", "ir_enable_torch_wrap"})
@@ -82,7 +84,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
     Settings("settings of vLLM's own kernels", "kernel_config"),
     Settings("the compiler's passes that fuse into vLLM's compiled kernels", "compilation_config.pass_config"),
     Rule(
-        "this level of optimisation without a mode of torch.compile",
+        "optimisation levels 1 and 3 without a mode of torch.compile",
         "leave out --optimization-level, or give 0",
         lambda config: config.compilation_config.mode is None and is_another_level(config),
     ),

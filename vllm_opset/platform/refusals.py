@@ -206,7 +206,7 @@ EPLB = Rule(
 )
 RETURNED_EXPERTS = Rule("returning the chosen experts", "leave out --enable-return-routed-experts", returns_experts)
 VALUES_APART = Rule(
-    "values of another size than keys (MiMo-V2, openPangu with sinks)", ANOTHER_MODEL, of_model(sizes_values_apart)
+    "keys and values of different sizes (MiMo-V2, openPangu with sinks)", ANOTHER_MODEL, of_model(sizes_values_apart)
 )
 MULTIMODAL = Rule("multimodal models", ANOTHER_MODEL, of_model(lambda model: model.is_multimodal_model))
 
@@ -270,7 +270,7 @@ RULES: tuple[Rule, ...] = (
     Rule("decode context parallelism", WIDER, several("decode_context_parallel_size")),
     Rule("several machines", "leave out --nnodes", several("nnodes")),
     Rule(
-        "two batches at a time (DBO)",
+        "dual batch overlap (DBO)",
         "leave out --enable-dbo and --ubatch-size",
         two_batches,
     ),

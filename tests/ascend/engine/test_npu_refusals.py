@@ -9,10 +9,10 @@ from processes import run
 from questions import MODEL
 
 ASKED = {
-    "block size": ({"block_size": 16}, "this block size of the KV cache: leave out --block-size, or give 128"),
+    "block size": ({"block_size": 16}, "another block size of the KV cache: leave out --block-size, or give 128"),
     "graphs": (
         {"compilation_config": {"cudagraph_mode": "FULL"}},
-        r"graph capture of anything but steps of decode: give .*FULL_DECODE_ONLY.*, or leave cudagraph_mode out",
+        r"graph capture of steps other than decode steps: give .*FULL_DECODE_ONLY.*, or leave cudagraph_mode out",
     ),
     "graphs of pooling": (
         {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}, "runner": "pooling"},
@@ -23,9 +23,9 @@ ASKED = {
     "fp8 cache": ({"kv_cache_dtype": "fp8"}, "another dtype than the model's: leave out --kv-cache-dtype"),
     "offloading": ({"cpu_offload_gb": 1}, "weight offloading"),
     "LoRA": ({"enable_lora": True}, "adapters"),
-    "values of another size": (
+    "keys and values of different sizes": (
         {"hf_overrides": {"architectures": ["MiMoV2FlashForCausalLM"], "head_dim": 24, "v_head_dim": 16}},
-        "values of another size than keys .*: choose another model",
+        "keys and values of different sizes .*: choose another model",
     ),
     "fp8 weights": ({"quantization": "fp8"}, "quantised weights with the method fp8: choose .* int8 weights"),
     "fp8 weights of compressed-tensors": (

@@ -42,10 +42,10 @@ REFUSED = [
     ("speculative decoding by another method", {"speculative_config": SimpleNamespace(method="dflash")}),
     ("a model that drafts with vLLM's first model runner", {"speculative_config": drafts("eagle")}),
     ("a model that drafts with quantised weights of its own", {"speculative_config": drafts("mtp", "fp8")}),
-    ("a KV cache in this dtype", {"cache_config.cache_dtype": "fp8_e5m2"}),
+    ("a KV cache in a dtype other than the model's and fp8 e4m3", {"cache_config.cache_dtype": "fp8_e5m2"}),
     ("weight offloading by a view", {"offload_config.uva.cpu_offload_gb": 4.0}),
     ("quantised weights with the method quark", {"model_config.quantization": "quark"}),
-    ("MXFP4 weights in another dtype", {**MXFP4, "model_config.dtype": torch.float32}),
+    ("MXFP4 weights in a model", {**MXFP4, "model_config.dtype": torch.float32}),
     ("offloading of quantised weights", {**FP8, "offload_config.prefetch.offload_group_size": 2}),
 ]
 
@@ -118,7 +118,7 @@ def asked(configure, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "refused"),
     [
-        ({"compile_sizes": [1]}, "torch.compile without a mode of it.* leave out --compilation-config.compile_sizes"),
+        ({"compile_sizes": [1]}, "torch.compile without a mode.* leave out --compilation-config.compile_sizes"),
         ({"compile_sizes": [1], "mode": 3}, None),
         ({"cudagraph_capture_sizes": [1]}, None),
         ({"pass_config": {"fuse_norm_quant": True}, "mode": 3}, "passes that fuse into vLLM's compiled kernels"),

@@ -38,13 +38,13 @@ def _quantises_drafts_otherwise(config: "VllmConfig") -> bool:
 EARLY_RULES: tuple[Rule | Settings, ...] = (
     *COMMON_EARLY_RULES,
     Settings(
-        "settings of torch.compile without a mode of it in --compilation-config",
+        "settings of torch.compile without a mode in --compilation-config",
         "compilation_config",
         except_for=WITHOUT_COMPILER | GRAPHS,
         unless=asks_to_compile,
     ),
     *unset("all-reduce over symmetric memory", "VLLM_ALLREDUCE_USE_SYMM_MEM"),
-    *unset("counting CUDA graphs before the KV cache is sized", "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"),
+    *unset("estimating the memory of CUDA graphs", "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"),
     *SIMULATED_ROUTING,
 )
 
@@ -76,9 +76,13 @@ RULES: tuple[Rule, ...] = (
         "choose one without quantised weights for --speculative-config, or one in its target's format",
         _quantises_drafts_otherwise,
     ),
-    Rule("a KV cache in this dtype", "leave out --kv-cache-dtype, or give fp8_e4m3", caches_neither_alike_nor_in_fp8),
     Rule(
-        "MXFP4 weights in another dtype than bfloat16",
+        "a KV cache in a dtype other than the model's and fp8 e4m3",
+        "leave out --kv-cache-dtype, or give fp8_e4m3",
+        caches_neither_alike_nor_in_fp8,
+    ),
+    Rule(
+        "MXFP4 weights in a model whose dtype is not bfloat16",
         "leave out --dtype, or give bfloat16",
         of_model(lambda model: model.quantization == GPT_OSS and model.dtype is not torch.bfloat16),
     ),

@@ -161,7 +161,7 @@ _LORA = Rule("adapters (LoRA)", _LEAVE_IT_OUT, given("lora_config"))
 _POOLING = Rule("pooling models", _LEAVE_IT_OUT, of_model(lambda model: model.runner_type == "pooling"))
 _MLA = Rule("multi-head latent attention (MLA)", _LEAVE_IT_OUT, _model("use_mla"))
 _DATA_PARALLEL = Rule("data parallelism", _LEAVE_IT_OUT, several("data_parallel_size"))
-_TWO_BATCHES = Rule("two batches at a time (DBO)", _LEAVE_IT_OUT, two_batches)
+_TWO_BATCHES = Rule("dual batch overlap (DBO)", _LEAVE_IT_OUT, two_batches)
 _PREFILL_CONTEXT = Rule("prefill context parallelism", _LEAVE_IT_OUT, several("prefill_context_parallel_size"))
 _OFFLOADS = Rule("weight offloading", "leave out --cpu-offload-gb and --offload-*, or switch this part off", offloads)
 
@@ -179,7 +179,11 @@ _OTHER_KINDS = (
     _MOE,
     _LORA,
     Rule("tensor parallelism of 2", _LEAVE_IT_OUT, lambda config: config.parallel_config.tensor_parallel_size == 2),
-    Rule("wider tensor parallelism", _LEAVE_IT_OUT, lambda config: config.parallel_config.tensor_parallel_size > 2),
+    Rule(
+        "tensor parallelism of more than 2",
+        _LEAVE_IT_OUT,
+        lambda config: config.parallel_config.tensor_parallel_size > 2,
+    ),
     Rule("pipeline parallelism", _LEAVE_IT_OUT, several("pipeline_parallel_size")),
     _DATA_PARALLEL,
     _TWO_BATCHES,
@@ -204,7 +208,11 @@ PARTS: Mapping[str, Part] = {
             Rule("attention in chunks that look back (Rnj-1)", _LEAVE_IT_OUT, of_model(looks_back)),
             Rule("windows of generated tokens (R-SWA)", _LEAVE_IT_OUT, of_model(windows_generated_tokens)),
             Rule("square-root ALiBi (Step1)", _LEAVE_IT_OUT, of_model(has_square_root_alibi)),
-            Rule("a KV cache in that dtype", "leave out --kv-cache-dtype", caches_neither_alike_nor_in_fp8),
+            Rule(
+                "a KV cache in a dtype other than the model's and fp8 e4m3",
+                "leave out --kv-cache-dtype",
+                caches_neither_alike_nor_in_fp8,
+            ),
             Rule("KV connectors", "leave out --kv-transfer-config", given("kv_transfer_config")),
             # vLLM makes a connector for it after the configuration is checked.
             Rule("KV cache offloading", "leave out --kv-offloading-size", _offloads_cache),
@@ -221,7 +229,7 @@ PARTS: Mapping[str, Part] = {
             Rule("an fp8 KV cache", _LEAVE_IT_OUT, _caches_fp8),
             Rule("soft-capped attention", _LEAVE_IT_OUT, of_model(_soft_caps)),
             Rule("ALiBi", _LEAVE_IT_OUT, _model("uses_alibi")),
-            Rule("layers of several head sizes (Gemma-4)", _LEAVE_IT_OUT, of_model(_head_sizes_differ)),
+            Rule("layers with different head sizes (Gemma-4)", _LEAVE_IT_OUT, of_model(_head_sizes_differ)),
             _FP32,
         ),
     ),
@@ -252,7 +260,7 @@ PARTS: Mapping[str, Part] = {
         unsupported=(
             _OTHER_WORKER,
             # opset's layers do not call the IR's ops.
-            Rule("an order of IR ops", "leave out --ir-op-priority, or switch this part off", _orders_ir_ops),
+            Rule("a priority of IR ops", "leave out --ir-op-priority, or switch this part off", _orders_ir_ops),
             _BATCH_INVARIANT,
         ),
         kinds=_KINDS_OF_LAYERS,

@@ -63,9 +63,14 @@ QUANTISED_WEIGHTS = rule(
 EARLY_RULES: tuple[Rule | Settings, ...] = (
     *COMMON_EARLY_RULES,
     Settings("torch.compile", "compilation_config", except_for=WITHOUT_COMPILER | GRAPHS),
-    Settings("graph capture without a mode of it", "compilation_config", except_for=WITHOUT_COMPILER, unless=captures),
+    Settings(
+        "settings of graph capture without a cudagraph_mode",
+        "compilation_config",
+        except_for=WITHOUT_COMPILER,
+        unless=captures,
+    ),
     Rule(
-        "graph capture of anything but steps of decode",
+        "graph capture of steps other than decode steps",
         'give --compilation-config \'{"cudagraph_mode": "FULL_DECODE_ONLY"}\', or leave cudagraph_mode out',
         _captures_more_than_decode,
     ),
@@ -75,7 +80,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
         lambda config: captures(config) and of_model(lambda model: model.runner_type == "pooling")(config),
     ),
     Rule(
-        "this block size of the KV cache",
+        "another block size of the KV cache",
         f"leave out --block-size, or give {' or '.join(map(str, ATTENTION_BLOCK_SIZES))}",
         _has_another_block_size,
     ),
