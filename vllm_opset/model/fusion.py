@@ -37,7 +37,7 @@ class DeferredRotaryEmbedding(nn.Module):
 
     Layers share the rotary embedding that it replaces. To the attention's implementation it is an
     `attention.impl.Deferred`: the remaining work on query and key.
-    positions: by the key that `_pieces` returns, because `forward` does not run when pieces of a graph are replayed.
+    positions: by the key that `_pieces` returns, because `forward` does not run when a piecewise graph is replayed.
     """
 
     def __init__(self, rotary: RotaryEmbeddingLayer, norms: tuple[RMSNormLayer, RMSNormLayer] | None) -> None:
@@ -79,7 +79,7 @@ class DeferredRotaryEmbedding(nn.Module):
 
 
 def _pieces() -> BatchDescriptor | None:
-    """The batch whose captured graph pieces this step replays; None if it replays a whole graph or no graph."""
+    """The batch whose piecewise graphs this step replays; None if it replays a full graph or no graph."""
     if not is_forward_context_available():
         return None
     context = get_forward_context()

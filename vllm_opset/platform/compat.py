@@ -148,7 +148,7 @@ def ask_when_bad_words_are_tokens(ask: Callable[["SamplingParams"], None]) -> No
     loading=("cuda",),
 )
 def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
-    """Have vLLM call `ask` before it reads whether graphs may be captured in pieces without a compiler.
+    """Have vLLM call `ask` before it reads whether graphs may be piecewise without a compiler.
 
     vLLM reads its variable for this before it asks the platform for its defaults. Earlier releases read it afterwards.
     """
@@ -171,7 +171,7 @@ def ask_before_graphs_are_chosen(ask: Callable[["VllmConfig"], None]) -> None:
     worker=("cuda",),
 )
 def break_graphs_at_attention() -> None:
-    """Let graphs that are captured in pieces break at attention, if attention is called directly.
+    """Let piecewise graphs break at attention, if attention is called directly.
 
     vLLM decides this by a variable when it imports its attention layer. A process that makes the configuration itself
     imports that layer before anybody could set the variable. This function must run before a model is loaded.
@@ -197,7 +197,7 @@ def define_weak_ref_tensor(dispatch_key: str = "CUDA", weak: Callable | None = N
 
     vLLM's CUDA graph wrapper calls it for the outputs of a graph.
 
-    Parameters: weak is the implementation for the dispatch key, if not this one in PyTorch.
+    Parameters: weak is the implementation for the dispatch key. By default, it is one in PyTorch.
     """
     if not hasattr(torch.ops._C, "weak_ref_tensor"):
         _library.define("weak_ref_tensor(Tensor input) -> Tensor")
@@ -230,8 +230,8 @@ def _a_runner_names_cuda() -> bool:
 def name_npu_as_cuda(graph: type, capture: Callable) -> None:
     """Make the names of torch.cuda that vLLM's model runners use mean the NPU, in a process whose device is an NPU.
 
-    They take streams, events and graphs from torch.cuda, also while it serves. They raise if PyTorch was built
-    without CUDA.
+    The runners take streams, events and graphs from torch.cuda, also while an engine serves. These names raise if
+    PyTorch was built without CUDA.
 
     Parameters: graph and capture replace torch.cuda.CUDAGraph and torch.cuda.graph.
     """

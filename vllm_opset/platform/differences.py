@@ -210,8 +210,8 @@ DIFFERENCES = (
         last=(0, 31),
     ),
     Bridge(
-        "graphs in pieces, decided late",
-        "vLLM reads its variable for graphs in pieces after it asks the platform for its defaults, which set it.",
+        "piecewise graphs, decided late",
+        "vLLM reads its variable for piecewise graphs after it asks the platform for its defaults, which set it.",
         "vllm_opset.platform.cuda.platform.OpsetCudaPlatform.apply_config_platform_defaults",
         lacks("vllm.config.VllmConfig._maybe_enable_breakable_cudagraph"),
         last=(0, 28),

@@ -42,7 +42,7 @@ def why_none() -> str | None:
 def configure_without_triton() -> None:
     """Let vLLM choose its second model runner without Triton, because opset replaces the kernels that it launches.
 
-    If Triton finds no GPU, vLLM takes the first one. Up to 0.32 its configuration raises if a user asks for the second.
+    If Triton finds no GPU, vLLM takes the first runner. Up to 0.32, it raises if a user asks for the second one.
     """
     from vllm.config import vllm
 
@@ -154,10 +154,10 @@ def _kept(tables, tensors) -> torch.Tensor:
     worker=("cuda", "native"),
 )
 def capture_pieces_whole(manager) -> None:
-    """Let vLLM's second model runner capture whole graphs of prompts and mixed steps, beside those of decode steps.
+    """Let vLLM's second model runner capture full graphs of prompts and mixed steps, beside those of decode steps.
 
-    The runner's `cudagraph_manager` lists the graphs to capture and to replay. In its lists, whole graphs replace those
-    in pieces. From 0.31 on, vLLM prepares such a graph for one request that has all of its tokens.
+    The runner's `cudagraph_manager` lists the graphs to capture and to replay. In its lists, full graphs replace the
+    piecewise ones. From 0.31 on, vLLM prepares such a graph for one request that has all of its tokens.
 
     Parameters: manager is a `ModelCudaGraphManager` that has not captured yet.
     """
@@ -212,7 +212,7 @@ def draft_by(speculator, run_model: Callable[..., torch.Tensor]) -> None:
     worker=("cuda", "native"),
 )
 def skip_metadata(model_state) -> None:
-    """Let vLLM's second model runner build no attention metadata for a step that a whole graph replays.
+    """Let vLLM's second model runner build no attention metadata for a step that a full graph replays.
 
     The graph reads the buffers that were given to it when it was captured. vLLM builds metadata in each step, because
     some backends plan the step meanwhile. Its `model_state` does so.

@@ -1,12 +1,12 @@
 """CUDA graphs of a draft model, for steps in which each request has the same number of tokens.
 
 A draft model of vLLM runs once for each token that it drafts. Up to 0.33, vLLM captures none of these runs, and the GPU
-waits for Python, which launches each kernel. Here a replay does it. The first run of a step has the tokens that the
-model verified, and one more for each request. Each further run has one token of each request. The first run of a step
-with prompts takes vLLM's own way.
+waits for Python, which launches each kernel. Here, graphs replay these runs. The first run of a step has the tokens
+that the model verified, and one more for each request. Each further run has one token of each request. The first run of
+a step with prompts takes vLLM's own way.
 
 vLLM sizes the KV cache before these graphs are captured, and does not count their memory. The largest run takes memory
-of its own, too. The pool's is reused on one stream alone, and vLLM captures on another.
+of its own, too: memory of vLLM's pool is reused on one stream alone, and vLLM captures on another stream.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ def drop(worker: Worker) -> None:
 
 
 def _may_capture(worker: Worker) -> bool:
-    """Whether a draft model drafts, in one process, with opset's attention, and vLLM captures decode steps whole.
+    """Whether a draft model drafts, in one process, with opset's attention, and decode steps have full graphs.
 
     Adapters have graphs of their own kinds, and vLLM has a pool of its own for graphs whose memory sleeps. Its kernels
     for quantised weights keep memory for each stream, and after its own captures it allows no more of that.

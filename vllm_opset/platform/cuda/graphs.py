@@ -1,6 +1,6 @@
-"""The choice of CUDA graphs: a whole graph for a decode step, and pieces for other steps, with attention between them.
+"""The choice of CUDA graphs: full graphs for decode steps, and piecewise ones, broken at attention, for other steps.
 
-`whole_graphs` replaces the pieces by whole graphs, where attention allows it.
+`whole_graphs` replaces the piecewise graphs by full ones, where attention allows it.
 
 If no compiler cuts a model into pieces, vLLM's breakable graphs do. A variable of vLLM enables them, and this module
 sets it. The variable also switches torch.compile off, so it is removed before the next engine is configured.
@@ -39,7 +39,7 @@ def default(config: "VllmConfig") -> "CUDAGraphMode":
 
 
 def ask_for_pieces(config: "VllmConfig") -> None:
-    """Set vLLM's variable if this configuration captures pieces without a compiler, and no user has set it."""
+    """Set vLLM's variable if this configuration has piecewise graphs without a compiler, and no user has set it."""
     from vllm import envs
 
     compilation = config.compilation_config
@@ -60,7 +60,7 @@ def take_back() -> None:
 
 
 def in_pieces(config: "VllmConfig") -> bool:
-    """Whether this configuration, which vLLM has completed, captures pieces without a compiler."""
+    """Whether this configuration, which vLLM has completed, has piecewise graphs without a compiler."""
     return not refusals.compiles(config) and config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
 
 
@@ -74,7 +74,7 @@ def note_named_sizes(config: "VllmConfig") -> None:
 
 
 def capture_longer_steps(config: "VllmConfig") -> None:
-    """Add sizes to those that vLLM has chosen, if pieces are captured."""
+    """Add sizes to those that vLLM has chosen, if there are piecewise graphs."""
     compilation = config.compilation_config
     sizes = compilation.cudagraph_capture_sizes
     # Sequence parallelism in vLLM up to 0.31 needs sizes that are multiples of its own number.

@@ -1,8 +1,8 @@
 """CUDA graphs of the LM head, for steps in which each request has one token.
 
 vLLM replays a graph of the model in a decode step. It then gathers the last token's hidden state of each request and
-multiplies it by the LM head, from Python. If a model is small, the GPU waits for that. Here a replay does it: with one
-token each, the requests are the first rows of the model's output. All other steps take vLLM's own way.
+multiplies it by the LM head, from Python. If a model is small, the GPU waits for that. Here, a second graph multiplies:
+with one token each, the requests are the first rows of the model's output. All other steps take vLLM's own way.
 """
 
 import inspect

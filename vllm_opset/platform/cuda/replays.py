@@ -7,7 +7,7 @@ from vllm_opset.platform import second_runner
 
 
 def build_no_metadata(worker: Worker) -> None:
-    """Have no attention metadata built for such steps, if nothing but the layers in the graph would read it.
+    """Let vLLM build no attention metadata for a step that one graph replays, if only layers in it would read it.
 
     Opset's metadata is views of buffers, whose addresses the graph has. Other backends plan a step while they build it.
     Call it when vLLM has captured its graphs.

@@ -1,9 +1,9 @@
 """A mixin for the workers of `cuda` and `native`: what they do beside vLLM's worker while an engine starts and ends.
 
 vLLM's worker measures memory, makes the KV cache and captures graphs. The mixin also counts the memory of attention's
-partial results. It captures graphs where an engine allows them: whole ones of prompts, and those of the LM head and of
-a draft model. Steps that a whole graph replays then get no attention metadata. If memory is short, its error names the
-settings to lower.
+partial results. It captures graphs where an engine allows them: full graphs of prompts, and those of the LM head and of
+a draft model. Steps that a full graph replays then get no attention metadata. If memory is short, the mixin's error
+names the settings to lower.
 """
 
 from vllm.config import VllmConfig

@@ -1,10 +1,10 @@
-"""Whole CUDA graphs of prompts and mixed steps, in place of pieces with attention between them.
+"""Full CUDA graphs of prompts and mixed steps, in place of piecewise graphs with attention between the pieces.
 
-Between pieces, Python launches each layer's attention. A whole graph is one launch. It can serve all steps of up to so
-many tokens, whatever the lengths of their requests, if the GPU plans how they are attended. `prefill_sm90` does so on
-Hopper GPUs. vLLM's own mode with whole graphs of such steps, `FULL`, has no other graphs for decode steps. So this
-module changes what vLLM's second model runner is about to capture, from vLLM 0.31 on: whole graphs replace those in
-pieces, and the graphs of decode steps stay.
+Between pieces, Python launches each layer's attention. A full graph is one launch. It can serve all steps of up to its
+number of tokens, whatever the lengths of their requests, if the kernel of attention plans its work on the GPU.
+`prefill_sm90` does so on Hopper GPUs. vLLM's own mode with full graphs of such steps, `FULL`, has no other graphs for
+decode steps. So this module changes what vLLM's second model runner is about to capture, from vLLM 0.31 on: full graphs
+replace the piecewise ones, and the graphs of decode steps stay.
 """
 
 import torch
@@ -18,9 +18,9 @@ from vllm_opset.platform import second_runner
 
 
 def replace_pieces(worker: Worker) -> None:
-    """Have whole graphs captured where vLLM would capture pieces beside decode graphs, if all layers allow it.
+    """Have full graphs captured where vLLM would capture piecewise ones beside decode graphs, if all layers allow it.
 
-    Call it when the KV cache is bound. A user who asks for pieces alone gets pieces.
+    Call it when the KV cache is bound. A user who asks for piecewise graphs alone gets them.
     """
     config = worker.vllm_config
     manager = getattr(worker.model_runner, "cudagraph_manager", None)  # the second model runner's
@@ -37,7 +37,7 @@ def _needs_pieces(config: VllmConfig) -> bool:
     """Whether something acts between the layers of a prompt, or a step's graph depends on more than its tokens.
 
     A KV connector transfers the cache of each layer. Graphs of drafts and adapters come in several kinds for each
-    number of tokens, and images in a prompt change its inputs. With these, whole graphs of prompts were not tried.
+    number of tokens, and images in a prompt change its inputs. With these, full graphs of prompts were not tried.
     """
     return (
         config.kv_transfer_config is not None

@@ -1,7 +1,7 @@
 """The parts of opset that are on, on stock vLLM.
 
-`attention` is opset's attention backend, as by `--attention-backend CUSTOM`. With it, steps of up to 2,048 tokens are
-captured (`platform/cuda/graphs.py`), and on Hopper GPUs in whole graphs (`platform/cuda/whole_graphs.py`).
+`attention` is opset's attention backend, which `--attention-backend CUSTOM` asks for, too. With it, steps of up to
+2,048 tokens are captured (`platform/cuda/graphs.py`), on Hopper GPUs in full graphs (`platform/cuda/whole_graphs.py`).
 
 `sampler` is one kernel for temperature, min-p, top-k, top-p and the draw. `linear` is for linear layers with
 unquantised weights, and with weights in fp8, int8 and int4.
@@ -19,7 +19,7 @@ file that OPSET_CONFIG names, or by OPSET_NATIVE="attention=on,sampler=off". If 
 support the configuration, vLLM's own code runs. If a user asked for the part, that is an error.
 
 The parts are decided once for an engine (`decide_once`), because vLLM changes its configuration later. A draft model's
-copy has another model and no parallelism. An engine of several that share the load is told that it is alone.
+copy has another model and no parallelism. With data parallelism, vLLM tells each engine that it is the only one.
 """
 
 from collections.abc import Mapping
