@@ -1,4 +1,4 @@
-"""The choice of one kernel for an op and a problem (WHICH). It is made once, with the reason.
+"""The choice of one kernel for an op and a problem. It is made once, with the reason.
 
 A layer or a backend calls `select` when it is built and keeps the result. During a call, only the kernel's own table of
 `variants` decides. A kernel that fails raises, with a note of its arguments (`failures`). Users override the choice

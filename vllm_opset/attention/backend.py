@@ -55,7 +55,7 @@ class OpsetAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple:
-        """All layouts, first the one with a head's tokens side by side, as kernels read them. vLLM asks since 0.29."""
+        """All layouts. The first keeps a head's tokens side by side, as kernels read them. vLLM asks from 0.29 on."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         return tuple(sorted(KVCacheLayout, key=lambda layout: layout is not KVCacheLayout.LBHNC))

@@ -71,7 +71,7 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
     def choose_kernels(self, kv_cache_dtype: torch.dtype, block_size: int, causal: bool = True) -> None:
         """Choose kernels once the cache's geometry is known, before the first step.
 
-        kv_cache_dtype: uint8 means fp8. causal: False for a decoder whose prompts see themselves whole (prefix LM).
+        kv_cache_dtype: uint8 means fp8. causal: False for a prefix LM, in whose prompts each token sees all others.
         """
         if self.attn_type == AttentionType.ENCODER_ONLY:
             kv_cache_dtype = self.dtype  # vLLM gives that of the caches, and an encoder has none

@@ -63,8 +63,8 @@ class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
         return OpsetMetadata(common.slot_mapping, batch)
 
     def update_draft_decode_metadata(self, metadata: OpsetMetadata) -> None:
-        """Follow lengths and slots that vLLM has changed in place for the next drafted token (0.33).
+        """Forget what was computed from lengths that vLLM has changed in place for the next drafted token (0.33).
 
-        The batch has views of vLLM's buffers. Kernels compute the rest from them again, in a captured graph too.
+        The batch has views of vLLM's buffers. Kernels compute all else from them again, in a captured graph, too.
         """
         metadata.batch.forget()

@@ -131,7 +131,7 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
 
 
 class OpsetCompressedExpertsMethod(Int4ExpertsMethod):
-    """compressed-tensors' pack-quantized: inputs are packed, and of zero points outputs."""
+    """compressed-tensors' pack-quantized: weights are packed along inputs, and zero points along outputs."""
 
     weight_name, scale_name, zero_point_name = "weight_packed", "weight_scale", "weight_zero_point"
     is_transposed = False
@@ -154,7 +154,7 @@ class OpsetCompressedExpertsMethod(Int4ExpertsMethod):
 
 
 class OpsetAwqExpertsMethod(Int4ExpertsMethod):
-    """AWQ's: outputs are packed in its own order."""
+    """AWQ's format: weights are packed along outputs, in AWQ's own order."""
 
     def __init__(self, quant_config, moe: FusedMoEConfig) -> None:
         super().__init__(moe, quant_config.group_size, has_zero_points=True)
@@ -172,7 +172,7 @@ class OpsetAwqExpertsMethod(Int4ExpertsMethod):
 
 
 class OpsetGptqExpertsMethod(Int4ExpertsMethod):
-    """GPTQ's: inputs are packed. Checkpoints have zero points of symmetric weights too, all in the middle."""
+    """GPTQ's format: weights are packed along inputs. Symmetric weights have zero points too, all in the middle."""
 
     stores_biases = True
 

@@ -21,13 +21,13 @@ FORM = "opset_quantised_form"
 
 
 def call_of_layers() -> Callable[[selection.Choice], Callable]:
-    """The function that makes of a choice what a layer calls: an operator if vLLM compiles the model that it builds."""
+    """A function that turns a choice into what a layer calls: an operator if vLLM compiles the model that it builds."""
     compiled = get_current_vllm_config().compilation_config.mode not in (None, CompilationMode.NONE)
     return operators.of if compiled else run_of
 
 
 def activation(dtype: torch.dtype, group: GroupShape) -> Quantised | None:
-    """How activations are stored that a checkpoint wants so; None where the device does not multiply them."""
+    """How activations are quantised to a dtype in such groups; None if the device does not multiply in the dtype."""
     can = FEATURES[dtype] in targets.of(current_platform.device_type).features
     return Quantised(dtype, group) if can else None
 

@@ -173,7 +173,8 @@ class Op:
     def hardware_error(self, estimate: Callable[[Problem], float]) -> Callable[[Problem], float]:
         """Registers the function that computes the error of the hardware's arithmetic from the problem. By default, 0.
 
-        It is that of results of order 1, and relative to larger ones. The `scale` of a sample does not multiply it.
+        It is absolute for results of order 1, and relative for larger ones. The `scale` of a sample does not multiply
+        it.
         """
         self.error_of = estimate
         return estimate

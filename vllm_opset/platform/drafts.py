@@ -1,4 +1,4 @@
-"""How a configuration drafts tokens, by vLLM's names of the methods."""
+"""The methods of speculative decoding, by vLLM's names."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING

@@ -50,8 +50,8 @@ def ask_linear_kernels_first(kernels: Mapping[str, type]) -> None:
 
     vLLM takes the first kernel of a list that can serve a layer, and its registration adds to the end of the list.
 
-    Parameters: kernels has a subclass of vLLM's kernels by the type of kernel, such as "fp8". The former ones are taken
-    out of the lists, so none leaves the lists as vLLM made them.
+    Parameters: kernels maps a type of kernel, such as "fp8", to a subclass of vLLM's class for it. The subclasses of an
+    earlier call leave the lists. So an empty mapping restores the lists that vLLM made.
     """
     from vllm.model_executor.kernels import linear
     from vllm.platforms.interface import PlatformEnum

@@ -224,8 +224,8 @@ def linear_kernels_first() -> Iterator[None]:
 def replaced_expert_methods(config: "VllmConfig") -> Iterator[None]:
     """Within this context, stock vLLM builds a model's experts with int4 and MXFP4 weights by opset's methods.
 
-    If opset does not serve all of the model's weights, vLLM's own methods build it, and so if a second model drafts:
-    both are built in this context, and `bound_experts` binds one.
+    vLLM's own methods build the model if opset does not serve all of its weights, and also if there is a draft model:
+    both models are built in this context, and `bound_experts` binds only one of them.
     """
     if any(unserved(config.model_config)) or config.speculative_config is not None:
         yield

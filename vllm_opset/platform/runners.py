@@ -35,7 +35,7 @@ def which(config: "VllmConfig", why_no_second: str | None) -> str:
 
 
 def remember(config: "VllmConfig") -> None:
-    """Note what `check_request` needs to know of a configuration, because it is not told which engine it asks for."""
+    """Note what `check_request` needs to know of a configuration. vLLM does not tell it a request's engine."""
     _served[:] = [(other, ends) for other, ends in _served if other() is not None]
     if config.use_v2_model_runner and config.model_config is not None:
         ends = config.model_config.try_get_generation_config().get("eos_token_id") or []
@@ -88,7 +88,7 @@ def check_request(params: "SamplingParams") -> None:
 
 
 def check_bad_words(params: "SamplingParams") -> None:
-    """The same for a request's bad words, when their tokens are known."""
+    """Raise VLLMValidationError, an HTTP 400, if the second runner has no room for a request's bad words, as tokens."""
     if not params.bad_words_token_ids or all(config() is None for config, _ in _served):
         return
     from vllm import envs

@@ -48,7 +48,7 @@ class OpsetWorker(Reporting, PackingWorker):
         logger.warning("Weights and KV cache stay in memory: vllm-opset %s has no sleep mode", current_platform.where)
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Free nothing, like `sleep`. vLLM from 0.31 on asks for it, and then takes the engine for asleep."""
+        """Free nothing, like `sleep`. vLLM calls it from 0.31 on, and then treats the engine as asleep."""
         self.sleep()
 
     def wake_up(self, tags: list[str] | None = None) -> None:

@@ -1,9 +1,9 @@
 """The description of a paged batch that all layers of one step share, and the meaning of a window.
 
 A KV cache is [num_blocks, num_kv_heads, block_size, 2 * head_size] with any strides. The first half of the last
-dimension is the key, the second half is the value. Position p of request r lies in slot p % block_size of page
-block_table[r, p // block_size]. `packed_cache` and `packed_batch` present keys and values without a cache, such as
-those of an encoder, as a paged cache.
+dimension is the key, the second half is the value. A block of the cache is also called a page. Position p of request r
+is entry p % block_size of block block_table[r, p // block_size]. `packed_cache` and `packed_batch` present keys and
+values without a cache, such as those of an encoder, as a paged cache.
 
 Some devices need all keys in one piece of memory and all values in another. No strides of the tensor above can express
 that, because its last dimension holds the value right after the key. On these devices the last dimension is split, so
@@ -36,8 +36,8 @@ class PagedBatch:
 
     seq_lens: int32 [num_reqs], the number of keys of each request. The query tokens are the last of these keys.
 
-    block_table: int32 [num_reqs, max_blocks], the pages of each request. Entries past the last page may hold anything.
-    Entries of pages that no query sees any more may name any page (vLLM: 0).
+    block_table: int32 [num_reqs, max_blocks], the blocks of each request. Entries past the last block may hold
+    anything. Entries of blocks that no query sees any more may name any block (vLLM: 0).
 
     max_query_len, max_seq_len: upper bounds, so that no kernel needs to read lengths back from the device.
 

@@ -30,7 +30,7 @@ def compute_slot_mapping(
 
     positions: int64 [T], the positions of the tokens in their sequences.
 
-    block_table: int32 [num_reqs or more, W], the pages of the requests, any stride between rows.
+    block_table: int32 [num_reqs or more, W], the blocks of the requests, any stride between rows.
 
     slot_mapping: int64 [T or more]. Entries from T on are padding and become −1.
 

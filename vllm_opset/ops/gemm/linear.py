@@ -1,7 +1,7 @@
 """linear: the projection of activations by a weight, with or without a bias.
 
-Semantics: `torch.nn.functional.linear`, and for quantised weights and activations that of what they stand for. vLLM's
-layers with weights call it, language model heads included.
+Semantics: `torch.nn.functional.linear`. Quantised weights and activations are multiplied as the values that they stand
+for. vLLM's linear layers and LM heads call this op.
 """
 
 from collections.abc import Iterator
@@ -74,9 +74,9 @@ def linear(
     weight_scale [out_features, groups] in fp32 or out_dtype. It may have a weight_zero_point, uint8 of the scale's
     shape, and then stands for (weight - weight_zero_point) * weight_scale. x is of out_dtype.
 
-    Raises ValueError if widths or dtypes differ, if bias is not [out_features] and would broadcast unnoticed, or if a
-    scale is of no granularity that divides its tensor. Zero points without a packed weight raise it too, as do those of
-    another shape. So do an x_scale without a weight_scale, and weights in MXFP4.
+    Raises ValueError for widths or dtypes that differ, a bias that is not [out_features] (it would broadcast
+    unnoticed), a scale whose granularity does not divide its tensor, zero points without a packed weight or of another
+    shape than its scale's, an x_scale without a weight_scale, and weights in MXFP4.
     """
     check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype, weight_zero_point)
     if weight_scale is None:

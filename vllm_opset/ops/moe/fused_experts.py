@@ -77,8 +77,8 @@ def fused_experts(args: FusedExpertsArguments) -> torch.Tensor:
     `grouped_gemm`). They also come with `out_dtype`, hidden_states' dtype, in which a kernel may prepare the weights.
     Those in int4 may have `w1_zero_point` and `w2_zero_point`, both or none.
 
-    `quant_dtype`: if given, `quantise` quantises x of both products to it. `group_shape`: the rows and columns of x
-    with one scale. It has one row. Or `a1_scale` and `a2_scale`, fp32 [1, 1], are given for the two products, and
+    `quant_dtype`: if given, `quantise` quantises x of both products to it. `group_shape`: [1, n], the rows and columns
+    of x that share a scale. Or `a1_scale` and `a2_scale`, fp32 [1, 1], are the scales of the two products, and
     `group_shape` is [−1, −1].
 
     Computed in fp32. A kernel may round the products and the activation to the dtype. Returns a new contiguous tensor

@@ -68,7 +68,7 @@ class OpsetCpuPlatform(OpsetPlatform):
 
     @classmethod
     def _schedule_in_step(cls, scheduler_config) -> None:
-        """Log it, do not refuse it: here vLLM's resolved default can no longer be told from a user's choice."""
+        """Switch asynchronous scheduling off, and log that. It may be vLLM's default, and is therefore not refused."""
         if scheduler_config.async_scheduling:
             logger.info_once(
                 "Asynchronous scheduling is off: the CPU that it would free of waiting is the device itself"

@@ -51,9 +51,9 @@ def split_kv_cache(kv_cache: torch.Tensor) -> torch.Tensor:
 
 
 def change_blocks(runner, scheduler_output: SchedulerOutput) -> SchedulerOutput:
-    """Zero and copy blocks before a step of a model runner. Returns the step without these orders.
+    """Zero and copy the blocks that a scheduler's output names, before a step. Returns the output without these blocks.
 
-    vLLM uses Triton, or (until 0.28) takes a block for one piece of memory.
+    vLLM's own code for this uses Triton, or (until 0.28) treats a block as one piece of memory.
     """
     to_zero, copies = scheduler_output.new_block_ids_to_zero, scheduler_output.kv_cache_block_copies
     if not to_zero and not copies:
