@@ -1,17 +1,31 @@
 """The filters that requests can ask for, for the warm-ups of both samplers."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 ARGUMENTS = {"top_k": (2, torch.int32), "top_p": (0.5, torch.float32), "min_p": (0.25, torch.float32)}
+ROWS = 2
 
 
-def combinations(num_rows: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """Arguments of top_k_top_p_sample for each set of filters. A kernel may compile code of its own for each."""
+def draw_by_each(
+    draw: Callable, dtype: torch.dtype, vocab_size: int, device: torch.device, processed: Iterable[str | None]
+) -> None:
+    """Call `draw`, an implementation of top_k_top_p_sample, with each set of filters, for logits of zeros.
+
+    A kernel may compile code of its own for each set. dtype: of the logits. processed: values of this argument.
+    """
+    logits = torch.zeros(ROWS, vocab_size, dtype=dtype, device=device)
+    ones = torch.ones(ROWS, dtype=torch.float32, device=device)  # vLLM changes the default while it loads a model
+    for returned, given in itertools.product(processed, list(_combinations(device))):
+        draw(logits, ones.long(), ones, **given, processed=returned)
+
+
+def _combinations(device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """Arguments for each set of filters."""
     arguments = {
-        name: torch.full((num_rows,), value, dtype=dtype, device=device) for name, (value, dtype) in ARGUMENTS.items()
+        name: torch.full((ROWS,), value, dtype=dtype, device=device) for name, (value, dtype) in ARGUMENTS.items()
     }
     for size in range(len(arguments) + 1):
         for names in itertools.combinations(arguments, size):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from vllm.config import ModelConfig
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -37,17 +38,16 @@ OF_VLLM = Sampler.__module__.rpartition(".")[0]
 class OpsetSampler(Sampler):
     """opset's version of `vllm.v1.worker.gpu.sample.sampler.Sampler`, which takes over the state of vLLM's sampler.
 
-    stock: vLLM's sampler. logits_dtypes: that the model's logits may have; if vLLM modifies the logits first, they are
-    fp32.
+    stock: vLLM's sampler. dtypes: that logits may have.
     """
 
-    def __init__(self, stock: Sampler, logits_dtypes: Collection[torch.dtype], device: torch.device) -> None:
+    def __init__(self, stock: Sampler, dtypes: Collection[torch.dtype], device: torch.device) -> None:
         vars(self).update(vars(stock))
         self.sampling_states = _States(stock.sampling_states, verifies_drafts=stock.num_speculative_tokens > 1)
         vocab_size = self.sampling_states.vocab_size
         self._draw = {
             dtype: selection.select(ops.top_k_top_p_sample, TopKTopPSampleProblem(device.type, dtype, vocab_size)).run
-            for dtype in {*logits_dtypes, torch.float32}
+            for dtype in dtypes
         }
         self._has_new_requests = True
         self._batch: bytes | None = None  # the requests that `_skips_counts` is known of
@@ -106,13 +106,9 @@ class OpsetSampler(Sampler):
 
     def warm_up(self, device: torch.device) -> None:
         """Call every variant of the kernel that a request can ask for, so that no request waits for a compilation."""
-        vocab_size = self.sampling_states.vocab_size
-        ones = torch.ones(2, device=device)
+        processed = {None, "logits" if self.logprobs_mode in PROCESSED else None}
         for dtype, draw in self._draw.items():
-            logits = torch.zeros(2, vocab_size, dtype=dtype, device=device)
-            for processed in {None, "logits" if self.logprobs_mode in PROCESSED else None}:
-                for given in filters.combinations(2, device):
-                    draw(logits, ones.long(), ones, **given, processed=processed)
+            filters.draw_by_each(draw, dtype, self.sampling_states.vocab_size, device, processed)
 
     def sample(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens, and the processed logits if a request needs them; otherwise the logits.
@@ -149,7 +145,7 @@ class Fp32Sampler(OpsetSampler):
     """Draws from logits of another dtype in fp32, as the sampler for the first model runner does."""
 
     def __init__(self, stock: Sampler, device: torch.device) -> None:
-        super().__init__(stock, (), device)
+        super().__init__(stock, (torch.float32,), device)
 
     def _sampled(self, logits: torch.Tensor, *args) -> tuple[torch.Tensor, torch.Tensor]:
         return super()._sampled(logits.float(), *args)
@@ -231,9 +227,12 @@ def _parameters(cls: type, method: str) -> tuple[str, ...]:
     return tuple(inspect.signature(found).parameters)[1:] if found else ()
 
 
-def _dtypes(runner) -> tuple[torch.dtype, ...]:
-    """Of the model's logits. Users may set one for the LM head, and some models do not ask for it."""
-    return runner.model_config.dtype, runner.model_config.head_dtype
+def logits_dtypes(config: ModelConfig) -> set[torch.dtype]:
+    """The dtypes that logits may have. Users may set one for the LM head, and some models do not ask for it.
+
+    If vLLM modifies the logits before the draw, they are fp32.
+    """
+    return {config.dtype, config.head_dtype, torch.float32}
 
 
 def install(runner, make: Callable[[Sampler], "OpsetSampler"] | None = None) -> bool:
@@ -243,7 +242,8 @@ def install(runner, make: Callable[[Sampler], "OpsetSampler"] | None = None) -> 
     """
     kind = type(runner.sampler)
     if kind is Sampler and fits():
-        runner.sampler = make(runner.sampler) if make else OpsetSampler(runner.sampler, _dtypes(runner), runner.device)
+        make = make or (lambda stock: OpsetSampler(stock, logits_dtypes(runner.model_config), runner.device))
+        runner.sampler = make(runner.sampler)
         return True
     if kind is Sampler:
         logger.warning_once("vllm-opset's sampler does not serve: that of this vLLM release takes other parameters")

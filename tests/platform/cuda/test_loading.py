@@ -20,6 +20,13 @@ def test_kernels_are_launched_while_weights_load(monkeypatch):
 
     run, ran = JITFunction.run, []
     note = lambda what: lambda *_, **__: ran.append((what, JITFunction.run is run))  # noqa: E731
+
+    @contextlib.contextmanager
+    def draws_meanwhile(worker):
+        ran.append("draws")
+        yield
+        ran.append("no draws")
+
     monkeypatch.setattr(worker.OpsetWorker, "load_model", note("weights"))
     monkeypatch.setattr(worker, "call_sampler", note("sampler"))
     monkeypatch.setattr(worker, "step_of_few_tokens", lambda runner: None)
@@ -30,11 +37,15 @@ def test_kernels_are_launched_while_weights_load(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(getattr(worker, module), name, lambda *_, **__: False)
     monkeypatch.setattr(worker.OpsetCudaWorker, "install_sampler", lambda self: True)
+    monkeypatch.setattr(worker.warm_up, "draws_meanwhile", draws_meanwhile)
     made = worker.OpsetCudaWorker.__new__(worker.OpsetCudaWorker)
     made.vllm_config = SimpleNamespace(use_v2_model_runner=True)
-    made.model_config, made.model_runner = None, SimpleNamespace(get_model=lambda: None)
+    made.model_config, made.model_runner = (
+        SimpleNamespace(runner_type="generate"),
+        SimpleNamespace(get_model=lambda: None),
+    )
     made.load_model()
-    assert ran == [("weights", True), ("sampler", False)]
+    assert ran == ["draws", ("weights", True), "no draws", ("sampler", False)]
 
 
 @pytest.mark.parametrize("platform", ["cuda", "native"])
@@ -58,7 +69,7 @@ def test_a_worker_of_its_own_process_leaves_a_draft_models_settings_to_the_platf
     )
     made = kind.__new__(kind)
     made.vllm_config = SimpleNamespace(use_v2_model_runner=True)
-    made.model_config, made.parts = SimpleNamespace(is_moe=False), set()
+    made.model_config, made.parts = SimpleNamespace(is_moe=False, runner_type="pooling"), set()
     with contextlib.suppress(Loads):
         made.load_model()
     assert hasattr(VllmConfig.try_verify_and_update_config, "__wrapped__")

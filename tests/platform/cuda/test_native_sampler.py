@@ -246,7 +246,7 @@ def test_logits_are_copied_for_logits_processors_alone(stock, drafts):
     if inspect.signature(SamplingStates.add_request).return_annotation is not bool:
         pytest.skip("vLLM up to 0.30 does not ask the sampler's states: ends when 0.31 is the oldest supported release")
     stock.num_speculative_tokens = 4 if drafts else 1
-    sampler = OpsetSampler(stock, (), CPU)
+    sampler = OpsetSampler(stock, (torch.float32,), CPU)
     others = [{"temperature": 0.5, "top_k": 3, "logit_bias": {3: 1.0}}, {"temperature": 0, "presence_penalty": 0.5}]
     for slot, asked in enumerate([*ASKED, *others]):
         add_request(sampler, slot, asked)

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import itertools
 import random
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -246,6 +247,47 @@ def test_steps_are_precompiled_where_any_values_will_do(knows, monkeypatch):
     expected = ["attention", "linear", *(sizes[:12] if knows == "attention alone" else [])]
     assert [what for what, inside in called if inside] == expected
     assert [what for what, inside in called if not inside] == ["attention", *sizes]
+
+
+@pytest.fixture
+def default_bf16():
+    """The default dtype of PyTorch while vLLM loads a model in bf16."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_draws_are_compiled_in_another_thread_while_a_model_loads(second, default_bf16, monkeypatch):
+    called, precompiling = [], []
+
+    @contextlib.contextmanager
+    def precompile():
+        precompiling.append(threading.get_ident())
+        yield
+        precompiling.clear()
+
+    def draw(logits, keys, temperature, processed, **given):
+        assert precompiling == [threading.get_ident()] != [threading.main_thread().ident]
+        assert temperature.dtype == torch.float32 and processed is None
+        called.append((logits.dtype, frozenset(given)))
+
+    def select(op, problem):
+        return SimpleNamespace(problem=problem, run=draw)
+
+    monkeypatch.setattr(warm_up, "precompile", precompile)
+    monkeypatch.setattr(warm_up.selection, "select", select)
+    monkeypatch.setattr(warm_up.torch.cuda, "set_device", lambda device: called.append(device))
+    config = SimpleNamespace(dtype=torch.bfloat16, head_dtype=torch.bfloat16, get_vocab_size=lambda: 32)
+    device, vllm_config = torch.device("cpu"), SimpleNamespace(use_v2_model_runner=second)
+    with warm_up.draws_meanwhile(SimpleNamespace(model_config=config, vllm_config=vllm_config, device=device)):
+        assert threading.get_ident() not in precompiling
+    sets = {
+        frozenset(names) for size in range(4) for names in itertools.combinations(("top_k", "top_p", "min_p"), size)
+    }
+    dtypes = [torch.bfloat16, torch.float32] if second else [torch.float32]
+    assert called[0] == device and len(called) == 1 + 8 * len(dtypes)
+    assert set(called[1:]) == set(itertools.product(dtypes, sets))
 
 
 @pytest.mark.parametrize("most", [0, 1, 5, 20, 47, 1024])

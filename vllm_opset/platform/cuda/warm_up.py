@@ -5,7 +5,9 @@ depend on the number of queries and requests, too (`_attention`).
 """
 
 import itertools
-from contextlib import nullcontext
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -13,16 +15,40 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_opset import ops, selection
 from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.kernels.triton._launch import warm_sizes
 from vllm_opset.kernels.triton._precompile import precompile
-from vllm_opset.model import linear
+from vllm_opset.model import filters, linear
+from vllm_opset.model.sampler import logits_dtypes
 from vllm_opset.model.warm_up import sampler
 from vllm_opset.ops.attention.paged_batch import BatchSizes, PagedBatch
+from vllm_opset.ops.sampling.top_k_top_p_sample import TopKTopPSampleProblem
 from vllm_opset.variants import Limits, powers_up_to
 
 # In a step: longer ones run long, and beyond it only one activation's launch parameters change.
 PRECOMPILED_TOKENS = 2048
+
+
+@contextmanager
+def draws_meanwhile(worker: Worker) -> Iterator[None]:
+    """While the context loads a model, compile the kernels that draw tokens in other threads. They need no weights."""
+    config, second = worker.model_config, worker.vllm_config.use_v2_model_runner
+    dtypes = logits_dtypes(config) if second else {torch.float32}
+    problems = [TopKTopPSampleProblem(worker.device.type, dtype, config.get_vocab_size()) for dtype in dtypes]
+    draws = [selection.select(ops.top_k_top_p_sample, problem) for problem in problems]
+
+    def compile_draws() -> None:
+        torch.cuda.set_device(worker.device)  # of this thread
+        with precompile():
+            for draw in draws:
+                problem = draw.problem
+                filters.draw_by_each(draw.run, problem.dtype, problem.vocab_size, worker.device, [None])
+
+    with ThreadPoolExecutor(1) as thread:
+        compiled = thread.submit(compile_draws)
+        yield
+        compiled.result()
 
 
 def kernels(worker: Worker) -> None:

@@ -32,7 +32,9 @@ class OpsetCudaWorker(Starting, OpsetWorker):
         if graphs.in_pieces(self.vllm_config):
             compat.break_graphs_at_attention()
         quantised_weights.register(self.model_config)
-        super().load_model(**kwargs)  # launches kernels that quantise weights, so it compiles none ahead
+        draws = self.model_config.runner_type != "pooling"
+        with warm_up.draws_meanwhile(self) if draws else nullcontext():
+            super().load_model(**kwargs)  # launches kernels that quantise weights, so it compiles none ahead
         self.install_sampler()
         with precompile():  # next vLLM measures memory, for which it samples tokens
             call_sampler(self.model_runner)

@@ -93,14 +93,11 @@ class OpsetSampler(Sampler):
 
     def warm_up(self, device: torch.device) -> None:
         """Call every variant of the kernels that a request can ask for, so that no request waits for a compilation."""
-        logits = torch.zeros(2, self._sample.problem.vocab_size, device=device)
+        vocab_size, processed = self._sample.problem.vocab_size, {None, PROCESSED.get(self.logprobs_mode)}
+        filters.draw_by_each(self._sample.run, torch.float32, vocab_size, device, processed)
         ones = torch.ones(2, device=device)
-        keys, processed = ones.long(), PROCESSED.get(self.logprobs_mode)
-        for asked_for in {None, processed}:
-            for given in filters.combinations(2, device):
-                self._sample.run(logits, keys, ones, **given, processed=asked_for)
-        ids = keys[:, None]
-        self._penalise.run(logits, ids, ids, ones, ones, ones)
+        ids = ones.long()[:, None]
+        self._penalise.run(torch.zeros(2, vocab_size, device=device), ids, ids, ones, ones, ones)
 
     def gather_logprobs(self, *args, **kwargs) -> LogprobsTensors:
         """vLLM's method without torch.compile: requests need not wait for it to fuse only a comparison and a sum."""
