@@ -29,7 +29,7 @@ SETTINGS = {
     "compiled": {"compilation_config": {"mode": 3}},
     "compiled, with opset's layers": {"compilation_config": {"mode": 3, "custom_ops": ["all"]}},
     "graphs of decode alone": {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
-    "graphs in pieces alone": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+    "piecewise graphs alone": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
     "chunks and preemption": {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40},
 }
 # bf16 has 8 bits of mantissa, and these models spread their logits over some ten units. Compared with fp32, values
@@ -65,8 +65,8 @@ def test_tokens_equal_those_of_transformers(setting, qwen, engine):
         assert tokens(generate(llm, prompts)) == expected
 
 
-def test_prompts_are_replayed_in_pieces(qwen, engine, monkeypatch):
-    """Without a compiler, decode uses whole graphs. In fp32, other steps use graphs that break at each attention."""
+def test_prompts_are_replayed_as_piecewise_graphs(qwen, engine, monkeypatch):
+    """Without a compiler, decode uses full graphs. In fp32, other steps use graphs that break at each attention."""
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture as Capture
 
     replay, breaks = Capture.replay, []
@@ -74,7 +74,7 @@ def test_prompts_are_replayed_in_pieces(qwen, engine, monkeypatch):
     with engine(qwen[0]) as llm:
         breaks.clear()  # vLLM's second runner replays a step when it starts
         generate(llm, models.prompts()[1:2], max_tokens=4)
-    # Some releases use this class for the whole graphs of decode too.
+    # Some releases use this class for the full graphs of decode too.
     assert breaks[0] == qwen[1].config.num_hidden_layers and not any(breaks[1:])
 
 

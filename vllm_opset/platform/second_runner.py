@@ -153,7 +153,7 @@ def _kept(tables, tensors) -> torch.Tensor:
     ends="vLLM has a graph mode that captures mixed steps whole, beside graphs of decode steps",
     worker=("cuda", "native"),
 )
-def capture_pieces_whole(manager) -> None:
+def capture_full_for_piecewise(manager) -> None:
     """Let vLLM's second model runner capture full graphs of prompts and mixed steps, beside those of decode steps.
 
     The runner's `cudagraph_manager` lists the graphs to capture and to replay. In its lists, full graphs replace the

@@ -142,7 +142,7 @@ def main(kind: str = "dense", **arguments) -> None:
     config = llm.llm_engine.vllm_config
     about = {
         "worker": config.parallel_config.worker_cls,
-        "longest step in pieces": config.compilation_config.max_cudagraph_capture_size,
+        "longest captured step": config.compilation_config.max_cudagraph_capture_size,
     }
     if kind == "drafts":
         accepted, drafted = (counter(llm, f"spec_decode_num_{what}_tokens") for what in ("accepted", "draft"))

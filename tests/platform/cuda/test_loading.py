@@ -31,7 +31,7 @@ def test_kernels_are_launched_while_weights_load(monkeypatch):
     monkeypatch.setattr(worker, "call_sampler", note("sampler"))
     monkeypatch.setattr(worker, "step_of_few_tokens", lambda runner: None)
     for module, name in (
-        ("graphs", "in_pieces"), ("quantised_weights", "register"), ("fusion", "bind"),
+        ("graphs", "are_piecewise"), ("quantised_weights", "register"), ("fusion", "bind"),
         ("weights", "offloads"), ("linear", "bind"), ("compile_cache", "keep_kernels_apart"), ("refusals", "compiles"),
         ("warm_up", "takes_any_values"), ("quantised_inputs", "bind"),
     ):  # fmt: skip
@@ -62,7 +62,7 @@ def test_a_worker_of_its_own_process_leaves_a_draft_models_settings_to_the_platf
     worker = importlib.import_module(f"vllm_opset.platform.{platform}.worker")
     kind = next(value for name, value in vars(worker).items() if name.lower() == f"opset{platform}worker")
     monkeypatch.setattr(Worker, "load_model", load_model)
-    for module, name in (("graphs", "in_pieces"), ("quantised_weights", "register")):
+    for module, name in (("graphs", "are_piecewise"), ("quantised_weights", "register")):
         monkeypatch.setattr(getattr(worker, module, worker), name, lambda *_: False, raising=False)
     monkeypatch.setattr(
         VllmConfig, "try_verify_and_update_config", inspect.unwrap(VllmConfig.try_verify_and_update_config)

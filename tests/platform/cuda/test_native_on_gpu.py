@@ -173,7 +173,7 @@ def test_the_default_parts_answer_and_replay_longer_steps(runner, answers):
     found, stock = answers(COMPILED_PARTS, runner), answers(STOCK, runner)
     assert {"linear", "paged_attention", "top_k_top_p_sample"} <= found["kernels"].keys()
     assert set(found["kernels"].values()) == {"triton"}
-    assert stock["longest step in pieces"] < found["longest step in pieces"] == graphs.captured_tokens()
+    assert stock["longest captured step"] < found["longest captured step"] == graphs.captured_tokens()
     assert_close(found, stock)
 
 

@@ -164,7 +164,7 @@ def test_compiled_graphs_of_other_platforms_are_not_taken_for_ours(config):
     ("asked", "runner", "graphs", "custom_ops"),
     [
         (None, "generate", "FULL_AND_PIECEWISE", ["all"]),
-        # Whole graphs cannot capture pooling models.
+        # Full graphs cannot capture pooling models.
         (None, "pooling", "NONE", ["all"]),
         # A compiler traces vLLM's own code, and vLLM chooses the graphs.
         (3, "generate", None, []),

@@ -1,4 +1,4 @@
-"""Steps that a whole graph replays build no attention metadata, if only layers in the graph would read it."""
+"""Steps that a full graph replays build no attention metadata, if only layers in the graph would read it."""
 
 import inspect
 from types import SimpleNamespace

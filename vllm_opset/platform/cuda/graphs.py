@@ -1,6 +1,6 @@
 """The choice of CUDA graphs: full graphs for decode steps, and piecewise ones, broken at attention, for other steps.
 
-`whole_graphs` replaces the piecewise graphs by full ones, where attention allows it.
+`full_graphs` replaces the piecewise graphs by full ones, where attention allows it.
 
 If no compiler cuts a model into pieces, vLLM's breakable graphs do. A variable of vLLM enables them, and this module
 sets it. The variable also switches torch.compile off, so it is removed before the next engine is configured.
@@ -38,7 +38,7 @@ def default(config: "VllmConfig") -> "CUDAGraphMode":
     return CUDAGraphMode.FULL_AND_PIECEWISE if _can_break(config) else CUDAGraphMode.FULL_DECODE_ONLY
 
 
-def ask_for_pieces(config: "VllmConfig") -> None:
+def ask_for_piecewise(config: "VllmConfig") -> None:
     """Set vLLM's variable if this configuration has piecewise graphs without a compiler, and no user has set it."""
     from vllm import envs
 
@@ -59,7 +59,7 @@ def take_back() -> None:
         envs.disable_envs_cache()
 
 
-def in_pieces(config: "VllmConfig") -> bool:
+def are_piecewise(config: "VllmConfig") -> bool:
     """Whether this configuration, which vLLM has completed, has piecewise graphs without a compiler."""
     return not refusals.compiles(config) and config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
 
@@ -106,7 +106,7 @@ def _longest_step(config: "VllmConfig") -> int:
 def check(config: "VllmConfig") -> None:
     """Raise Refusal if the variable has changed for another engine since this engine was configured."""
     enabled = refusals.environment(VARIABLE)
-    if (enabled and refusals.compiles(config)) or (in_pieces(config) and not enabled):
+    if (enabled and refusals.compiles(config)) or (are_piecewise(config) and not enabled):
         raise refusals.Refusal(
             f"vllm-opset: {VARIABLE} is no longer what it was when this engine was configured: start each engine "
             "before the next one is configured, or set the variable."

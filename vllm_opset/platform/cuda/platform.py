@@ -32,7 +32,7 @@ class OpsetCudaPlatform(OpsetPlatform):
     def pre_register_and_update(cls, parser=None) -> None:
         super().pre_register_and_update(parser)
         graphs.take_back()
-        compat.ask_before_graphs_are_chosen(graphs.ask_for_pieces)
+        compat.ask_before_graphs_are_chosen(graphs.ask_for_piecewise)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
@@ -45,7 +45,7 @@ class OpsetCudaPlatform(OpsetPlatform):
             compilation.mode = CompilationMode.NONE
         if compilation.cudagraph_mode is None and compilation.mode == CompilationMode.NONE:
             compilation.cudagraph_mode = graphs.default(vllm_config)
-        graphs.ask_for_pieces(vllm_config)  # up to 0.28, vLLM reads the variable after this
+        graphs.ask_for_piecewise(vllm_config)  # up to 0.28, vLLM reads the variable after this
         if compilation.mode == CompilationMode.NONE and not compilation.custom_ops:
             compilation.custom_ops = ["all"]
 

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.model import sampler
-from vllm_opset.platform.cuda import device, draft_graphs, logits_graphs, replays, whole_graphs, workspace
+from vllm_opset.platform.cuda import device, draft_graphs, full_graphs, logits_graphs, replays, workspace
 from vllm_opset.platform.report import Reporting
 
 
@@ -36,7 +36,7 @@ class Starting(Reporting):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         with device.named_out_of_memory():
             super().initialize_from_config(kv_cache_config)
-        whole_graphs.replace_pieces(self)
+        full_graphs.replace_piecewise(self)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()

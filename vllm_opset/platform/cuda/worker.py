@@ -29,7 +29,7 @@ class OpsetCudaWorker(Starting, OpsetWorker):
         current_platform.begin_graph_pool()
 
     def load_model(self, **kwargs) -> None:
-        if graphs.in_pieces(self.vllm_config):
+        if graphs.are_piecewise(self.vllm_config):
             compat.break_graphs_at_attention()
         quantised_weights.register(self.model_config)
         draws = self.model_config.runner_type != "pooling"

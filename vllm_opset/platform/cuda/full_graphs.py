@@ -17,7 +17,7 @@ from vllm_opset.ops.attention.paged_batch import PagedBatch
 from vllm_opset.platform import second_runner
 
 
-def replace_pieces(worker: Worker) -> None:
+def replace_piecewise(worker: Worker) -> None:
     """Have full graphs captured where vLLM would capture piecewise ones beside decode graphs, if all layers allow it.
 
     Call it when the KV cache is bound. A user who asks for piecewise graphs alone gets them.
@@ -28,12 +28,12 @@ def replace_pieces(worker: Worker) -> None:
         return
     layers = config.compilation_config.static_forward_context.values()
     attention = [layer for layer in layers if isinstance(layer, AttentionLayerBase)]  # others are experts
-    may = second_runner.capture_pieces_whole.bridge.needed() and not _needs_pieces(config)
+    may = second_runner.capture_full_for_piecewise.bridge.needed() and not _needs_piecewise(config)
     if may and all(map(_is_planned_on_gpu, attention)):
-        second_runner.capture_pieces_whole(manager)
+        second_runner.capture_full_for_piecewise(manager)
 
 
-def _needs_pieces(config: VllmConfig) -> bool:
+def _needs_piecewise(config: VllmConfig) -> bool:
     """Whether something acts between the layers of a prompt, or a step's graph depends on more than its tokens.
 
     A KV connector transfers the cache of each layer. Graphs of drafts and adapters come in several kinds for each

@@ -1,4 +1,4 @@
-"""Prompts and mixed steps that whole graphs replay, on Hopper GPUs with vLLM's second model runner."""
+"""Prompts and mixed steps that full graphs replay, on Hopper GPUs with vLLM's second model runner."""
 
 import functools
 
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper generation: runs on one"),
     pytest.mark.skipif(
-        not second_runner.capture_pieces_whole.bridge.needed(),
+        not second_runner.capture_full_for_piecewise.bridge.needed(),
         reason="this vLLM prepares no graph for one request that has all tokens: runs with 0.31 and later",
     ),
 ]

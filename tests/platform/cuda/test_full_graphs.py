@@ -1,4 +1,4 @@
-"""Whole graphs of prompts and mixed steps: vLLM's own lists of graphs are changed, without a GPU."""
+"""Full graphs of prompts and mixed steps: vLLM's own lists of graphs are changed, without a GPU."""
 
 import functools
 import importlib.util
@@ -12,7 +12,7 @@ from vllm_opset.platform import second_runner
 pytestmark = [
     pytest.mark.window,
     pytest.mark.skipif(
-        not second_runner.capture_pieces_whole.bridge.needed(),
+        not second_runner.capture_full_for_piecewise.bridge.needed(),
         reason="this vLLM prepares no graph for one request that has all tokens: runs with 0.31 and later",
     ),
 ]
@@ -58,7 +58,7 @@ def test_decode_keeps_its_graphs_and_all_else_finds_whole_ones(manager):
     graphs = manager("FULL_AND_PIECEWISE")
     decode = [found(graphs, number, number, each=1) for number in (1, 3, 32)]
     assert found(graphs, 3, 100) == ("PIECEWISE", 128, None, None)
-    second_runner.capture_pieces_whole(graphs)
+    second_runner.capture_full_for_piecewise(graphs)
     assert [found(graphs, number, number, each=1) for number in (1, 3, 32)] == decode
     assert decode[1] == ("FULL", 4, 4, 1)
     assert found(graphs, 3, 100) == ("FULL", 128, 32, None)
@@ -71,7 +71,7 @@ def test_each_graph_is_captured_once_and_larger_ones_first(manager):
     from vllm.config import CUDAGraphMode
 
     graphs = manager("FULL_AND_PIECEWISE")
-    second_runner.capture_pieces_whole(graphs)
+    second_runner.capture_full_for_piecewise(graphs)
     assert list(graphs._capture_descs) == [CUDAGraphMode.FULL]
     captured = graphs._capture_descs[CUDAGraphMode.FULL]
     sizes = [graph.num_tokens for graph in captured]
@@ -80,7 +80,7 @@ def test_each_graph_is_captured_once_and_larger_ones_first(manager):
     assert {graph for candidates in graphs._candidates.values() for graph in candidates} == set(captured)
 
 
-def test_vllm_prepares_a_whole_graph_for_one_request_with_all_tokens(monkeypatch):
+def test_vllm_prepares_a_full_graph_for_one_request_with_all_tokens(monkeypatch):
     from vllm.v1.worker.gpu import cudagraph_utils
 
     class Asked(Exception):
@@ -141,13 +141,13 @@ def worker(graphs, *layers: SimpleNamespace, **changes) -> SimpleNamespace:
 def mode_of_prompts(manager, monkeypatch):
     """`mode_of_prompts(*layers, **changes)`: how a prompt is replayed by an engine on a Hopper GPU."""
     from vllm_opset.kernels.triton.paged_attention import prefill_sm90
-    from vllm_opset.platform.cuda import whole_graphs
+    from vllm_opset.platform.cuda import full_graphs
 
     monkeypatch.setattr(prefill_sm90, "available", lambda device: True)
 
     def mode_of_prompts(*layers, mode: str = "FULL_AND_PIECEWISE", **changes) -> str:
         graphs = manager(mode)
-        whole_graphs.replace_pieces(worker(graphs, *layers, **changes))
+        full_graphs.replace_piecewise(worker(graphs, *layers, **changes))
         return found(graphs, 1, 100)[0]
 
     return mode_of_prompts
