@@ -33,6 +33,7 @@ from vllm_opset.model.int4_experts import LOADED_BIASES
 from vllm_opset.ops.schemes import PER_TENSOR, GroupShape
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
+RELOADS_GPTQ = "has_g_idx" not in MPLinearLayerConfig.__annotations__  # see test_quantised_weights.py
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +74,7 @@ def test_quantised_experts_serve_as_what_they_stand_for(
         cure = "without int4 weights" if dtype == "uint4" else re.escape("{'linear': 'reference'}".replace("'", '"'))
         with pytest.raises(Exception, match=f"packed this model's weights.*{cure}"):
             llm.collective_rpc("save_sharded_state", kwargs={"path": "unused"})
-        reloads_gptq = "has_g_idx" not in MPLinearLayerConfig.__annotations__  # see test_quantised_weights.py
-        if name in ("blockwise", "awq") or (name == "gptq" and reloads_gptq):
+        if name in ("blockwise", "awq") or (name == "gptq" and RELOADS_GPTQ):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": str(mixtures[name])})
             llm.reset_prefix_cache()
             assert answers(llm) == expected_of_mixtures[dtype]
@@ -125,7 +125,10 @@ def test_a_damaged_scale_of_an_expert_is_named(name, scale_name, mixtures, engin
 @NOT_ON_GPU
 @pytest.mark.parametrize("size", [0.0, 0.5])
 def test_biases_of_gptq_experts_count_though_the_model_declares_none(size, mixtures, engine, tmp_path):
-    """Zeros change nothing. The same bias of all experts' last products is added to each token, once."""
+    """Zeros change nothing. The same bias of all experts' last products is added to each token, once.
+
+    It ends when weights are loaded again from a checkpoint without biases.
+    """
     if LOADED_BIASES not in RoutedExperts.__init__.__code__.co_names:
         pytest.skip("vLLM 0.26 loads no such biases: ends when 0.27 is the oldest supported release")
     biases: dict[int, torch.Tensor] = {}
@@ -141,6 +144,10 @@ def test_biases_of_gptq_experts_count_though_the_model_declares_none(size, mixtu
     arguments = {"dtype": "bfloat16", "max_logprobs": -1}
     with engine(damaged(mixtures["gptq"], add_biases, "", tmp_path), **arguments) as llm:
         found = logprobs(llm)
+        if RELOADS_GPTQ:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(mixtures["gptq"])})
+            llm.reset_prefix_cache()
+        reloaded = logprobs(llm)
     with engine(mixtures["plain, int4"], **arguments) as llm:
         without = logprobs(llm)
         llm.apply_model(partial(_add_to_outputs, biases))
@@ -148,6 +155,7 @@ def test_biases_of_gptq_experts_count_though_the_model_declares_none(size, mixtu
         expected = logprobs(llm)
     assert (found - expected).abs().max() < 0.25  # bf16 rounds at other places
     assert size == 0 or (without - expected).abs().max() > 1
+    assert (reloaded - (without if RELOADS_GPTQ else expected)).abs().max() < 0.25
 
 
 def _add_to_outputs(biases: dict[int, torch.Tensor], model: torch.nn.Module) -> None:

@@ -8,7 +8,12 @@ import torch
 from vllm_opset import selection
 from vllm_opset.kernel import kernels_of
 from vllm_opset.model.experts import experts_of
-from vllm_opset.model.int4_experts import OpsetAwqExpertsMethod
+from vllm_opset.model.int4_experts import (
+    LOADED_BIASES,
+    Int4ExpertsMethod,
+    OpsetAwqExpertsMethod,
+    OpsetGptqExpertsMethod,
+)
 from vllm_opset.model.int4_linear import OpsetAwqLinearMethod
 from vllm_opset.model.packed_linear import run_of
 from vllm_opset.model.reloading import refilled
@@ -110,10 +115,10 @@ def experts_layer() -> torch.nn.Module:
     return layer
 
 
-def experts_method() -> OpsetAwqExpertsMethod:
-    method = object.__new__(OpsetAwqExpertsMethod)
+def experts_method(cls: type[Int4ExpertsMethod] = OpsetAwqExpertsMethod, has_zero_points: bool = True):
+    method = object.__new__(cls)
     method.moe = SimpleNamespace(router_logits_dtype=torch.float32, in_dtype=torch.float32)
-    method.group_size, method.has_zero_points = GROUP, True
+    method.group_size, method.has_zero_points = GROUP, has_zero_points
     return method
 
 
@@ -141,6 +146,41 @@ def test_experts_do_not_keep_a_layout_that_a_graph_has_no_kernel_for():
     held = experts_of(layer)._held["w1_scale"]
     with pytest.raises(ValueError, match="experts needs another kernel for its new w1_scale: start the engine again"):
         experts_of(layer)._hold("w1_scale", held.mT.contiguous().mT)
+
+
+def load_gptq_experts(layer: torch.nn.Module, bias: float | None) -> None:
+    """bias: the value of all biases; None if the checkpoint has none, whose parameters then hold anything."""
+    layer.__dict__.setdefault(LOADED_BIASES, set())
+    for weight, outputs, inputs in (("w13", 2 * OUTPUTS, INPUTS), ("w2", INPUTS, OUTPUTS)):
+        setattr(layer, f"{weight}_qweight", in_int32(NUM_EXPERTS, inputs // 8, outputs))
+        setattr(layer, f"{weight}_scales", scales(NUM_EXPERTS, inputs // GROUP, outputs))
+        values = torch.full((NUM_EXPERTS, outputs), torch.nan if bias is None else bias)
+        setattr(layer, f"{weight}_bias", torch.nn.Parameter(values, requires_grad=False))
+        if bias is not None:
+            getattr(layer, LOADED_BIASES).add(f"{weight}_bias")
+
+
+def test_biases_of_gptq_experts_end_with_the_checkpoint_that_has_them():
+    layer, method = experts_layer(), experts_method(OpsetGptqExpertsMethod, has_zero_points=False)
+    load_gptq_experts(layer, 0.5)
+    method.process_weights_after_loading(layer)
+    x, logits, at = torch.zeros(3, INPUTS), torch.randn(3, NUM_EXPERTS), layer.w2_bias.data_ptr()
+    assert layer.opset_experts(x, logits).any()
+    load_gptq_experts(layer, None)
+    method.process_weights_after_loading(layer)
+    assert experts_of(layer)._arguments["w2_bias"].data_ptr() == at  # which captured graphs read
+    assert not layer.opset_experts(x, logits).any()
+
+
+def test_biases_that_gptq_experts_did_not_have_need_another_kernel():
+    layer, method = experts_layer(), experts_method(OpsetGptqExpertsMethod, has_zero_points=False)
+    for bias in (None, 0.0):
+        load_gptq_experts(layer, bias)
+        method.process_weights_after_loading(layer)
+        assert layer.w13_bias is None and layer.w2_bias is None
+    load_gptq_experts(layer, 0.5)
+    with pytest.raises(ValueError, match="experts needs another kernel for its new w1_bias: start the engine again"):
+        method.process_weights_after_loading(layer)
 
 
 def experts_tensors(layer: torch.nn.Module) -> dict[str, int]:

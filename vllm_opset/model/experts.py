@@ -44,6 +44,7 @@ class Experts:
         before = experts_of(layer)
         self._layer, self._prepared = layer, None
         self._held: dict[str, torch.Tensor] = {} if before is None else before._held
+        self._lacked = set() if before is None else {name for name in before._arguments if not before.takes(name)}
         layer.opset_experts = self
         self.kind = layer.w13_weight.shape, layer.w2_weight.shape, scheme
         self._hidden_size = values_shape(layer.w13_weight)[-1]
@@ -81,6 +82,10 @@ class Experts:
             weights, ids = self._choose(x, router_logits)
             return self._experts[x.dtype](x, *self._weights(), weights, ids, **self._arguments)
 
+    def takes(self, name: str) -> bool:
+        """Whether the kernel is given this argument."""
+        return self._arguments[name] is not None
+
     def prepare(self) -> dict[str, torch.Tensor]:
         """Give the kernel the weights and scales in its own form, and free weights that are not needed any more.
 
@@ -110,11 +115,13 @@ class Experts:
     def _hold(self, name: str, value: object) -> object:
         """An argument of the kernel, in the memory that it had before if it is a tensor; see `reloading`.
 
-        Raises ValueError for another layout of the same shape: a captured graph has a kernel for the one before.
+        Raises ValueError for another layout of the same shape, and for an argument that the kernel did not have before:
+        captured graphs have the kernel for what was before.
         """
         if isinstance(value, torch.Tensor):
             old = self._held.get(name)
-            if old is not None and old.shape == value.shape and old.stride() != value.stride():
+            relaid = old is not None and old.shape == value.shape and old.stride() != value.stride()
+            if relaid or name in self._lacked:
                 raise ValueError(
                     f"{self._layer.layer_name} needs another kernel for its new {name}: start the engine again"
                 )

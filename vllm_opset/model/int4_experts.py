@@ -12,7 +12,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExper
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.utils import set_weight_attrs
 
-from vllm_opset.model.experts import Experts, MonolithicMethod
+from vllm_opset.model.experts import Experts, MonolithicMethod, experts_of
 from vllm_opset.model.int4_linear import nibbles, nibbles_of_awq
 from vllm_opset.model.loading import check_columns, check_experts, watch
 from vllm_opset.model.reloading import refilled
@@ -96,11 +96,7 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
         Raises ValueError, with its name, for a damaged scale and for a tensor that the checkpoint lacks.
         """
         check_experts(layer, (self.weight_name, *([self.zero_point_name] if self.has_zero_points else [])))
-        for bias in map("{}_bias".format, ARGUMENTS):
-            stored = getattr(layer, bias, None)
-            # One that was not loaded is zero, or holds anything if weights are loaded again.
-            if stored is not None and not (bias in getattr(layer, LOADED_BIASES) and stored.any()):
-                layer.register_parameter(bias, None)
+        self._settle_biases(layer)
         how = {"out_dtype": self.moe.in_dtype}
         for weight, argument in ARGUMENTS.items():
             stored = getattr(layer, f"{weight}_{self.weight_name}")
@@ -112,6 +108,20 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
             stored.data = stored.data.new_empty(0)
         scheme = Scheme(quantised(values[0], scale[0], None if zeros is None else zeros[0]))
         Experts(layer, self.moe, scheme, **how).prepare()
+
+    def _settle_biases(self, layer: RoutedExperts) -> None:
+        """Drop biases that are zero. A layer that had some before keeps zeros, because captured graphs read them."""
+        before, loaded = experts_of(layer), getattr(layer, LOADED_BIASES, set())
+        for weight, argument in ARGUMENTS.items():
+            name = f"{weight}_bias"
+            bias = getattr(layer, name, None)
+            if bias is None:
+                continue
+            if name not in loaded:
+                bias.data.zero_()  # if weights are loaded again, its memory holds anything
+            if not bias.any() and (before is None or not before.takes(f"{argument}_bias")):
+                layer.register_parameter(name, None)
+        loaded.clear()  # vLLM only adds to it, so the next load would find the biases of this one
 
     def _converted(self, layer: RoutedExperts, weight: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The packed values of a weight [num_experts, …], its scales and its zero points in the contract's layout."""
