@@ -61,6 +61,10 @@ EXAMPLES: dict[str, dict] = {
     "diffusion models": {"diffusion_config": object()},
     "weight offloading": {"offload_config__uva__cpu_offload_gb": 4.0},
     "another linear backend": {"kernel_config__linear_backend": "cutlass"},
+    "quantised weights of another process": {
+        "load_config__load_format": "ipc_cache",
+        "model_config__quantization": "fp8",
+    },
     "a priority of IR ops": {"kernel_config__ir_op_priority": SimpleNamespace(rms_norm=["native"])},
     "fp8 weights": {"model_config__quantization": "fp8"},
     "gpt-oss's MXFP4 weights": {"model_config__quantization": "gpt_oss_mxfp4"},
@@ -161,7 +165,10 @@ UNSUPPORTED = {
         "another worker class", "pooling models", "speculative decoding", "fp64 sampling noise", "sampling masks",
         "watermarks", "diffusion models", "batch invariance", "FlashInfer's sampler",
     ),
-    "linear": ("another worker class", "weight offloading", "another linear backend", "batch invariance"),
+    "linear": (
+        "another worker class", "weight offloading", "another linear backend", "quantised weights of another process",
+        "batch invariance",
+    ),
     "ops": ("another worker class", "batch invariance"),
     "moe": (
         "another worker class", "models without experts", "another backend for experts", "adapters (LoRA)",

@@ -84,6 +84,11 @@ def _another_linear_backend(config: "VllmConfig") -> bool:
     return config.kernel_config.linear_backend != "auto"
 
 
+def _maps_quantised_weights(config: "VllmConfig") -> bool:
+    """Whether another process hands over quantised weights in the layout of vLLM's kernels, which are not processed."""
+    return config.load_config.load_format == "ipc_cache" and of_model(lambda model: model.quantization)(config)
+
+
 def _another_moe_backend(config: "VllmConfig") -> bool:
     return config.kernel_config.moe_backend != "auto"
 
@@ -252,6 +257,11 @@ PARTS: Mapping[str, Part] = {
             _OTHER_WORKER,
             _OFFLOADS,
             Rule("another linear backend", "leave out --linear-backend", _another_linear_backend),
+            Rule(
+                "quantised weights of another process",
+                "leave out --load-format ipc_cache, or switch this part off",
+                _maps_quantised_weights,
+            ),
             _BATCH_INVARIANT,
         ),
         kinds=(*_KINDS_OF_LAYERS, _FP32),
