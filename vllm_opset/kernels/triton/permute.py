@@ -26,7 +26,7 @@ PLACES = 1024  # that a program fills with one store
 def permute(
     topk_ids: torch.Tensor, num_experts: int, block_size: int, expert_map: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_arguments(topk_ids, num_experts, block_size)
+    check_arguments(topk_ids, num_experts, block_size, expert_map)
     num_choices = topk_ids.numel()
     num_blocks = blocks_for(num_choices, num_experts, block_size)
     sorted_token_ids = topk_ids.new_empty(num_blocks * block_size)

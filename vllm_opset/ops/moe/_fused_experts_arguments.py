@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_opset.ops._strides import check_contiguous, check_rows
 from vllm_opset.ops.contract import Op, accumulator
 from vllm_opset.ops.moe import _activations, _quantised
 from vllm_opset.ops.schemes import PER_TENSOR
@@ -70,6 +71,8 @@ class FusedExpertsArguments:
         for name, (tensor, shape) in expected.items():
             if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
                 raise ValueError(f"{name} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")
+        check_rows("hidden_states", self.hidden_states)
+        check_contiguous(w1_bias=self.w1_bias, w2_bias=self.w2_bias, shared_output=self.shared_output)
 
     def _check_activations(self) -> None:
         static = [scale is not None for scale in (self.a1_scale, self.a2_scale)]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm_opset.ops import _properties, _samples
+from vllm_opset.ops._strides import check_contiguous
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
 from vllm_opset.ops.moe.permute import ABSENT, choices, map_of_half, places
 
@@ -37,7 +38,7 @@ def combine(
     whatever expert_output holds for them.
 
     Returns a new contiguous tensor [num_tokens, hidden_size] of that dtype. Zero rows are allowed. Raises ValueError
-    if the shapes differ, for no experts at all, and for a map without ids.
+    if the shapes differ, for no experts at all, for a map without ids, and for tensors that are not contiguous.
     """
     check_arguments(expert_output, topk_weights, shared_output, topk_ids, expert_map)
     wide = accumulator(expert_output)
@@ -59,6 +60,13 @@ def check_arguments(expert_output, topk_weights, shared_output, topk_ids=None, e
         raise ValueError("an expert_map needs the topk_ids that it maps")
     if topk_ids is not None and topk_ids.shape != topk_weights.shape:
         raise ValueError(f"topk_ids {list(topk_ids.shape)} must be as many as topk_weights {list(topk_weights.shape)}")
+    check_contiguous(
+        expert_output=expert_output,
+        topk_weights=topk_weights,
+        shared_output=shared_output,
+        topk_ids=topk_ids,
+        expert_map=expert_map,
+    )
 
 
 @combine.problem_of
@@ -125,11 +133,20 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(name: str, *shapes: tuple[int, ...]) -> Sample:
         return Sample(name, lambda: (tuple(torch.ones(s, dtype=dtype, device=device) for s in shapes), {}))
 
+    def by_columns(name: str, number: int) -> Sample:
+        def make():
+            given, _ = sample(name, (4, 2, 64), (4, 2), (4, 64)).make()
+            return tuple(_samples.column_major(x) if i == number else x for i, x in enumerate(given)), {}
+
+        return Sample(name, make)
+
     yield sample("one weight a token", (4, 2, 64), (4, 1))
     yield sample("weights of fewer tokens", (4, 2, 64), (1, 2))
     yield sample("no experts", (4, 0, 64), (4, 0))
     yield sample("a shared result of one row", (4, 2, 64), (4, 2), (1, 64))
     yield sample("experts of one token", (4, 2, 64), (4, 2), (4, 64), (1, 2))
+    for number, name in enumerate(("outputs", "weights", "a shared result")):
+        yield by_columns(f"{name} by columns", number)
     without_ids = sample("a map of no ids", (4, 2, 64), (4, 2))
     yield Sample(without_ids.name, lambda: (without_ids.make()[0], {"expert_map": map_of_half(8, device)}))
 

@@ -82,8 +82,9 @@ def fused_experts(args: FusedExpertsArguments) -> torch.Tensor:
     `group_shape` is [−1, −1].
 
     Computed in fp32. A kernel may round the products and the activation to the dtype. Returns a new contiguous tensor
-    of hidden_states' shape and dtype. Zero rows are allowed. Raises ValueError for shapes, dtypes or scales that do not
-    fit, and for an activation or parameters of it that do not exist.
+    of hidden_states' shape and dtype. Zero rows are allowed. Raises ValueError for shapes, dtypes, strides or scales
+    that do not fit, and for an activation or parameters of it that do not exist. The strides of weights are not
+    checked, since a kernel may have prepared them.
     """
     act, parameters = args.check()
     wide = accumulator(args.hidden_states)
@@ -161,19 +162,24 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 @fused_experts.illegal_inputs
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
-    def sample(name: str, hidden=64, ids=(6, 2), weights=(6, 2), to=dtype, **arguments) -> Sample:
+    def sample(name: str, hidden=64, ids=(6, 2), weights=(6, 2), to=dtype, layout=lambda x: x, **arguments) -> Sample:
+        """layout: of the hidden states, or of what else is given by its shape."""
+
         def make():
             def ones(*shape: int) -> torch.Tensor:
                 return torch.ones(shape, dtype=dtype, device=device)
 
-            tensors = {key: ones(*value) if isinstance(value, tuple) else value for key, value in arguments.items()}
+            tensors = {
+                key: layout(ones(*value)) if isinstance(value, tuple) else value for key, value in arguments.items()
+            }
             tensors |= {
                 key: value.float() for key, value in tensors.items() if key.endswith("_scale") and value is not None
             }
             experts = torch.zeros(ids, dtype=torch.int32, device=device)
             w1, w2 = ones(4, 96, 64).to(to), ones(4, 64, 48).to(to)
             given = {"topk_weights": ones(*weights).float(), "topk_ids": experts} | tensors
-            return (ones(6, hidden), w1, w2), given
+            x = ones(6, hidden)
+            return (x if tensors else layout(x), w1, w2), given
 
         return Sample(name, make)
 
@@ -187,6 +193,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("a bias of one expert", w1_bias=(1, 96))
     yield sample("a bias of one element", w2_bias=(4, 1))
     yield sample("a shared result of one row", shared_output=(1, 64))
+    yield sample("hidden states by columns", layout=_samples.column_major)
+    yield sample("a shared result by columns", shared_output=(6, 64), layout=_samples.column_major)
+    yield sample("a bias in wider rows", w1_bias=(4, 96), layout=_samples.row_view)
     yield sample("experts of one token", ids=(1, 2), weights=(1, 2))
     yield sample("one weight a token", weights=(6, 1))
     yield sample("experts in int64", topk_ids=zeros(6, 2, of=torch.int64))

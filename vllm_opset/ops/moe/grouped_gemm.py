@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_opset.ops import _samples
+from vllm_opset.ops._strides import check_contiguous, check_rows
 from vllm_opset.ops.contract import Cost, Problem, Sample, accumulator, op
 from vllm_opset.ops.gemm._quantised import BLOCK, ROUNDED_FACTORS, TOKEN_BLOCK
 from vllm_opset.ops.gemm.linear import TOLERANCES
@@ -21,6 +22,7 @@ from vllm_opset.ops.schemes import (
     INT8,
     MXFP4,
     NONE,
+    PACKED,
     PER_ROW,
     PER_TENSOR,
     GroupShape,
@@ -71,9 +73,9 @@ def grouped_gemm(
     x is quantised too, with its x_scale as for `linear`, and stands for x * x_scale.
 
     Returns a new contiguous tensor [rows * top_k, out_features] of the result's dtype. The rows of choices that have no
-    place are zero, whatever x holds there. Zero rows are allowed. Raises ValueError if widths or dtypes differ, if bias
-    would broadcast, if sorted_token_ids are no whole blocks, for a scale of no granularity, or for zero points that are
-    not the weights'.
+    place are zero, whatever x holds there. Zero rows are allowed. Raises ValueError if widths, dtypes or strides
+    differ, if bias would broadcast, if sorted_token_ids are no whole blocks, for a scale of no granularity, for zero
+    points that are not the weights', and for an x_scale where x cannot be quantised.
     """
     block_size = check_arguments(
         x, weight, sorted_token_ids, expert_ids, top_k, bias, weight_scale, x_scale, out_dtype, weight_zero_point
@@ -103,10 +105,14 @@ def check_arguments(
     if weight_scale is not None and out_dtype is None:
         raise ValueError("quantised weights need out_dtype")
     if x_scale is not None:
+        if weight_scale is None or weight.dtype is PACKED:
+            raise ValueError("x with an x_scale needs quantised weights that are not packed")
         group_of(x.shape, x_scale.shape)
     _quantised.check_weight("weight", weight, weight_scale, (*weight.shape[:2], x.shape[1]), dtype, weight_zero_point)
     if bias is not None and (bias.shape != weight.shape[:2] or bias.dtype != dtype):
         raise ValueError(f"bias must be {dtype} {list(weight.shape[:2])}, not {bias.dtype} {list(bias.shape)}")
+    check_rows("x", x)
+    check_contiguous(weight=weight, bias=bias, sorted_token_ids=sorted_token_ids, expert_ids=expert_ids)
     if top_k < 1:
         raise ValueError(f"a row cannot have {top_k} choices")
     num_blocks = len(expert_ids)
@@ -267,11 +273,11 @@ def _quantised_samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     def sample(
         name: str, *, inputs=64, bias=None, places=48, top_k=2, weight_scale=None, x_scale=None, to=FP8, zeros=None,
-        **how,
+        layout=lambda tensor: tensor, **how,
     ) -> Sample:  # fmt: skip
         """to: what weights with scales are stored in. The scales of bytes are bytes too, unless there are zero points.
 
-        zeros: the shape of zero points.
+        zeros: the shape of zero points. layout: of x and the bias.
         """
 
         def make():
@@ -283,12 +289,13 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
                 weight, scales = weight.to(to), {"weight_scale": ones(*weight_scale).to(scale_dtype)}
                 scales["out_dtype"] = dtype
             if x_scale is not None:
-                x, scales["x_scale"] = x.to(FP8), ones(*x_scale).float()
+                x, scales["x_scale"] = x.to(x.dtype if weight_scale is None else FP8), ones(*x_scale).float()
             if zeros is not None:
                 scales["weight_zero_point"] = ones(*zeros).byte()
             sorted_token_ids = torch.zeros(places, dtype=torch.int32, device=device)
             expert_ids = torch.zeros(3, dtype=torch.int32, device=device)
-            return (x, weight, sorted_token_ids, expert_ids, top_k, offset), scales | how
+            offset = None if offset is None else layout(offset)
+            return (layout(x) if bias is None else x, weight, sorted_token_ids, expert_ids, top_k, offset), scales | how
 
         return Sample(name, make)
 
@@ -296,6 +303,8 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("too narrow", inputs=56)
     yield sample("a bias of one expert", bias=(1, 32))
     yield sample("a bias of one element", bias=(4, 1))
+    yield sample("x by columns", layout=_samples.column_major)
+    yield sample("a bias in wider rows", bias=(4, 32), layout=_samples.row_view)
     yield sample("no whole blocks", places=50)
     yield sample("no choices of a row", top_k=0)
     yield sample("fp8, the scales of one expert", weight_scale=(1, 32, 1))
@@ -303,6 +312,7 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("fp8, a scale for each of five parts", weight_scale=(4, 5, 1))
     yield sample("fp8, a scale for another number of rows", weight_scale=(4, 1, 1), x_scale=(5, 1))
     yield sample("fp8 without the dtype of the result", weight_scale=(4, 1, 1), out_dtype=None)
+    yield sample("a scale of x alone", x_scale=(6, 1))
     yield sample("mxfp4, a scale for 64 values", inputs=128, weight_scale=(4, 32, 2), to=torch.uint8)
     packed = {"inputs": 128, "to": torch.uint8, "weight_scale": (4, 32, 2)}
     yield sample("int4, zero points of another granularity", **packed, zeros=(4, 32, 1))

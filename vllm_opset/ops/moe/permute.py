@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm_opset.ops import _properties, _samples
+from vllm_opset.ops._strides import check_contiguous
 from vllm_opset.ops.contract import Cost, Problem, Sample, op
 
 ABSENT = -1
@@ -32,9 +33,10 @@ def permute(
     topk_ids.numel() in places that are empty. expert_ids: int32 [num_blocks], the place of each block's expert; −1 for
     empty blocks, which come last. num_blocks depends on the shapes alone, so nobody waits for the device. An id outside
     −1 … num_experts − 1, or outside the map, is an error of the caller that is not noticed.
-    Raises ValueError if num_experts or block_size is below 1, or topk_ids is not two-dimensional and int32.
+    Raises ValueError if num_experts or block_size is below 1, if topk_ids is not two-dimensional, and if one of the
+    tensors is not int32 or not contiguous.
     """
-    check_arguments(topk_ids, num_experts, block_size)
+    check_arguments(topk_ids, num_experts, block_size, expert_map)
     num_choices = topk_ids.numel()
     experts = places(topk_ids, expert_map).flatten()
     experts = torch.where(experts == ABSENT, num_experts, experts)  # sorted last, and without blocks
@@ -65,11 +67,14 @@ def blocks_for(num_choices: int, num_experts: int, block_size: int) -> int:
     return min(num_choices, num_choices // block_size + num_experts)
 
 
-def check_arguments(topk_ids: torch.Tensor, num_experts: int, block_size: int) -> None:
+def check_arguments(topk_ids: torch.Tensor, num_experts: int, block_size: int, expert_map: torch.Tensor | None) -> None:
     if topk_ids.ndim != 2 or topk_ids.dtype != torch.int32:
         raise ValueError(f"topk_ids must be int32 [num_tokens, top_k], not {topk_ids.dtype} {list(topk_ids.shape)}")
     if num_experts < 1 or block_size < 1:
         raise ValueError(f"there are no {num_experts} experts, or no blocks of {block_size}")
+    if expert_map is not None and expert_map.dtype != torch.int32:
+        raise ValueError(f"expert_map must be int32, not {expert_map.dtype}")
+    check_contiguous(topk_ids=topk_ids, expert_map=expert_map)
 
 
 @permute.problem_of
@@ -142,6 +147,8 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("no experts", lambda: ((ids, 0, 16), {}))
     yield Sample("blocks of nothing", lambda: ((ids, 4, 0), {}))
     yield Sample("one dimension", lambda: ((ids[0], 4, 16), {}))
+    yield Sample("ids by columns", lambda: ((_samples.column_major(ids), 4, 16), {}))
+    yield Sample("a map in int64", lambda: ((ids, 2, 16, map_of_half(4, device).long()), {}))
 
 
 @permute.bench_inputs
