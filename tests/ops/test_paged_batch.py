@@ -55,6 +55,8 @@ def batch_of(**changes) -> PagedBatch:
         ({"block_table": torch.zeros(2, dtype=torch.int32)}, r"block_table \(2,\)"),
         ({"seq_lens": torch.tensor([4, 2])}, "seq_lens must be int32, not torch.int64"),
         ({"block_table": torch.zeros(2, 2, dtype=torch.int64)}, "block_table must be int32, not torch.int64"),
+        ({"seq_lens": torch.ones(4, dtype=torch.int32)[::2]}, "seq_lens must be contiguous"),
+        ({"block_table": torch.ones(2, 2, dtype=torch.int32).t()}, "block_table must have dense rows"),
         (
             {"seq_lens_cpu": torch.zeros(3, dtype=torch.int32)},
             r"seq_lens_cpu \(3,\) on cpu is not seq_lens on the host",

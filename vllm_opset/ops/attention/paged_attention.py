@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_opset.ops import _properties, _samples
+from vllm_opset.ops._strides import check_contiguous
 from vllm_opset.ops.attention import _paged_draws
 from vllm_opset.ops.attention._paged_cases import CASES
 from vllm_opset.ops.attention._paged_inputs import UNTOUCHED, PagedCase, bench_samples, packed_sample
@@ -92,13 +93,13 @@ def paged_attention(
 
     alibi_slopes: fp32 [num_heads]; the bias is slope * (key position − query position).
 
-    sinks: [num_heads], one more logit in each head's softmax, whose value is zero.
+    sinks: [num_heads], one more logit in each head's softmax, whose value is zero. Both are contiguous.
 
     k_scale, v_scale: fp32, one element; cached keys and values are multiplied by them. They are for fp8 caches.
 
     A query of a request without keys gives zeros, as in vLLM's and PyTorch's kernels, because a NaN would spread.
     Memory that no query of a request sees may hold NaN: pages beyond the sequence or before the window, slots of the
-    last page after the end of the sequence, and unused pages. Raises ValueError if the shapes do not fit each other.
+    last page after the end of the sequence, and unused pages. Raises ValueError if shapes or strides do not fit.
     """
     check_shapes(query, kv_cache, out, alibi_slopes, sinks)
     sides = window_sides(window, batch.causal)
@@ -164,7 +165,7 @@ def check_shapes(
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Raises ValueError if the shapes or dtypes do not fit each other."""
+    """Raises ValueError if shapes, dtypes or strides do not fit."""
     num_heads, head_size = query.shape[1:]
     if out.shape != query.shape or out.dtype != query.dtype:
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, query {query.dtype} {tuple(query.shape)}")
@@ -177,6 +178,7 @@ def check_shapes(
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None and per_head.shape != (num_heads,):
             raise ValueError(f"{name} has shape {tuple(per_head.shape)} for {num_heads} heads")
+    check_contiguous(alibi_slopes=alibi_slopes, sinks=sinks)
 
 
 @paged_attention.problem_of
@@ -252,6 +254,8 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     )
     yield sample("one slope for all heads", alibi_slopes=lambda given: torch.ones(1, device=device))
     yield sample("one sink for all heads", sinks=lambda given: torch.ones(1, device=device))
+    yield sample("strided slopes", alibi_slopes=lambda given: torch.ones(8, device=device)[::2])
+    yield sample("strided sinks", sinks=lambda given: torch.ones(8, device=device)[::2])
     yield sample("an empty window", window=lambda given: 0)
     yield sample("a negative window", window=lambda given: (-2, 0))
 

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_opset.ops._strides import check_contiguous, check_rows
+
 # Page size of a packed cache: the smallest that vLLM's backends commonly support.
 PACKED_BLOCK_SIZE = 16
 
@@ -46,7 +48,8 @@ class PagedBatch:
     query_start_loc_cpu, seq_lens_cpu: exact copies of the first two in host memory, or None if the host does not know
     them. `host_lengths` gives them to kernels whose operators take lengths from the host.
 
-    A padded request has query_len 0 and seq_len 0. Raises ValueError for shapes and dtypes that do not fit.
+    All are contiguous, except that the rows of block_table may be apart. A padded request has query_len 0 and seq_len
+    0. Raises ValueError for shapes, dtypes and strides that do not fit.
     """
 
     query_start_loc: torch.Tensor
@@ -66,6 +69,8 @@ class PagedBatch:
                 f"{num_reqs} seq_lens do not fit query_start_loc {tuple(self.query_start_loc.shape)} "
                 f"and block_table {tuple(self.block_table.shape)}"
             )
+        check_contiguous(query_start_loc=self.query_start_loc, seq_lens=self.seq_lens)
+        check_rows("block_table", self.block_table)
         for name in ("query_start_loc", "seq_lens", "block_table"):
             if getattr(self, name).dtype != torch.int32:
                 raise ValueError(f"{name} must be int32, not {getattr(self, name).dtype}")

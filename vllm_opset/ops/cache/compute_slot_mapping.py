@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_opset.ops import _samples
+from vllm_opset.ops._strides import check_contiguous, check_rows
 from vllm_opset.ops.contract import Cost, Problem, Sample, op
 
 PADDING = -1
@@ -34,7 +35,7 @@ def compute_slot_mapping(
 
     slot_mapping: int64 [T or more]. Entries from T on are padding and become −1.
 
-    Raises ValueError if the shapes or dtypes do not fit.
+    All others are contiguous. Raises ValueError if shapes, dtypes or strides do not fit.
     """
     check_arguments(query_start_loc, positions, block_table, slot_mapping)
     num_tokens, num_reqs = len(positions), len(query_start_loc) - 1
@@ -47,7 +48,7 @@ def compute_slot_mapping(
 def check_arguments(
     query_start_loc: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Refuses shapes and dtypes that do not fit each other."""
+    """Refuses shapes, dtypes and strides that do not fit."""
     if len(block_table) < len(query_start_loc) - 1 or len(slot_mapping) < len(positions):
         raise ValueError(
             f"{len(query_start_loc) - 1} requests and {len(positions)} tokens do not fit a block_table of "
@@ -57,6 +58,8 @@ def check_arguments(
         raise ValueError(f"query_start_loc is {query_start_loc.dtype} and block_table {block_table.dtype}, not int32")
     if (positions.dtype, slot_mapping.dtype) != (torch.int64, torch.int64):
         raise ValueError(f"positions are {positions.dtype} and slot_mapping {slot_mapping.dtype}, not int64")
+    check_contiguous(query_start_loc=query_start_loc, positions=positions, slot_mapping=slot_mapping)
+    check_rows("block_table", block_table)
 
 
 @compute_slot_mapping.problem_of
@@ -133,6 +136,9 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("more requests than rows", lambda q, p, table, size, slots: (q, p, table[:3], size, slots))
     yield sample("more tokens than slots", lambda q, p, table, size, slots: (q, p, table, size, slots[:3]))
     yield sample("an int64 table", lambda q, p, table, size, slots: (q, p, table.long(), size, slots))
+    yield sample("strided positions", lambda q, p, table, size, slots: (q, p.repeat(2)[::2], table, size, slots))
+    yield sample("strided slots", lambda q, p, table, size, slots: (q, p, table, size, slots.repeat(2)[::2]))
+    yield sample("strided pages", lambda q, p, table, size, slots: (q, p, table.repeat(1, 2)[:, ::2], size, slots))
     yield sample("int32 slots", lambda q, p, table, size, slots: (q, p, table, size, slots.int()))
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_opset.ops import _properties, _samples
+from vllm_opset.ops._strides import check_contiguous
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
 from vllm_opset.ops.gemm import _linear_draws, _packed, _quantised
 from vllm_opset.ops.schemes import (
@@ -61,8 +62,9 @@ def linear(
 ) -> torch.Tensor:
     """y = x weightᵀ + bias, summed in fp32 and rounded once.
 
-    x: [..., in_features], any strides. weight: [out_features, in_features], rows dense. bias: [out_features] or None.
-    All of one dtype. Returns a new contiguous tensor [..., out_features] of that dtype. Zero rows are allowed.
+    x: [..., in_features], any strides. weight: [out_features, in_features], rows dense. bias: [out_features],
+    contiguous, or None. All of one dtype. Returns a new contiguous tensor [..., out_features] of that dtype. Zero rows
+    are allowed.
 
     A quantised weight comes with its weight_scale, fp32, whose shape says its granularity (see `ops/schemes`), and
     stands for weight * weight_scale. Then out_dtype is the dtype of the bias and the result, and x is of that dtype. Or
@@ -75,8 +77,8 @@ def linear(
     shape, and then stands for (weight - weight_zero_point) * weight_scale. x is of out_dtype.
 
     Raises ValueError for widths or dtypes that differ, a bias that is not [out_features] (it would broadcast
-    unnoticed), a scale whose granularity does not divide its tensor, zero points without a packed weight or of another
-    shape than its scale's, an x_scale without a weight_scale, and weights in MXFP4.
+    unnoticed) or not contiguous, a scale whose granularity does not divide its tensor, zero points without a packed
+    weight or of another shape than its scale's, an x_scale without a weight_scale, and weights in MXFP4.
     """
     check_arguments(x, weight, bias, weight_scale, x_scale, out_dtype, weight_zero_point)
     if weight_scale is None:
@@ -111,6 +113,7 @@ def check_arguments(
     dtype = x.dtype if weight_scale is None else out_dtype
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not dtype):
         raise ValueError(f"bias must be {dtype} [{weight.shape[0]}], not {bias.dtype} {list(bias.shape)}")
+    check_contiguous(bias=bias)
     if weight_zero_point is not None and (weight_scale is None or weight.dtype in (FP8, INT8)):
         raise ValueError(f"only a packed weight has zero points, not one in {weight.dtype}")
 
@@ -213,8 +216,10 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
     another = torch.ones(32, dtype=torch.float32 if dtype is torch.float16 else torch.float16, device=device)
 
+    strided = torch.ones(64, dtype=dtype, device=device)[::2]
     for num_tokens in (1, 16, 80):
         yield sample(f"a bias of one element, {num_tokens} tokens", (num_tokens, 64), (32, 64), (1,))
+        yield sample(f"a strided bias, {num_tokens} tokens", (num_tokens, 64), (32, 64), bias=strided)
         yield sample(f"too wide, {num_tokens} tokens", (num_tokens, 72), (32, 64))
         yield sample(f"too narrow, {num_tokens} tokens", (num_tokens, 56), (32, 64))
         yield sample(f"a bias in another dtype, {num_tokens} tokens", (num_tokens, 64), (32, 64), bias=another)
