@@ -201,6 +201,8 @@ def test_parity_of_nothing_is_an_error(command_here, monkeypatch):
         (["parity", "rms_norm", "--kernel", "cp"], {}, "no kernel named 'cp' runs on cpu; did you mean 'cp"),
         (["parity", "rms_norm", "--dtype", "float61"], {}, "unknown: 'float61'; did you mean 'float16'?"),
         (["parity", "compute_slot_mapping", "--dtype", "float16"], {}, "none of the ops is checked in this dtype"),
+        (["parity", "rms_norm", "permute", "--dtype", "float32"], {}, "leave nothing to check of permute"),
+        (["parity", "rms_norm", "permute", "--kernel", "cpp"], {}, "leave nothing to check of permute"),
         (["parity", "rms_norm", "--device", "npu"], {}, "there is no npu here"),
         (["parity", "rms_norm", "--device", "npu"], {}, "ascend: torch_npu is not installed"),
         (["parity", "rms_norm", "--device", "gpu"], {}, "unknown: 'gpu'; known: cpu, cuda, npu; here: cpu"),

@@ -39,9 +39,11 @@ def check(
 ) -> None:
     """Check kernels against the references; exit with 1 if one disagrees, or if no case was checked.
 
+    It is an error if the options leave nothing to check of an op that is named.
+
     After Ctrl-C, SIGTERM or an exception, it reports what it has checked, and exits with 1.
     """
-    device = device or device_here(DEVICES)
+    device, named = device or device_here(DEVICES), names or ()
     names = list(dict.fromkeys(names or ops.BY_NAME))
     found = _chosen(names, device, kernel)
     wanted = {DTYPES[known(name, DTYPES, "--dtype")] for name in dtype or ()}
@@ -53,6 +55,11 @@ def check(
     chosen = [one for one in every if not wanted or one[-1] in wanted]
     if not chosen:
         raise typer.BadParameter("none of the ops is checked in this dtype", param_hint="--dtype")
+    if unchecked := sorted(set(named) - {op for op, _, _ in chosen}):
+        raise typer.BadParameter(
+            f"the options leave nothing to check of {', '.join(unchecked)}: leave out these ops, or the options",
+            param_hint="OP",
+        )
     require_device(device, DEVICES)  # after kernels are loaded, because that also loads PyTorch's extension for NPUs
     results = _in_processes(chosen, device, jobs) if jobs > 1 else (_checks(*one, device) for one in chosen)
     checks, left = [], len(chosen)
