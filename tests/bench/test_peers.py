@@ -1,5 +1,6 @@
 """Peers with arguments of their own: what reaches the functions of vLLM, which tests replace, stands for the call."""
 
+import dataclasses
 import importlib
 import inspect
 import random
@@ -8,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.cache_size import CacheSizeRelevantForFrame, exceeds_recompile_limit
+from torch._guards import CompileId
 
 from vllm_opset import ops
 from vllm_opset.bench import peers
@@ -144,6 +147,15 @@ def test_what_compiled_products_lack_is_left_out_with_a_reason():
     args, kwargs = drawn(ops.linear, "fp8-channels").make()
     with pytest.raises(NotImplementedError, match="granularity"):
         vllm_compiled.prepare_linear(*args, **kwargs | {"x_scale": torch.ones(1, 3)})
+
+
+def test_torch_compile_never_runs_a_reference_eagerly():
+    """PyTorch would only warn, from so many cases of an op on."""
+    assert callable(peers.implementation("torch_compile", ops.relu2))
+    cases = 10**6
+    compiled = CacheSizeRelevantForFrame(*[cases for _ in dataclasses.fields(CacheSizeRelevantForFrame)])
+    exceeds, *_ = exceeds_recompile_limit(compiled, CompileId(frame_id=0, frame_compile_id=cases))
+    assert not exceeds
 
 
 def test_helpers_are_no_peers():

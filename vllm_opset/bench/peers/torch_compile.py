@@ -2,14 +2,15 @@
 
 import importlib.util
 import shutil
+import sys
 from collections.abc import Callable
 
 import torch
 
 from vllm_opset.ops.contract import Op
 
-# Each case has a new shape and is compiled for it. Beyond this limit, torch.compile would silently run eagerly.
-torch._dynamo.config.recompile_limit = 1024
+# Each case has a new shape and is compiled for it. At either limit, torch.compile would run the reference eagerly.
+torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = sys.maxsize
 
 # Ops whose references read lengths back from the device. A CUDA graph cannot capture that.
 READ_BACK = ("paged_attention",)
