@@ -17,10 +17,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import Queue
 from typing import Annotated, NamedTuple
 
+import psutil
 import typer
 import yaml
 from rich.console import Console
@@ -88,7 +90,7 @@ def run(
     command += ["--repetitions", str(repetitions), "--json", str(folder / f"{name}.json")]
     command += ["--logs", str(folder / name), *(["--conditions", conditions] if conditions else [])]
     with open(folder / f"{name}.log", "w") as log:
-        # In a session of its own, so that its engines can be killed with it.
+        # In a session of its own, which Ctrl-C does not reach: this process then asks it to end.
         process = subprocess.Popen(
             command,
             env=os.environ | place.variables,
@@ -105,8 +107,20 @@ def run(
         try:
             return f"ended at its limit, exit code {process.wait(GRACE)}"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill(process)
             return f"killed {GRACE} s after its limit"
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Kills a comparison with all its engines, which have sessions of their own.
+
+    Engines that are stopped would never learn that the comparison has ended, and would keep the memory of their GPU.
+    """
+    family = psutil.Process(process.pid)
+    for one in (family, *family.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
 
 
 def main(

@@ -6,9 +6,11 @@ import os
 import sys
 from itertools import pairwise
 
+import psutil
 import pytest
 import typer
 import yaml
+from processes import wait_until
 from readme import ROOT
 from typer.testing import CliRunner
 
@@ -67,6 +69,32 @@ def test_a_comparison_ends_at_its_limit_and_may_report_first(script, end, monkey
         comparisons.subprocess, "Popen", lambda command, **files: started([sys.executable, "-c", script], **files)
     )
     assert comparisons.run("qwen-8b", tmp_path, 2, 1, "", (), *comparisons.places(()), []) == end
+
+
+# A comparison that hangs while one of its engines is stopped.
+HANGS = """
+import os, pathlib, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+engine = [sys.executable, "-c", "import signal; signal.pause()", sys.argv[1]]
+os.kill(subprocess.Popen(engine, start_new_session=True).pid, signal.SIGSTOP)
+pathlib.Path(sys.argv[1]).touch()
+signal.pause()
+"""
+
+
+def test_a_comparison_that_is_killed_leaves_no_engine(monkeypatch, tmp_path):
+    started, begun = comparisons.subprocess.Popen, tmp_path / "begun"
+    command = [sys.executable, "-c", HANGS, str(begun)]
+    monkeypatch.setattr(comparisons, "GRACE", 1)
+    monkeypatch.setattr(comparisons.subprocess, "Popen", lambda _, **files: started(command, **files))
+    assert comparisons.run("qwen-8b", tmp_path, 2, 1, "", (), *comparisons.places(()), []).startswith("killed")
+    assert begun.exists()
+    wait_until(lambda: not of_argument(str(begun)), "all have ended")
+
+
+def of_argument(word: str) -> list[psutil.Process]:
+    """The processes with this word in their command line."""
+    return [one for one in psutil.process_iter(["cmdline"]) if word in (one.info["cmdline"] or ())]
 
 
 def test_comparisons_that_are_not_complete_are_an_error(monkeypatch, tmp_path):
