@@ -13,7 +13,8 @@ Each shape has a process of its own, so a crash ends the measurement of that sha
 weights and KV caches, and each has a graph. The graphs are replayed by turns, in the opposite order every other round,
 so drift of the machine affects them alike. The table shows the median µs of a layer for the first variant, and the
 change for each of the others. A variant is marked with "differs" if attention in the first layer has another output
-than with the first variant. --dry runs two layers in Triton's interpreter on the CPU, for shapes such as tiny:2:40.
+than with the first variant, and with the launches that it overrides and the layers do not have. --dry runs two layers
+in Triton's interpreter on the CPU, for shapes such as tiny:2:40.
 """
 
 import json
@@ -57,13 +58,20 @@ SPAWN = get_context("spawn")  # CUDA does not work in a forked process.
 class Variant:
     """values: the launch parameters that differ from the table's, by launch. left_out: ops that are not called.
 
-    results: of the ops that are left out, see `decode_model.without`.
+    results: of the ops that are left out, see `decode_model.without`. asked: the launches whose parameters kernels have
+    asked for.
     """
 
     name: str
     values: Mapping[str, _launch.Parameters]
     left_out: frozenset[str]
     results: dict = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
+
+    @property
+    def unused(self) -> list[str]:
+        """The launches that it overrides in vain: no kernel has asked for them."""
+        return sorted(self.values.keys() - self.asked)
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -75,6 +83,7 @@ class Variant:
         of_table = _launch.parameters
 
         def parameters(launch: str, device: torch.device, size: int) -> _launch.Parameters:
+            self.asked.add(launch)
             return {**of_table(launch, device, size), **self.values.get(launch, {})}
 
         try:
@@ -195,7 +204,7 @@ def difference(out: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def measure(step: Step, variants: Sequence[Variant], rounds: int, dry: bool) -> dict:
-    """By variant: µs of a layer in each round, and the difference of attention's output in the first layer."""
+    """By variant: µs of a layer in each round, the difference of attention's output, and launches that are not used."""
     make, microseconds = (interpreted, cpu_microseconds) if dry else (captured, gpu_microseconds)
     with torch.inference_mode(), nullcontext() if dry else torch.cuda.stream(torch.cuda.Stream()):
         model = Model(step, "cpu" if dry else "cuda")
@@ -206,13 +215,13 @@ def measure(step: Step, variants: Sequence[Variant], rounds: int, dry: bool) -> 
         for number in range(rounds if dry else rounds + WARM_UP):
             for name in replays if number % 2 == 0 else reversed(replays):
                 times[name].append(microseconds(replays[name]) / num_layers)
-        wanted = outputs[variants[0].name]
+        wanted, unused = outputs[variants[0].name], {variant.name: variant.unused for variant in variants}
         return {
             "device": "cpu" if dry else torch.cuda.get_device_name(),
             "layers": num_layers,
             "distinct_weights": len(model.layers),
             "variants": {
-                name: {"us": times[name][-rounds:], "difference": difference(out, wanted)}
+                name: {"us": times[name][-rounds:], "difference": difference(out, wanted), "unused": unused[name]}
                 for name, out in outputs.items()
             },
         }
@@ -279,8 +288,10 @@ def _print(found: Mapping[str, dict], names: Sequence[str]) -> None:
 
 
 def _change(measured: Mapping, base: float) -> str:
-    change = f"{100 * (statistics.median(measured['us']) / base - 1):+.1f} %"
-    return change if measured["difference"] <= LARGEST_DIFFERENCE else f"{change}, differs"  # or NaN
+    change = [f"{100 * (statistics.median(measured['us']) / base - 1):+.1f} %"]
+    if not measured["difference"] <= LARGEST_DIFFERENCE:  # or NaN
+        change.append("differs")
+    return ", ".join([*change, *(f"no {launch}" for launch in measured["unused"])])
 
 
 if __name__ == "__main__":

@@ -20,14 +20,36 @@ KEYS = "paged_attention_decode.keys"
 def test_variants_are_timed_and_agree(tmp_path):
     pytest.importorskip("triton", reason="runs Triton's kernels: runs where there is Triton")
     kept = tmp_path / "times.json"
-    words = ("--variant", "base=", "--variant", f"k32={KEYS}:32", "--variant", "alone=-silu_and_mul,-linear", "--dry")
-    finished = run(sys.executable, SCRIPT, "tiny:2:40", *words, "--json", kept, COLUMNS=100)
+    given = {"base": "", "k64": f"{KEYS}:64", "alone": "-silu_and_mul,-linear", "vain": "layer_norm.warps:4"}
+    words = [word for name, changes in given.items() for word in ("--variant", f"{name}={changes}")]
+    finished = run(sys.executable, SCRIPT, "tiny:2:40", *words, "--dry", "--json", kept, COLUMNS=100)
     assert finished.code == 0, finished.output
     variants = json.loads(kept.read_text())["tiny:2:40"]["variants"]
-    assert list(variants) == ["base", "k32", "alone"]
+    assert {name: measured["unused"] for name, measured in variants.items()} == {
+        "base": [], "k64": [], "alone": [], "vain": ["layer_norm"]
+    }  # fmt: skip
     for measured in variants.values():
         assert len(measured["us"]) == 1 and measured["us"][0] > 0 and measured["difference"] <= 2**-5
     assert f"{variants['base']['us'][0]:.2f}" in finished.out and "differs" not in finished.out
+    assert "no layer_norm" in finished.out
+
+
+def test_kernels_get_the_values_of_a_variant_and_its_change_is_that_to_the_first(monkeypatch):
+    pytest.importorskip("triton", reason="reads the launch table: runs where there is Triton")
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import decode_layers
+
+    from vllm_opset.kernels.triton import _launch
+
+    asked, variant = ("paged_attention_decode", torch.device("cpu"), 1), decode_layers.variant_of(f"k64={KEYS}:64")
+    before = _launch.parameters(*asked)
+    assert before["keys"] != 64
+    with variant.used():
+        assert _launch.parameters(*asked) == {**before, "keys": 64}
+    assert _launch.parameters(*asked) == before
+    measured = {"us": [3.0, 9.0, 1.0], "difference": 0.0, "unused": []}
+    assert decode_layers._change(measured, 2.0) == "+50.0 %"
+    assert decode_layers._change(measured | {"difference": float("nan")}, 4.0) == "-25.0 %, differs"
 
 
 @pytest.mark.parametrize(
