@@ -320,9 +320,10 @@ def drawing(draw) -> Candidate:
     ],
     ids=["likeliest", "least likely"],
 )
-def test_a_peer_that_draws_other_tokens_is_right_if_the_filters_keep_them(draw, verdict):
+@pytest.mark.parametrize("name", ["top-k of 1, 2, 50 and off", "top-p from tiny to off", "one row, many tokens"])
+def test_a_peer_that_draws_other_tokens_is_right_if_the_filters_keep_them(name, draw, verdict):
     op = ops.top_k_top_p_sample
-    (sample,) = (one for one in op.samples("cpu", torch.float32) if one.name == "one row, many tokens")
+    (sample,) = (one for one in op.samples("cpu", torch.float32) if one.name == name)
     check = measure(op, sample, drawing(draw), "cpu", torch.float32, CEILINGS).check
     assert check is None if verdict is None else verdict in check
 
