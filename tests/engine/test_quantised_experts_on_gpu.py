@@ -98,4 +98,4 @@ def test_experts_answer_as_without_vllms_kernels(name, answers):
             common = own.keys() & right.keys()
             assert common
             differences += [abs(own[token] - right[token]) for token in common]
-    assert sorted(differences)[int(SHARE * len(differences))] < ROUNDING
+    assert sum(one < ROUNDING for one in differences) > SHARE * len(differences)  # NaN is not near
