@@ -7,6 +7,7 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 # Releases after 0.27 call it a factory.
 FusedMoE = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
 BLOCK = 128
+NUM_EXPERTS, TOP_K, HIDDEN_SIZE, WIDTH = 8, 3, 32, 16
 
 
 def by_hand(

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from expert_layers import BLOCK, FusedMoE, assert_computes, by_hand
-from vllm.model_executor.custom_op import op_registry_oot
+from expert_layers import BLOCK, HIDDEN_SIZE, NUM_EXPERTS, TOP_K, FusedMoE, assert_computes, by_hand
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
@@ -34,28 +33,6 @@ from vllm_opset.model.quantised_experts import OpsetQuantisedExperts
 from vllm_opset.platform.packing import PackingWorker
 
 pytestmark = [pytest.mark.window, pytest.mark.usefixtures("alone")]
-
-NUM_EXPERTS, TOP_K, HIDDEN_SIZE, WIDTH = 8, 3, 32, 16
-
-
-@pytest.fixture
-def layer(monkeypatch) -> Callable[..., MoERunner]:
-    """`layer(**arguments)`: a layer of experts with vLLM's method, as on a GPU where Triton kernels compute it."""
-    monkeypatch.delitem(op_registry_oot, UnquantizedFusedMoEMethod.__name__, raising=False)
-    numbers = iter(range(100))
-
-    def layer(**arguments) -> MoERunner:
-        sizes = {"num_experts": NUM_EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN_SIZE, "intermediate_size": WIDTH}
-        made = FusedMoE(**sizes, prefix=f"layers.{next(numbers)}", params_dtype=torch.float32, **arguments)
-        for parameter in made.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-        method = made.routed_experts.quant_method
-        method.unquantized_backend = UnquantizedMoeBackend.TRITON
-        experts_of_vllm = types.SimpleNamespace(consumes_expert_mask=False)
-        method.moe_kernel = types.SimpleNamespace(output_is_reduced=lambda: False, fused_experts=experts_of_vllm)
-        return made
-
-    return layer
 
 
 @pytest.mark.parametrize("num_tokens", [1, 17])

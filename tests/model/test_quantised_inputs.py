@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from vllm_opset import selection
 from vllm_opset.model import quantised_inputs
@@ -45,9 +45,11 @@ def linear(outputs: int, columns: int, activation: Quantised = ROWS, scale: floa
 class Model(torch.nn.Module):
     """Two layers of a model, with the parts that read their results."""
 
+    norm = RMSNorm
+
     def __init__(self, **linear_arguments) -> None:
         super().__init__()
-        self.first, self.second, self.activation = RMSNorm(SIZE), RMSNorm(SIZE), SiluAndMul()
+        self.first, self.second, self.activation = self.norm(SIZE), self.norm(SIZE), SiluAndMul()
         torch.nn.init.normal_(self.first.weight), torch.nn.init.normal_(self.second.weight)
         self.to(DTYPE)
         self.qkv, self.up = (linear(2 * SIZE, SIZE, **linear_arguments) for _ in range(2))
@@ -64,6 +66,12 @@ class Model(torch.nn.Module):
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+
+class Gemma(Model):
+    """Its norms add 1 to their weights."""
+
+    norm = GemmaRMSNorm
 
 
 class WithRouter(Model):
@@ -130,6 +138,7 @@ def bound(make, **settings) -> tuple[Model, set[str]]:
     ("make", "quantised"),
     [
         (Model, QUANTISING),
+        (Gemma, QUANTISING),
         (lambda: Model(activation=BLOCKS), QUANTISING),
         (lambda: Model(activation=WHOLE, scale=2**-6), QUANTISING),
         (lambda: Model(activation=WHOLE), set()),
@@ -140,8 +149,8 @@ def bound(make, **settings) -> tuple[Model, set[str]]:
         (Copied, QUANTISING - {"silu_and_mul_quant"}),
     ],
     ids=[
-        "rows", "blocks", "a given scale", "one scale that is found", "another reader", "a kernel that reads",
-        "a result changed in place", "readers that do not agree", "a copy is read",
+        "rows", "Gemma's norms", "blocks", "a given scale", "one scale that is found", "another reader",
+        "a kernel that reads", "a result changed in place", "readers that do not agree", "a copy is read",
     ],
 )  # fmt: skip
 def test_results_are_the_same(make, quantised):
@@ -182,7 +191,9 @@ def test_inputs_of_another_form_are_left_to_the_layers():
     x = torch.randn(2, 3, SIZE, dtype=DTYPE)
     assert torch.equal(model.first(x), model.first._forward_method(x))
     wide = torch.randn(3, SIZE)
-    assert torch.equal(model.activation(wide), model.activation._forward_method(wide))
+    for layer in (model.first, model.activation):
+        found, expected = layer(wide), layer._forward_method(wide)
+        assert found.dtype is torch.float32 and torch.equal(found, expected)
 
 
 @torch.inference_mode()
