@@ -4,7 +4,7 @@ There are three sources. `--additional-config '{"opset": {"kernels": {"rms_norm"
 file with the same keys, which OPSET_CONFIG names. That file comes before variables such as
 OPSET_KERNELS="rms_norm=reference,paged_attention=cpu". An unknown variable or key, a name that occurs twice and a value
 that cannot be read are errors. On stock vLLM, an override of an op that vLLM's own code computes has no effect, and a
-warning says so (`platform/native/overridden.py`).
+warning says so (`platform/overridden.py`).
 """
 
 import difflib

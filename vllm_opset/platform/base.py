@@ -9,7 +9,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_opset import selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.platform import compat, compile_cache, forking, model_settings, refusals, runners, switches
+from vllm_opset.platform import compat, compile_cache, forking, model_settings, overridden, refusals, runners, switches
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -89,9 +89,11 @@ class OpsetPlatform(Platform):
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         refusals.check(cls.rules, vllm_config, cls.where)
-        selection.configure(vllm_config.additional_config)
+        overrides = selection.configure(vllm_config.additional_config)
         selection.require_device(cls.device_type)
         cls.check_additional_config(vllm_config.additional_config)
+        for message in overridden.by_no_layer(overrides):
+            logger.warning_once("%s", message)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker
         vllm_config.parallel_config.disable_custom_all_reduce = True

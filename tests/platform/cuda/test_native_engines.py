@@ -18,8 +18,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_opset import ops
 from vllm_opset.attention import BACKEND
+from vllm_opset.platform import overridden
 from vllm_opset.platform.bridges import has
-from vllm_opset.platform.native import overridden, parts
+from vllm_opset.platform.native import parts
 from vllm_opset.platform.refusals import Refusal
 
 pytestmark = pytest.mark.window

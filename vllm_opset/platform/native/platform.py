@@ -12,9 +12,9 @@ from vllm.platforms.cuda import CudaPlatform
 
 from vllm_opset import ops, selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.platform import compat, forking, model_settings
+from vllm_opset.platform import compat, forking, model_settings, overridden
 from vllm_opset.platform.cuda import graphs
-from vllm_opset.platform.native import overridden, parts
+from vllm_opset.platform.native import parts
 from vllm_opset.platform.native.rules import SINKS, STOCK_WORKER, WORKER, is_ours
 from vllm_opset.platform.refusals import Refusal, wants_quick_start
 

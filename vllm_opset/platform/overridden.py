@@ -1,4 +1,4 @@
-"""Overrides that have no effect on stock vLLM, because vLLM's own code computes the op."""
+"""Overrides that have no effect: vLLM's own code computes the op, or no layer calls it."""
 
 from collections.abc import Iterator, Mapping
 
@@ -28,9 +28,22 @@ NEEDED: Mapping[Op, tuple[str, ...]] = {
     ops.silu_and_mul_quant: (),
 }
 
+# They are the steps of fused_experts, and its kernels have their own.
+BY_NO_LAYER = (ops.permute, ops.grouped_gemm, ops.combine)
+
+
+def by_no_layer(overrides: Mapping[str, Override]) -> Iterator[str]:
+    """Yields a warning for each override of an op that no layer calls, where opset's kernels serve all layers."""
+    for name, override in overrides.items():
+        if ops.BY_NAME[name] in BY_NO_LAYER:
+            yield (
+                f"{override.source} asks for {name}={override.kernel}, which has no effect: no layer calls this op. "
+                "The kernel of fused_experts has steps of its own"
+            )
+
 
 def without_effect(overrides: Mapping[str, Override], on: Mapping[str, bool]) -> Iterator[str]:
-    """Yields a warning for each override that no part obeys. on: the parts that are on."""
+    """Yields a warning for each override that no part obeys on stock vLLM. on: the parts that are on."""
     for name, override in overrides.items():
         needed = NEEDED.get(ops.BY_NAME[name], ("ops",))
         off = [part for part in needed if part not in on]
