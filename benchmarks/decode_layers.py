@@ -13,8 +13,8 @@ Each shape has a process of its own, so a crash ends the measurement of that sha
 weights and KV caches, and each has a graph. The graphs are replayed by turns, in the opposite order every other round,
 so drift of the machine affects them alike. The table shows the median µs of a layer for the first variant, and the
 change for each of the others. A variant is marked with "differs" if attention in the first layer has another output
-than with the first variant, and with the launches that it overrides and the layers do not have. --dry runs two layers
-in Triton's interpreter on the CPU, for shapes such as tiny:2:40.
+than with the first variant. Its mark "no LAUNCH" says that no kernel of the layers asks for a launch that it overrides.
+--dry runs two layers in Triton's interpreter on the CPU, for shapes such as tiny:2:40.
 """
 
 import json
