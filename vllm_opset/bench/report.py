@@ -158,19 +158,28 @@ class Report:
 
     def notes(self) -> list[str]:
         """Notes on results that are off the reference, doubtful times, cases that were not timed, and unused peers."""
+        wrong: dict[str, dict[str, str]] = {}
         cases: dict[str, list[str]] = {}
         for result in self.results:
+            name = f"{result.op}, {result.implementation}"
             if result.check:
-                cases.setdefault(f"{result.op}, {result.implementation}: {result.check}", []).append(result.case)
+                wrong.setdefault(name, {})[result.case] = result.check
             if result.doubt:
-                cases.setdefault(f"{result.op}, {result.implementation}: {result.doubt}", []).append(result.case)
+                cases.setdefault(f"{name}: {result.doubt}", []).append(result.case)
             if result.skipped:
-                note = f"{result.op}, {result.implementation} was not timed: {result.skipped}"
-                cases.setdefault(note, []).append(result.case)
+                cases.setdefault(f"{name} was not timed: {result.skipped}", []).append(result.case)
         return [
+            *(_wrong_results(name, checks) for name, checks in wrong.items()),
             *(f"{note} ({'; '.join(of_note)})" for note, of_note in cases.items()),
             *(f"{name} was not used: {reason}" for name, reason in self.skipped.items()),
         ]
+
+
+def _wrong_results(name: str, checks: Mapping[str, str]) -> str:
+    """One note on all wrong results of an implementation: what is wrong in the first case, and the other cases."""
+    (first, check), *others = checks.items()
+    note = f"{name}: {check} ({first})"
+    return f"{note}. Its results are also off in {'; '.join(case for case, _ in others)}" if others else note
 
 
 LEGEND = (

@@ -34,8 +34,6 @@ def test_the_rows_of_evidence_are_well_formed():
         assert bool(row["moe"]) == any(by_experts), "the part moe is on where it was measured"
 
 
-# The rows whose times are in no such file. A page of the log has them.
-WITHOUT_FILE = {("attention", MOE)}
 # The rows that were measured with the parts that are on by default, which are this part alone for the kind.
 BY_DEFAULT = {("attention", "fp8 weights")}
 # The rows whose total time is that of the fastest run of stock vLLM, which compiled kernels in the others.
@@ -45,15 +43,7 @@ METRICS = {"TTFT": "TTFT, s", "TPOT": "TPOT, ms"}
 DIGITS = 3
 
 
-def _in_a_file(row: evidence.Evidence) -> bool:
-    return row.data is not None and row.data.endswith(".json")
-
-
-def test_all_other_rows_name_the_file_with_their_times():
-    assert {(row.part, row.kind) for row in rows_of_evidence() if not _in_a_file(row)} == WITHOUT_FILE
-
-
-@pytest.mark.parametrize("row", filter(_in_a_file, rows_of_evidence()), ids=lambda row: f"{row.part}, {row.kind}")
+@pytest.mark.parametrize("row", rows_of_evidence(), ids=lambda row: f"{row.part}, {row.kind}")
 def test_every_ratio_is_that_of_the_measured_times(row):
     """One pair of engines gives all ratios. If none does, what differs from the nearest pair is shown."""
     differences = [(row.ratios.items() - measured.items(), measured) for measured in _measured(row)]
