@@ -1,5 +1,6 @@
 """Mixtures of experts with fp8, int8 and int4 weights give the tokens of the same weights in bf16."""
 
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -194,21 +195,57 @@ def test_a_missing_tensor_of_an_expert_is_named(name, tensor, mixtures, engine, 
     assert_refused(folder, engine, named)
 
 
+def _half_rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[: len(tensor) // 2]
+
+
+def _half_columns(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:, : tensor.shape[1] // 2]
+
+
+def _scalar(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten()[0]
+
+
+def _longer(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor] * 3)
+
+
 @pytest.mark.parametrize(
-    ("name", "tensor"),
+    ("name", "tensor", "resize"),
     [
-        ("channelwise", "weight_scale"),
-        ("blockwise", "weight_scale_inv"),
-        ("int8", "weight"),
-        ("awq", "qzeros"),
-        ("gptq", "scales"),
-        ("int4, zero points", "weight_scale"),
+        ("channelwise", "weight", _half_rows),
+        ("channelwise", "weight_scale", _scalar),
+        ("channelwise", "weight_scale", _longer),
+        ("blockwise", "weight", _half_columns),
+        ("blockwise", "weight_scale_inv", _longer),
+        ("static", "weight", _half_columns),
+        ("int8", "weight", _half_rows),
+        ("int8", "weight", _longer),
+        ("awq", "qweight", _half_columns),
+        ("awq", "qzeros", _half_rows),
+        ("awq", "qzeros", _longer),
+        ("gptq", "qweight", _half_rows),
+        ("gptq", "scales", _longer),
+        ("int4", "weight_scale", _scalar),
+        ("int4, zero points", "weight_packed", _half_rows),
+        ("int4, zero points", "weight_scale", _longer),
+        ("int4, zero points", "weight_zero_point", _half_columns),
     ],
 )
-def test_a_tensor_of_another_size_of_an_expert_is_named(name, tensor, mixtures, engine, tmp_path):
-    def lengthen(weights: dict[str, torch.Tensor], name: str) -> None:
-        weights[name] = torch.cat([weights[name]] * 3).contiguous()
+def test_a_tensor_of_another_size_of_an_expert_is_named(name, tensor, resize, mixtures, engine, tmp_path):
+    def change(weights: dict[str, torch.Tensor], name: str) -> None:
+        weights[name] = resize(weights[name]).contiguous()
 
-    folder = damaged(mixtures[name], lengthen, f"model.layers.1.mlp.experts.5.down_proj.{tensor}", tmp_path)
+    folder = damaged(mixtures[name], change, f"model.layers.1.mlp.experts.5.down_proj.{tensor}", tmp_path)
     named = rf"model\.layers\.1\.mlp\.experts.*\.w2_{tensor} \(w2 of expert 5\) cannot be loaded: "
     assert_refused(folder, engine, named)
+
+
+def test_experts_of_another_size_than_the_model_says_are_named(mixtures, engine, tmp_path):
+    """The one scale of a weight fits any size."""
+    folder = damaged(mixtures["static"], lambda weights, name: None, "", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 256}))
+    said = r"\(w2 of expert 0\) cannot be loaded: \[128, 128\] .* config\.json asks for \[128, 256\]"
+    assert_refused(folder, engine, rf"\.w2_weight {said}")

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from vllm_opset.model.loading import AWQ_VALUES, check_blocks, check_experts, check_linear, watch
+from vllm_opset.model.expert_shapes import check_shape
+from vllm_opset.model.loading import AWQ_VALUES, CheckShape, check_blocks, check_experts, check_linear, watch
 from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, wrap_once
 from vllm_opset.platform.quantised_layers import QUANTISATION
 from vllm_opset.unsupported import Refusal
@@ -36,20 +37,26 @@ CHOICE = f"{COMPRESSED_TENSORS}.compressed_tensors.CompressedTensorsConfig"
 def check_weights_of_experts() -> None:
     """Raise an error with a name for a tensor of fp8 or int8 experts that is missing, or whose shape does not fit.
 
-    vLLM does not notice a missing one, because a parameter holds the weights of all experts. The engine then answers
-    with wrong tokens. For a shape that does not fit, vLLM raises an error without a name.
+    vLLM does not notice a missing one, because a parameter holds the weights of all experts. It takes one that is too
+    small, and leaves the rest of the parameter as it was. The engine then answers with wrong tokens. For one that is
+    too large, vLLM raises an error without a name.
     """
     for method in map(find, EXPERTS_METHODS):
-        wrap_once(method, "create_weights", _watching)
+        wrap_once(method, "create_weights", _watching(check_shape))
         wrap_once(method, "process_weights_after_loading", _after(check_experts))
 
 
-def _watching(create: Callable[..., None]) -> Callable[..., None]:
-    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
-        create(self, layer, *args, **kwargs)
-        watch(layer)
+def _watching(check_shape: CheckShape | None = None) -> Callable[[Callable], Callable]:
+    """Has `create_weights` watch what is loaded into the layer."""
 
-    return create_weights
+    def around(create: Callable[..., None]) -> Callable[..., None]:
+        def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+            create(self, layer, *args, **kwargs)
+            watch(layer, check_shape)
+
+        return create_weights
+
+    return around
 
 
 def _after(check: Callable[[torch.nn.Module], None]) -> Callable[[Callable], Callable]:
@@ -86,7 +93,7 @@ def check_weights_of_linear_layers(awq: type) -> None:
 
     Parameters: awq is opset's subclass of vLLM's method for AWQ, whose weights are checked alike.
     """
-    wrap_once(awq, "create_weights", _watching)
+    wrap_once(awq, "create_weights", _watching())
     wrap_once(awq, "process_weights_after_loading", _after(functools.partial(check_linear, names=AWQ_VALUES)))
     for method in map(find, LINEAR_METHODS):
         wrap_once(method, "create_weights", _watching_blocks)
@@ -94,7 +101,7 @@ def check_weights_of_linear_layers(awq: type) -> None:
 
 
 def _watching_blocks(create: Callable[..., None]) -> Callable[..., None]:
-    watching = _watching(create)
+    watching = _watching()(create)
 
     def create_weights(
         self,
