@@ -48,20 +48,55 @@ def assert_right(llm, reference: PreTrainedModel, expected: list[list[int]]) -> 
         assert tokens(outputs) == expected
 
 
-@pytest.mark.parametrize(
-    ("damage", "tensor"),
-    [(lambda scales: scales[3].fill_(255), "gate_up_proj_scales"), (None, "down_proj_scales")],
-    ids=["NaN", "missing"],
-)
-def test_a_damaged_scale_is_named(damage, tensor, checkpoint, engine, tmp_path):
-    shutil.copytree(checkpoint[0], tmp_path, dirs_exist_ok=True)
-    weights = load_file(tmp_path / "model.safetensors")
-    scales = weights.pop(f"{LAYER}.{tensor}")
-    if damage is not None:
-        damage(scales)
-        weights[f"{LAYER}.{tensor}"] = scales
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    expert = 0 if damage is None else 3
-    named = rf"model\.layers\.1\.mlp\.experts.* \({tensor} in the checkpoint\) holds NaN.* for expert {expert}"
-    with pytest.raises(Exception, match=named), engine(tmp_path, dtype=DTYPE):
+def damaged(checkpoint: Path, folder: Path, tensor: str, damage) -> Path:
+    """A copy of a checkpoint in which `damage` gives one tensor's new value, or None for none."""
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    weights = load_file(folder / "model.safetensors")
+    value = damage(weights.pop(f"{LAYER}.{tensor}"))
+    if value is not None:
+        weights[f"{LAYER}.{tensor}"] = value.contiguous()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def assert_refused(folder: Path, engine, tensor: str, said: str) -> None:
+    named = rf"model\.layers\.1\.mlp\.experts.* \({tensor} in the checkpoint\) {said}"
+    with pytest.raises(Exception, match=named), engine(folder, dtype=DTYPE):
         pass
+
+
+def test_a_damaged_scale_is_named(checkpoint, engine, tmp_path):
+    def damage(scales: torch.Tensor) -> torch.Tensor:
+        scales[3].fill_(255)
+        return scales
+
+    folder = damaged(checkpoint[0], tmp_path, "gate_up_proj_scales", damage)
+    assert_refused(folder, engine, "gate_up_proj_scales", "holds NaN.* for expert 3")
+
+
+@pytest.mark.parametrize("kind", ["blocks", "scales", "bias"])
+@pytest.mark.parametrize("name", mxfp4.EXPERTS)
+def test_a_missing_tensor_is_named(name, kind, checkpoint, engine, tmp_path):
+    folder = damaged(checkpoint[0], tmp_path, f"{name}_{kind}", lambda value: None)
+    assert_refused(folder, engine, f"{name}_{kind}", "is missing in the checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "resize"),
+    [
+        ("gate_up_proj_blocks", lambda blocks: blocks[:1]),
+        ("gate_up_proj_blocks", lambda blocks: blocks.view(8, 64, 6, 16)),
+        ("gate_up_proj_scales", lambda scales: scales[:1]),
+        ("gate_up_proj_scales", lambda scales: torch.cat([scales] * 2, dim=1)),
+        ("gate_up_proj_scales", lambda scales: torch.cat([scales] * 2, dim=2)),
+        ("gate_up_proj_bias", lambda bias: bias[:, :1]),
+        ("down_proj_blocks", lambda blocks: blocks[:, :48]),
+        ("down_proj_scales", lambda scales: scales[:1]),
+        ("down_proj_scales", lambda scales: scales[0]),
+        ("down_proj_scales", lambda scales: scales[:, :, :0]),
+        ("down_proj_bias", lambda bias: bias[:1]),
+    ],
+)
+def test_a_tensor_of_another_size_is_named(tensor, resize, checkpoint, engine, tmp_path):
+    folder = damaged(checkpoint[0], tmp_path, tensor, resize)
+    assert_refused(folder, engine, tensor, "cannot be loaded: .* in the checkpoint, and config.json asks for")

@@ -171,6 +171,7 @@ def in_a_worker(platform: str) -> Iterator[None]:
             quantised_weights.register(types.SimpleNamespace(quantization="compressed-tensors", is_moe=True))
             if platform != "npu":  # which refuses gpt-oss with MXFP4 experts
                 quantised_weights.configure_mxfp4()
+                quantised_weights.register(types.SimpleNamespace(quantization=quantised_weights.GPT_OSS))
         if platform in ("cpu", "npu") and second_runner.replaces_triton_kernels():
             serve_with_second_runner(platform)
         if platform == "npu":
@@ -188,7 +189,8 @@ def in_a_worker(platform: str) -> Iterator[None]:
 
             until_the_end.enter_context(_opset_layers())
             until_the_end.enter_context(quantised_weights.linear_kernels_first())
-            model = types.SimpleNamespace(quantization=None)
+            checkpoint = types.SimpleNamespace(quantization_config=None)
+            model = types.SimpleNamespace(quantization=quantised_weights.GPT_OSS, model_arch_config=checkpoint)
             config = types.SimpleNamespace(model_config=model, speculative_config=None)
             until_the_end.enter_context(quantised_weights.replaced_expert_methods(config))
         if platform in ("cuda", "native"):
@@ -243,6 +245,7 @@ def changes(platform: str) -> dict[str, list[str]]:
         int4 = (name.rsplit(".", 1)[0] for name in itertools.chain(*needed))
         for module in ("vllm_opset.model.quantised_experts", *oracles, *methods, *int4):
             importlib.import_module(module)
+    importlib.import_module("vllm.model_executor.models.gpt_oss")  # which also imports vLLM's modules of experts
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # as when the configuration captures graphs in pieces
     another_model = snapshot()
     with in_a_worker(platform):

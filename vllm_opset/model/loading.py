@@ -72,7 +72,7 @@ def watch(layer: torch.nn.Module, check_shape: CheckShape | None = None) -> None
     check_shape: called before a tensor is loaded, where vLLM's loader takes other shapes. It raises ValueError.
     """
     for name, parameter in layer.named_parameters(recurse=False):
-        if "scale" in name:
+        if "scale" in name and parameter.is_floating_point():
             parameter.data.fill_(torch.nan)
         load = getattr(parameter, "weight_loader", None)
         if load is not None:
@@ -130,7 +130,7 @@ def check_linear(layer: torch.nn.Module, names: Sequence[str] = VALUES) -> None:
     names: of those that are asked for beside all scales.
     """
     number = len(getattr(layer, "output_partition_sizes", ()))  # a head has none
-    for name, noted in _checked(_taken(layer), names):
+    for name, noted in _checked(taken(layer), names):
         if not noted:
             _check(layer, name, noted, [ALL])
         elif number > 1:
@@ -143,13 +143,13 @@ def check_experts(layer: torch.nn.Module, names: Sequence[str] = VALUES) -> None
     mapped = layer.expert_map
     experts = range(layer.local_num_experts) if mapped is None else (mapped >= 0).nonzero().flatten().tolist()
     halves = ("w1", "w3") if layer.moe_config.is_act_and_mul else ("w1",)
-    loaded = _taken(layer)
+    loaded = taken(layer)
     for weight, shards in (("w13_", halves), ("w2_", ("w2",))):
         for name, noted in _checked(loaded, names, weight):
             _check(layer, name, noted, [(shard, expert) for expert in experts for shard in shards])
 
 
-def _taken(layer: torch.nn.Module) -> dict[str, set[Part]]:
+def taken(layer: torch.nn.Module) -> dict[str, set[Part]]:
     """The parts that were loaded since the last call, by the names of parameters.
 
     It is empty if no loader was called for this layer, as with `--load-format dummy`.

@@ -5,6 +5,10 @@ the experts another one. On stock vLLM, they get it by `replaced_methods`. vLLM 
 the experts is unquantised.
 """
 
+import math
+import re
+from collections.abc import Iterable, Iterator
+
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
@@ -13,11 +17,18 @@ from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 
 from vllm_opset.model.experts import Experts, MonolithicMethod
-from vllm_opset.model.loading import check_columns
+from vllm_opset.model.loading import check_columns, taken, watch
 from vllm_opset.ops.schemes import MXFP4, NO_SCALE, Scheme, check_scale, values_shape
 
-# vLLM's names of the scales, and those of the checkpoint.
-SCALES = {"w13_weight_scale": "gate_up_proj_scales", "w2_weight_scale": "down_proj_scales"}
+# vLLM's names of the parameters, and those of the checkpoint.
+STORED = {
+    f"{weight}_{parameter}": f"{of_checkpoint}_{kind}"
+    for weight, of_checkpoint in (("w13", "gate_up_proj"), ("w2", "down_proj"))
+    for parameter, kind in (("weight", "blocks"), ("weight_scale", "scales"), ("bias", "bias"))
+}
+SCALES = ("w13_weight_scale", "w2_weight_scale")
+# A tensor's name in vLLM's model: its layer, its expert if it is that of a single one, and its parameter.
+TENSOR = re.compile(r"(.+\.experts)(?:\.routed_experts)?(?:\.(\d+))?\.(\w+)")
 
 
 class OpsetMxfp4ExpertsMethod(MonolithicMethod, GptOssMxfp4MoEMethod):
@@ -41,20 +52,35 @@ class OpsetMxfp4ExpertsMethod(MonolithicMethod, GptOssMxfp4MoEMethod):
         super().create_weights(layer, *args, **kwargs)
         for size in (self.hidden_size, self.intermediate_size):
             check_columns("MXFP4 weights", size, self.multiple)
+        watch(layer)
         if get_current_vllm_config().load_config.load_format != "dummy":
             for name in SCALES:
                 getattr(layer, name).data.fill_(NO_SCALE)  # stays where the checkpoint lacks one
 
+    def stored_shape(self, layer: RoutedExperts, name: str) -> tuple[int, ...]:
+        """The shape of a tensor in the checkpoint, which has all experts. name: that of its parameter."""
+        weight, _, kind = name.partition("_")
+        width = self.moe.intermediate_size
+        rows, columns = (2 * width, self.hidden_size) if weight == "w13" else (self.hidden_size, width)
+        groups = columns // self.multiple
+        of_a_row = {"weight": (groups, self.multiple // 2), "weight_scale": (groups,), "bias": ()}[kind]
+        return layer.global_num_experts, rows, *of_a_row
+
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Nothing: when vLLM loads weights again, it copies what is here now into the weights that are bound."""
+        """Raise ValueError, with its name, for a tensor that the checkpoint lacks.
+
+        Nothing is converted: when vLLM loads weights again, it copies what is here now into the weights that are bound.
+        """
+        for name, parts in taken(layer).items():
+            if not parts:
+                raise ValueError(f"{_named(layer, name)} is missing in the checkpoint")
 
     def bind(self, layer: RoutedExperts) -> None:
         """Choose the kernels and prepare the weights. Raises ValueError for a damaged scale, by its name."""
-        for name, of_checkpoint in SCALES.items():
+        for name in SCALES:
             weight, scale = getattr(layer, name.removesuffix("_scale")), getattr(layer, name)
             numbers = scale.data.view(torch.float8_e8m0fnu).float()
-            full_name = f"{layer.layer_name}.{name} ({of_checkpoint} in the checkpoint)"
-            check_scale(full_name, numbers, values_shape(weight), MXFP4.group)
+            check_scale(_named(layer, name), numbers, values_shape(weight), MXFP4.group)
         for bias in (layer.w13_bias, layer.w2_bias):
             bias.data = bias.data.to(self.moe.in_dtype)
         scales = {"w1_scale": layer.w13_weight_scale.data, "w2_scale": layer.w2_weight_scale.data}
@@ -77,3 +103,38 @@ class OpsetMxfp4Config(GptOssMxfp4Config):
         if isinstance(layer, RoutedExperts):
             return OpsetMxfp4ExpertsMethod(layer.moe_config)
         return super().get_quant_method(layer, prefix)
+
+
+def checked(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that vLLM is about to load into gpt-oss. Those of MXFP4 experts have the shapes of config.json.
+
+    Raises ValueError, with its name, for a tensor that has not.
+    """
+    layers = {
+        name.removesuffix(".routed_experts"): layer
+        for name, layer in model.named_modules()
+        if isinstance(getattr(layer, "quant_method", None), OpsetMxfp4ExpertsMethod)
+    }
+    for name, tensor in weights:
+        found = TENSOR.fullmatch(name)
+        if found and found[1] in layers and found[3] in STORED:
+            _check_shape(layers[found[1]], found[3], tensor, found[2])
+        yield name, tensor
+
+
+def _check_shape(layer: RoutedExperts, name: str, tensor: torch.Tensor, expert: str | None) -> None:
+    """vLLM flattens the groups of a row of blocks, so these may have any number of dimensions."""
+    expected, rows = layer.quant_method.stored_shape(layer, name), 2
+    if expert is not None:
+        expected, rows = expected[1:], 1
+    found, wanted = ((*shape[:rows], math.prod(shape[rows:])) for shape in (tensor.shape, expected))
+    if found != wanted:
+        of_expert = "" if expert is None else f" of expert {expert}"
+        raise ValueError(
+            f"{_named(layer, name)}{of_expert} cannot be loaded: {list(tensor.shape)} in the checkpoint, and "
+            f"config.json asks for {list(expected)}"
+        )
+
+
+def _named(layer: RoutedExperts, name: str) -> str:
+    return f"{layer.layer_name}.{name} ({STORED[name]} in the checkpoint)"

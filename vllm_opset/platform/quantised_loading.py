@@ -1,7 +1,7 @@
 """The patches that have vLLM say which tensor of a layer's quantised weights is missing or cannot be served."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -25,6 +25,7 @@ LINEAR_METHODS = (
     f"{QUANTISATION}.auto_gptq.AutoGPTQLinearMethod",
 )
 EMBEDDING = f"{COMPRESSED_TENSORS}.compressed_tensors_embedding.CompressedTensorsEmbeddingWNA16Int"
+GPT_OSS = "vllm.model_executor.models.gpt_oss.GptOssModel"
 CHOICE = f"{COMPRESSED_TENSORS}.compressed_tensors.CompressedTensorsConfig"
 
 
@@ -70,6 +71,31 @@ def _after(check: Callable[[torch.nn.Module], None]) -> Callable[[Callable], Cal
         return process_weights_after_loading
 
     return around
+
+
+@patch(
+    has(f"{GPT_OSS}.load_weights"),
+    ends="vLLM raises for weights of MXFP4 experts that do not fit, and names them",
+    changes=(f"{GPT_OSS}.load_weights",),
+    worker=("cpu", "cuda", "native"),
+)
+def check_weights_of_mxfp4_experts() -> None:
+    """Raise an error with a name for a tensor of gpt-oss's MXFP4 experts whose shape does not fit.
+
+    vLLM cuts the part of a worker out of a tensor of any size. Its loader then fills as much of the parameter as this
+    part covers, or repeats it. The engine then answers with wrong tokens. Other shapes end in an error without a name.
+    """
+    wrap_once(find(GPT_OSS), "load_weights", _checking_mxfp4)
+
+
+def _checking_mxfp4(load: Callable) -> Callable:
+    # Imported late: vLLM's module of experts imports thousands of others.
+    from vllm_opset.model.mxfp4_experts import checked
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return load(self, checked(self, weights))
+
+    return load_weights
 
 
 @patch(

@@ -178,7 +178,10 @@ def verify(method: str, where: str) -> None:
 
 def register(model: "ModelConfig") -> None:
     """Let vLLM give its layers with quantised weights opset's kernels, before a model with such weights is built."""
-    if model.quantization in (None, GPT_OSS):  # the configuration of gpt-oss has its own experts
+    if model.quantization is None:
+        return
+    if model.quantization == GPT_OSS:  # its configuration has its own experts
+        quantised_loading.check_weights_of_mxfp4_experts()
         return
     _register_linear()
     if model.is_moe:
@@ -235,6 +238,8 @@ def replaced_expert_methods(config: "VllmConfig") -> Iterator[None]:
 
     from vllm_opset.model.replaced_methods import replaced
 
+    if config.model_config.quantization == GPT_OSS:
+        quantised_loading.check_weights_of_mxfp4_experts()
     of_vllm = RoutedExperts._get_quant_method
     quantised_layers.replace_expert_methods(lambda layer, *args: replaced(layer, of_vllm(layer, *args)))
     try:
