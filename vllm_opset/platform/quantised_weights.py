@@ -162,6 +162,17 @@ def rule(feature: str, cure: str, named: Callable[["ModelConfig"], Iterator[str]
     return QuantisedWeights(feature, cure, of_model(lambda model: any(named(model))), named)
 
 
+def _quantises_gpt_oss(model: "ModelConfig") -> bool:
+    """Whether vLLM is to quantise gpt-oss, or a model that is loaded as it is, while it loads unquantised weights."""
+    is_loaded_so = any(name.startswith(("GptOss", "OpenAIPrivacyFilter")) for name in model.architectures)
+    return is_loaded_so and model.quantization == "fp8" and not _checkpoint(model)
+
+
+FP8_OF_GPT_OSS = Rule(
+    "--quantization fp8 for gpt-oss, whose experts vLLM does not pass to the loaders that quantise",
+    "leave out --quantization, or choose a checkpoint with experts in MXFP4",
+    of_model(_quantises_gpt_oss),
+)
 QUANTISED_WEIGHTS = rule("quantised weights in other formats", CURE, unserved)
 
 

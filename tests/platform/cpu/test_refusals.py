@@ -156,6 +156,7 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
         ("multimodal", "choose another model", WHISPER, {}),
         ("multimodal", "choose another model", LLAVA, {}),  # its module imports torchvision
         ("quantised weights with the method .*mxfp4", "gpt-oss with experts in MXFP4", LLAMA | MXFP4, {}),
+        ("--quantization fp8 for gpt-oss", "leave out --quantization", GPT_OSS, {"quantization": "fp8"}),
         ("AWQ's layout gemv", "int4 by groups", LLAMA | {"quantization_config": AWQ | {"version": "gemv"}}, {}),
         ("int4 weights in groups of 16", "int4 by groups", LLAMA | compressed(INT4 | {"group_size": 16}, None), {}),
         ("int4 weights for quantised activations", "int4 by groups", LLAMA | compressed(INT4, INT8_TOKEN), {}),

@@ -12,13 +12,13 @@ from vllm.config import CompilationMode
 
 from vllm_opset.platform.cuda.refusals import EARLY_RULES, RULES
 from vllm_opset.platform.drafts import KINDS
-from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
+from vllm_opset.platform.quantised_weights import FP8_OF_GPT_OSS, QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import Refusal, check, fusions
 
 pytestmark = pytest.mark.window
 # Rules that some platforms share.
-SHARED = (QUANTISED_WEIGHTS,)
+SHARED = (QUANTISED_WEIGHTS, FP8_OF_GPT_OSS)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from vllm_opset.platform import second_runner
 from vllm_opset.platform.cpu import threads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import NVTX, PROFILERS, SIMULATED_ROUTING, WITHOUT_COMPILER, unset
-from vllm_opset.platform.quantised_weights import QUANTISED_WEIGHTS
+from vllm_opset.platform.quantised_weights import FP8_OF_GPT_OSS, QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
     VALUES_APART,
@@ -57,6 +57,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
+    FP8_OF_GPT_OSS,
     *COMMON,
     VALUES_APART,
     second_runner.UNAVAILABLE,

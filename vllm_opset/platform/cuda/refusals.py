@@ -8,7 +8,7 @@ from vllm_opset.model.weights import offloads
 from vllm_opset.platform import drafts
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, SIMULATED_ROUTING, WITHOUT_COMPILER, asks_to_compile, unset
-from vllm_opset.platform.quantised_weights import GPT_OSS, QUANTISED_WEIGHTS, unserved
+from vllm_opset.platform.quantised_weights import FP8_OF_GPT_OSS, GPT_OSS, QUANTISED_WEIGHTS, unserved
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
     Rule,
@@ -50,6 +50,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
+    FP8_OF_GPT_OSS,
     *COMMON,
     Rule(
         "adapters (LoRA) for mixtures of experts",
