@@ -28,9 +28,10 @@ LEAST_BLOCK = 32
 CURE = (
     "choose a checkpoint in float32, bfloat16 or float16, alone or with --quantization fp8, or one whose linear layers "
     "and experts are in fp8 e4m3 with scales per tensor, per channel or by blocks whose sizes are powers of two from "
-    f"{LEAST_BLOCK} on, in symmetric int8 with scales per "
-    "tensor or per channel, or in int4 by groups (AWQ, symmetric GPTQ, or compressed-tensors, without act-order by "
-    "groups), or gpt-oss with experts in MXFP4"
+    f"{LEAST_BLOCK} on, in symmetric int8 with scales per channel (linear layers also per tensor), or in int4 by "
+    "groups (AWQ, symmetric GPTQ, or compressed-tensors, without act-order by groups), or gpt-oss with experts in "
+    "MXFP4; experts in int8 need activations per token, and those in fp8 of compressed-tensors need them per tensor, "
+    "per token or per group, as weights are per tensor, per channel or by blocks"
 )
 
 

@@ -77,6 +77,7 @@ FP8_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": Tru
 DENSE = {"format": "dense", "global_sparsity": 0.14, "sparsity_structure": "unstructured", "targets": []}
 INT8_CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": False}
 INT8_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+INT8_TENSOR = INT8_CHANNEL | {"strategy": "tensor"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "dynamic": False}
 
 
@@ -176,6 +177,12 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
             "experts of 8-bit float tensor weights for 8-bit float token activations",
             "fp8 e4m3",
             MIXTRAL | compressed(FP8_CHANNEL | {"strategy": "tensor"}, FP8_TOKEN),
+            {},
+        ),
+        (
+            "experts of 8-bit int tensor weights for 8-bit int tensor activations",
+            "in symmetric int8 with scales per channel (linear layers also per tensor)",
+            MIXTRAL | compressed(INT8_TENSOR, INT8_TENSOR),
             {},
         ),
         ("experts in mxfp4", "fp8 e4m3", MIXTRAL | FP8_AND_MXFP4, {}),
