@@ -103,6 +103,17 @@ MIXTURES = {
         norm_topk_prob=True,
     ),
     "granitemoe": lambda: architectures.GraniteMoeConfig(**EXPERTS, num_local_experts=8),
+    # Its attention passes a shape to vLLM's attention layer, after query, key and value. vLLM reads the settings that
+    # transformers leaves out.
+    "hy_v3": lambda: architectures.HYV3Config(
+        **EXPERTS,
+        num_experts=8,
+        moe_intermediate_size=48,
+        expert_hidden_dim=48,
+        first_k_dense_replace=1,
+        qk_norm=True,
+        route_norm=True,
+    ),
     # Sinks, a window in every other layer, biases of the router and the experts, and long rotary embedding by YaRN.
     "gpt_oss": lambda: architectures.GptOssConfig(**GPT_OSS),
 }

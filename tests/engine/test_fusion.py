@@ -128,10 +128,10 @@ def test_replayed_pieces_have_the_positions_they_were_captured_with():
     assert len(step(4, CUDAGraphMode.PIECEWISE, called=False)) == 4
 
 
-def _derived(rotary):
-    """The same rotary embedding, but of a class whose forward takes more than positions."""
-    other = copy.copy(rotary)
-    other.__class__ = type("Derived", (type(rotary),), {"forward_oot": lambda self, positions, query, key: None})
+def _derived(module, method):
+    """The same module, but of a class whose method of this name may take other arguments."""
+    other = copy.copy(module)
+    other.__class__ = type("Derived", (type(module),), {method: lambda self, *args: None})
     return other
 
 
@@ -139,7 +139,12 @@ def _derived(rotary):
 OTHERWISE = {
     "attention writes no cache": lambda layer: (vars(layer.attn.impl), "writes_cache", False),
     "attention finds scales": lambda layer: (vars(layer.attn), "calculate_kv_scales", True),
-    "rotary embedding of a derived class": lambda layer: (layer._modules, "rotary_emb", _derived(layer.rotary_emb)),
+    "attention of a derived class": lambda layer: (layer._modules, "attn", _derived(layer.attn, "forward")),
+    "rotary embedding of a derived class": lambda layer: (
+        layer._modules,
+        "rotary_emb",
+        _derived(layer.rotary_emb, "forward_oot"),
+    ),
     "one norm": lambda layer: (layer._modules, "k_norm", None),
     "norms switched off": lambda layer: (vars(layer.q_norm), "opset_is_wanted", False),
     "norms of different epsilons": lambda layer: (vars(layer.k_norm), "variance_epsilon", 1e-3),

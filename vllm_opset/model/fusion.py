@@ -125,6 +125,9 @@ def _rope_of(module: nn.Module) -> DeferredRotaryEmbedding | None:
     attention, rotary = children.get("attn"), children.get("rotary_emb")
     if not isinstance(attention, Attention) or not isinstance(attention.impl, OpsetAttentionImpl):
         return None
+    # A class with a forward of its own may take more than `_Recorder` takes.
+    if type(attention).forward is not Attention.forward:
+        return None
     # An encoder's attention writes no cache. With calculate_kv_scales (up to 0.27), vLLM computes the scales of a
     # cache before the cache is written.
     if attention.impl.attn_type != AttentionType.DECODER or getattr(attention, "calculate_kv_scales", False):
@@ -173,15 +176,26 @@ def _unchanged(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Recorder(nn.Module):
-    """Stand-in for an attention layer that keeps the query, key and value it receives."""
+    """Stand-in for an attention layer that keeps the query, key and value it receives.
+
+    It takes the arguments of `Attention.forward`, and returns zeros of the same shape and dtype.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs) -> torch.Tensor:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output_shape: torch.Size | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         self.received = query.clone(), key.clone(), value.clone()
-        return query.new_zeros(len(query), self.width)
+        width = self.width if output_shape is None else output_shape[-1]
+        return query.new_zeros(len(query), width, dtype=output_dtype)
 
 
 @torch.inference_mode()
