@@ -1,6 +1,7 @@
-"""answering.py FOLDER ARGUMENTS: prints as JSON the answers of an engine, and the kernels that computed its experts.
+"""answering.py FOLDER ARGUMENTS: prints as JSON an engine's answers, and the kernels that computed its experts.
 
-ARGUMENTS is JSON: arguments of LLM. The platform comes from the environment.
+It answers `models.prompts()`, by the tokens and their log-probabilities. ARGUMENTS is JSON: arguments of LLM. The
+platform comes from the environment.
 """
 
 import json
@@ -8,23 +9,14 @@ import sys
 from pathlib import Path
 
 import models
-from engines import generate, running, served
+from engines import chosen, generate, running, served
 
 
 def main(folder: str, arguments: str) -> None:
     with running(Path(folder), dtype="bfloat16", **json.loads(arguments)) as llm:
-        outputs = generate(llm, models.prompts((1, 7, 40)), max_tokens=16, logprobs=5)
+        answers = chosen(generate(llm, models.prompts(), logprobs=0))
         kernels = sorted(served(llm)["fused_experts"])
-    answers = [
-        {
-            "tokens": list(output.outputs[0].token_ids),
-            "logprobs": [
-                {token: found.logprob for token, found in step.items()} for step in output.outputs[0].logprobs
-            ],
-        }
-        for output in outputs
-    ]
-    print(json.dumps({"kernels": kernels, "answers": answers}))
+    print(json.dumps({"kernels": kernels, "answers": [(answer, found.tolist()) for answer, found in answers]}))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,14 @@ def tokens(outputs) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+def chosen(outputs) -> list[tuple[list[int], torch.Tensor]]:
+    """The tokens of the first answer to each prompt, and their log-probabilities."""
+    return [
+        (answer, torch.tensor([step[token].logprob for token, step in zip(answer, steps, strict=True)]))
+        for answer, steps in zip(tokens(outputs), (output.outputs[0].logprobs for output in outputs), strict=True)
+    ]
+
+
 def report(llm) -> list[dict]:
     """The chosen kernels and their call counts: the rows of the only worker."""
     (rows,) = llm.collective_rpc("opset_report")

@@ -162,17 +162,19 @@ def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tupl
 
 
 @torch.inference_mode()
-def mean_error(model: PreTrainedModel, prompts, outputs) -> float:
-    """The mean error of the chosen tokens' log-probabilities, compared with the model's values in fp32."""
-    errors = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        answer = list(output.outputs[0].token_ids)
-        logprobs = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        errors += [
-            abs(step[token].logprob - row[token].item())
-            for token, step, row in zip(answer, output.outputs[0].logprobs, logprobs, strict=True)
-        ]
-    return sum(errors) / len(errors)
+def logprobs(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Those of the answer's tokens, in fp32."""
+    logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return logits.float().log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def mean_error(model: PreTrainedModel, prompts, answers) -> float:
+    """The mean error of the tokens' log-probabilities, compared with the model's. answers: see `engines.chosen`."""
+    errors = [
+        (found - logprobs(model, prompt, answer)).abs()
+        for prompt, (answer, found) in zip(prompts, answers, strict=True)
+    ]
+    return float(torch.cat(errors).mean())
 
 
 def add_tokenizer(folder: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import models
 import pytest
 import quantised
+import rounding
 import torch
 from engines import generate, runner, served, tokens
 
@@ -47,8 +48,18 @@ def saved(model: str, tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
+# The checkpoint of the weights that a format stands for; `plain` for all others.
+PLAIN = {"int8": "plain, int8", "static, int8": "plain, int8", **dict.fromkeys(INT4, "plain, int4")}
+
+
 def answers(llm) -> list[list[int]]:
     return tokens(generate(llm, PROMPTS, max_tokens=NUM_TOKENS))
+
+
+def assert_rounding_alone(name: str, folders: dict[str, Path], answered: list[tuple[list[int], torch.Tensor]]) -> None:
+    """transformers gives the answers to PROMPTS the same log-probabilities, but for the rounding of this format."""
+    reference = rounding.loaded(folders[PLAIN.get(name, "plain")])
+    rounding.assert_alone(reference, PROMPTS, answered, rounding.INPUTS.get(name))
 
 
 def answers_of_plain(folders: dict[str, Path], engine) -> dict[str, list[list[int]]]:

@@ -110,7 +110,9 @@ def test_an_adapter_answers_as_merged_weights_do(arguments, engine, tmp_path, mo
         outputs = generate(llm, prompts, [request if yes else None for yes in adapted], max_tokens=16, logprobs=0)
     for model, with_adapter in ((base, False), (merged, True)):
         chosen = [
-            pair for pair, yes in zip(zip(prompts, outputs, strict=True), adapted, strict=True) if yes is with_adapter
+            pair
+            for pair, yes in zip(zip(prompts, engines.chosen(outputs), strict=True), adapted, strict=True)
+            if yes is with_adapter
         ]
         other = base if with_adapter else merged
         assert models.mean_error(model, *zip(*chosen, strict=True)) < BF16_LOGPROBS / 4

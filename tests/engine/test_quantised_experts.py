@@ -9,7 +9,7 @@ import models
 import pytest
 import quantised
 import torch
-from engines import generate, report, served
+from engines import chosen, generate, report, served
 from quantised_answers import (
     NOT_ON_GPU,
     NUM_TOKENS,
@@ -20,6 +20,7 @@ from quantised_answers import (
     answers,
     answers_of_plain,
     assert_refused,
+    assert_rounding_alone,
     assert_the_same_without_fusing,
     damaged,
     lose,
@@ -91,6 +92,22 @@ def test_a_quantised_shared_expert_gives_the_tokens_of_transformers(engine, tmp_
     assert any("in_features=256, out_features=128" in row["problem"] for row in rows), "the shared expert's last layer"
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="a CPU gives the tokens of the plain weights, which another test checks"
+)
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [("awq", "1x32 with zero points"), ("gptq", "1x64"), ("int4, zero points", "1x32 with zero points")],
+)
+def test_int4_experts_round_as_bf16_does(name, group, mixtures, engine):
+    with engine(mixtures[name], dtype="bfloat16") as llm:
+        answered = chosen(generate(llm, PROMPTS, max_tokens=NUM_TOKENS, logprobs=0))
+        (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
+    assert f"scheme=uint4 {group} by activations as they are," in row["problem"]
+    assert row["kernel"] != "reference" and row["calls"]
+    assert_rounding_alone(name, mixtures, answered)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "weight_group", "group"),
     [
@@ -105,12 +122,14 @@ def test_experts_quantise_activations_where_the_device_multiplies_them(
 ):
     multiplies_in_eight_bits(monkeypatch)
     with engine(mixtures[name], dtype="bfloat16", **quantising_layers(monkeypatch)) as llm:
-        answered = answers(llm)
+        answered = chosen(generate(llm, PROMPTS, max_tokens=NUM_TOKENS, logprobs=0))
         assert QUANTISING & served(llm).keys() == {"rms_norm_quant", "fused_add_rms_norm_quant"}  # for attention
-        assert_the_same_without_fusing(llm, answered)
+        assert_the_same_without_fusing(llm, [answer for answer, _ in answered])
         (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
     kind = str(dtype).removeprefix("torch.")
     assert f"scheme={kind} {weight_group} by {kind} {group}," in row["problem"]
+    assert row["kernel"] != "reference" and row["calls"]
+    assert_rounding_alone(name, mixtures, answered)
 
 
 @pytest.mark.parametrize(
