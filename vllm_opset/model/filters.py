@@ -1,7 +1,7 @@
 """The filters that requests can ask for, for the warm-ups of both samplers."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -10,23 +10,25 @@ ROWS = 2
 
 
 def draw_by_each(
-    draw: Callable, dtype: torch.dtype, vocab_size: int, device: torch.device, processed: Iterable[str | None]
+    draws: Mapping[torch.dtype, Callable], vocab_size: int, device: torch.device, processed: Iterable[str | None]
 ) -> None:
-    """Call `draw`, an implementation of top_k_top_p_sample, with each set of filters, for logits of zeros.
+    """Call implementations of top_k_top_p_sample with each set of filters, for logits of zeros.
 
-    A kernel may compile code of its own for each set. dtype: of the logits. processed: values of this argument.
+    A kernel may compile code of its own for each set. draws: by the dtype of the logits. processed: values of this
+    argument.
     """
-    logits = torch.zeros(ROWS, vocab_size, dtype=dtype, device=device)
+    logits = {dtype: torch.zeros(ROWS, vocab_size, dtype=dtype, device=device) for dtype in draws}
     ones = torch.ones(ROWS, dtype=torch.float32, device=device)  # vLLM changes the default while it loads a model
     for returned, given in itertools.product(processed, list(_combinations(device))):
-        draw(logits, ones.long(), ones, **given, processed=returned)
+        for dtype, draw in draws.items():
+            draw(logits[dtype], ones.long(), ones, **given, processed=returned)
 
 
 def _combinations(device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """Arguments for each set of filters."""
+    """Arguments for each set of filters. The largest comes first, because its kernels take longest to compile."""
     arguments = {
         name: torch.full((ROWS,), value, dtype=dtype, device=device) for name, (value, dtype) in ARGUMENTS.items()
     }
-    for size in range(len(arguments) + 1):
+    for size in reversed(range(len(arguments) + 1)):
         for names in itertools.combinations(arguments, size):
             yield {name: arguments[name] for name in names}

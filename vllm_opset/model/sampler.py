@@ -107,8 +107,7 @@ class OpsetSampler(Sampler):
     def warm_up(self, device: torch.device) -> None:
         """Call every variant of the kernel that a request can ask for, so that no request waits for a compilation."""
         processed = {None, "logits" if self.logprobs_mode in PROCESSED else None}
-        for dtype, draw in self._draw.items():
-            filters.draw_by_each(draw, dtype, self.sampling_states.vocab_size, device, processed)
+        filters.draw_by_each(self._draw, self.sampling_states.vocab_size, device, processed)
 
     def sample(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens, and the processed logits if a request needs them; otherwise the logits.

@@ -272,11 +272,8 @@ def test_draws_are_compiled_in_another_thread_while_a_model_loads(second, defaul
         assert temperature.dtype == torch.float32 and processed is None
         called.append((logits.dtype, frozenset(given)))
 
-    def select(op, problem):
-        return SimpleNamespace(problem=problem, run=draw)
-
     monkeypatch.setattr(warm_up, "precompile", precompile)
-    monkeypatch.setattr(warm_up.selection, "select", select)
+    monkeypatch.setattr(warm_up.selection, "select", lambda op, problem: SimpleNamespace(run=draw))
     monkeypatch.setattr(warm_up.torch.cuda, "set_device", lambda device: called.append(device))
     config = SimpleNamespace(dtype=torch.bfloat16, head_dtype=torch.bfloat16, get_vocab_size=lambda: 32)
     device, vllm_config = torch.device("cpu"), SimpleNamespace(use_v2_model_runner=second)
@@ -287,6 +284,8 @@ def test_draws_are_compiled_in_another_thread_while_a_model_loads(second, defaul
     }
     dtypes = [torch.bfloat16, torch.float32] if second else [torch.float32]
     assert called[0] == device and len(called) == 1 + 8 * len(dtypes)
+    everything = [given == {"top_k", "top_p", "min_p"} for _, given in called[1:]]
+    assert everything == sorted(everything, reverse=True), "what compiles longest has to begin first"
     assert set(called[1:]) == set(itertools.product(dtypes, sets))
 
 

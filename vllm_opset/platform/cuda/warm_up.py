@@ -33,17 +33,17 @@ PRECOMPILED_TOKENS = 2048
 @contextmanager
 def draws_meanwhile(worker: Worker) -> Iterator[None]:
     """While the context loads a model, compile the kernels that draw tokens in other threads. They need no weights."""
-    config, second = worker.model_config, worker.vllm_config.use_v2_model_runner
-    dtypes = logits_dtypes(config) if second else {torch.float32}
-    problems = [TopKTopPSampleProblem(worker.device.type, dtype, config.get_vocab_size()) for dtype in dtypes]
-    draws = [selection.select(ops.top_k_top_p_sample, problem) for problem in problems]
+    config, device = worker.model_config, worker.device
+    vocab_size, second = config.get_vocab_size(), worker.vllm_config.use_v2_model_runner
+    draws = {
+        dtype: selection.select(ops.top_k_top_p_sample, TopKTopPSampleProblem(device.type, dtype, vocab_size)).run
+        for dtype in (logits_dtypes(config) if second else {torch.float32})
+    }
 
     def compile_draws() -> None:
-        torch.cuda.set_device(worker.device)  # of this thread
+        torch.cuda.set_device(device)  # of this thread
         with precompile():
-            for draw in draws:
-                problem = draw.problem
-                filters.draw_by_each(draw.run, problem.dtype, problem.vocab_size, worker.device, [None])
+            filters.draw_by_each(draws, vocab_size, device, [None])
 
     with ThreadPoolExecutor(1) as thread:
         compiled = thread.submit(compile_draws)

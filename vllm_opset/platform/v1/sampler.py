@@ -94,7 +94,7 @@ class OpsetSampler(Sampler):
     def warm_up(self, device: torch.device) -> None:
         """Call every variant of the kernels that a request can ask for, so that no request waits for a compilation."""
         vocab_size, processed = self._sample.problem.vocab_size, {None, PROCESSED.get(self.logprobs_mode)}
-        filters.draw_by_each(self._sample.run, torch.float32, vocab_size, device, processed)
+        filters.draw_by_each({torch.float32: self._sample.run}, vocab_size, device, processed)
         ones = torch.ones(2, device=device)
         ids = ones.long()[:, None]
         self._penalise.run(torch.zeros(2, vocab_size, device=device), ids, ids, ones, ones, ones)
