@@ -25,6 +25,7 @@ SIZES_OF = {
     "qwen3": SIZES,
     "qwen3_moe": EXPERTS,
     "qwen2_moe": EXPERTS | {"head_dim": 32, "shared_expert_intermediate_size": 256},
+    "glm4_moe": EXPERTS | {"tie_word_embeddings": False},  # vLLM ties none of its models
 }
 ROUTER = "mlp.gate"  # of a mixture of experts, which no checkpoint quantises
 HEAD = "lm_head"  # which few checkpoints quantise

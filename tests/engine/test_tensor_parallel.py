@@ -4,12 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import models
+import mxfp4
 import pytest
 import quantised
+import rounding
 import torch
 from engines import ON_GPU
+from transformers import PreTrainedModel
 
 NUM_TOKENS = 16
 CLOSE = 1e-3  # log-probabilities in fp32, with another order of sums
@@ -20,8 +25,9 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none: runs on two"),
 ]
 
+ON_GPUS = pytest.mark.skipif(not torch.cuda.is_available(), reason="quantised weights take its place: runs on two GPUs")
 WITHOUT_GPUS = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="a GPU multiplies int4 by 16 bits alone: runs without one"
+    torch.cuda.is_available(), reason="a GPU multiplies quantised weights in 8 or 16 bits alone: runs without one"
 )
 
 # The script has no `if __name__ == "__main__"`: it must work without one.
@@ -48,28 +54,59 @@ print(json.dumps([greedy, drawn, reports]))
 """
 GUARDED = "def main():" + PLAIN.replace("\n", "\n    ") + '\nif __name__ == "__main__":\n    main()\n'
 
-# How a checkpoint is saved, its model, arguments of the engine, and each worker's experts. GLM-4 has a dense layer too.
+
+def save_fp8(folder: Path) -> PreTrainedModel:
+    quantised.save_plain(folder, quantised.FP8, "glm4_moe")
+    reference = rounding.loaded(folder)
+    quantised.save_compressed(folder, folder, quantised.FP8)
+    return reference
+
+
+# How a checkpoint is saved, arguments of the engine, and each worker's experts. GLM-4 has a dense layer too.
+BY_EXPERTS = {"enable_expert_parallel": True}
 GLM4 = (
-    models.build,
-    "glm4_moe",
-    {"enable_expert_parallel": True},
-    "num_experts=4, hidden_size=64, intermediate_size=48",
+    partial(models.build, "glm4_moe"),
+    BY_EXPERTS,
+    "scheme=none, num_experts=4, hidden_size=64, intermediate_size=48",
 )
-QWEN3 = (models.build, "qwen3_moe", {}, "num_experts=8, hidden_size=64, intermediate_size=24")
-INT4 = (quantised.build, "qwen3_moe", {}, "num_experts=8, hidden_size=128, intermediate_size=64")
+FP8 = (
+    save_fp8,
+    BY_EXPERTS,
+    "scheme=float8_e4m3fn per row by activations as they are, num_experts=4, hidden_size=128, intermediate_size=128",
+)
+QWEN3 = (
+    partial(models.build, "qwen3_moe"),
+    {},
+    "scheme=none, num_experts=8, hidden_size=64, intermediate_size=24",
+)
+INT4 = (
+    partial(quantised.build, "qwen3_moe"),
+    {},
+    "scheme=uint4 1x32 with zero points by activations as they are, num_experts=8, hidden_size=128, "
+    "intermediate_size=64",
+)
+MXFP4 = (
+    mxfp4.build,
+    {},
+    "scheme=float4_e2m1fn_x2 1x32 by activations as they are, num_experts=8, hidden_size=96, intermediate_size=32",
+)
 
 
 @pytest.mark.parametrize(
     ("script", "method", "checkpoint"),
     [
-        pytest.param(PLAIN, "fork", GLM4, id="forked, expert parallelism", marks=pytest.mark.window),
+        pytest.param(PLAIN, "fork", GLM4, id="forked, expert parallelism", marks=ON_GPUS),
+        pytest.param(
+            PLAIN, "fork", FP8, id="forked, fp8, expert parallelism", marks=[pytest.mark.window, WITHOUT_GPUS]
+        ),
         pytest.param(PLAIN, "fork", INT4, id="forked, int4", marks=[pytest.mark.window, WITHOUT_GPUS]),
-        pytest.param(GUARDED, "spawn", QWEN3, id="spawned"),
+        pytest.param(GUARDED, "spawn", QWEN3, id="spawned", marks=ON_GPUS),
+        pytest.param(GUARDED, "spawn", MXFP4, id="spawned, MXFP4", marks=WITHOUT_GPUS),
     ],
 )
 def test_two_workers(script, method, checkpoint, tmp_path):
-    build, model, arguments, share = checkpoint
-    reference = build(model, tmp_path)
+    build, arguments, share = checkpoint
+    reference = build(tmp_path)
     prompts = models.prompts()
     (tmp_path / "script.py").write_text(script)
     # Like a user's environment: threads are started.
@@ -89,15 +126,13 @@ def test_two_workers(script, method, checkpoint, tmp_path):
     assert [ids for ids, _ in greedy] == [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
     # If the workers had drawn different tokens, the next tokens would follow from a mixture of them.
     for prompt, (ids, logprobs) in zip(prompts, drawn, strict=True):
-        with torch.inference_mode():
-            expected = reference(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        expected = expected.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        expected = models.logprobs(reference, prompt, ids)
         torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=CLOSE)
     assert [ids for ids, _ in drawn] != [ids for ids, _ in greedy]
-    attention = [row for report in reports for row in report if row["op"] == "paged_attention"]
-    assert ["num_heads=2, " in row["problem"] or row["problem"] for row in attention] == [True, True]
-    experts = [row for report in reports for row in report if row["op"] == "fused_experts"]
-    assert [share in row["problem"] or row["problem"] for row in experts] == [True, True]
-    assert all(("uint4" in row["problem"]) == (build is quantised.build) for row in experts)
+    assert len(reports) == 2
+    for report in reports:
+        for op, part in {"paged_attention": "num_heads=2, ", "fused_experts": share}.items():
+            problems = [row["problem"] for row in report if row["op"] == op]
+            assert problems and all(part in problem for problem in problems), problems
     # This includes any process that ends after the answers.
     assert "Traceback" not in process.stderr and "vllm_opset/" not in process.stderr, process.stderr[-4000:]
