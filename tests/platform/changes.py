@@ -207,6 +207,8 @@ def serve_with_second_runner(platform: str) -> None:
     second_runner.launch_without_triton()
     if platform == "cpu":
         second_runner.name_cpu_as_cuda()
+        second_runner.draft_without_triton()
+        second_runner.record_no_stream()
     else:
         second_runner.copy_to_device()
     importlib.import_module(f"vllm_opset.platform.{platform}.runner_kernels").REGISTRY.register()
@@ -235,15 +237,17 @@ def changes(platform: str) -> dict[str, list[str]]:
     for shared in (rotary_embedding._ROPE_DICT, *(cache._dict for cache in activations)):
         shared["of another model"] = None
     if platform in WITHOUT_KERNELS:
-        # vLLM's modules of experts, with the layers that they register. No other platform registers a method.
-        from vllm_opset.platform import quantised_layers, quantised_loading
+        # vLLM's modules of experts, with the layers that they register. No other platform registers a method. The
+        # module of n-gram drafts.
+        from vllm_opset.platform import quantised_layers, quantised_loading, second_runner
 
         methods = (name.rsplit(".", 1)[0] for name in quantised_loading.EXPERTS_METHODS)
         oracles = (name.rsplit(".", 1)[0] for name in quantised_layers.register_quantised_experts.bridge.changes)
         patches = quantised_layers.serve_int4_experts, quantised_layers.serve_int4_experts_without_marlin
         needed = (patch.bridge.changes for patch in patches if patch.bridge.needed())
         int4 = (name.rsplit(".", 1)[0] for name in itertools.chain(*needed))
-        for module in ("vllm_opset.model.quantised_experts", *oracles, *methods, *int4):
+        ngrams = [second_runner.NGRAMS] if second_runner.drafts_without_triton() else []
+        for module in ("vllm_opset.model.quantised_experts", *oracles, *methods, *int4, *ngrams):
             importlib.import_module(module)
     importlib.import_module("vllm.model_executor.models.gpt_oss")  # which also imports vLLM's modules of experts
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # as when the configuration captures graphs in pieces

@@ -11,7 +11,7 @@ import torch
 from launches import LAUNCHES, launches
 from launches._launch import WORKER
 
-from vllm_opset.platform.bridges import find
+from vllm_opset.platform.bridges import find, has
 from vllm_opset.platform.runner_kernels import parameters
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     # The interpreter has no functions of CUDA's library.
     find(f"{WORKER}gpu.metrics.logits").libdevice = SimpleNamespace(isnan=lambda scores: scores != scores)
     results = {}
-    for name in LAUNCHES:
+    for name in filter(lambda name: has(name)(), LAUNCHES):
         kernel = find(name)
         results[name] = [launch.run(kernel, parameters(kernel)) for launch in launches(name)]
     torch.save(results, sys.argv[1])

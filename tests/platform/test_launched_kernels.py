@@ -17,7 +17,6 @@ MAMBA = "Mamba, state-space and linear attention"
 # By a pattern of kernels below `vllm.v1.worker`: the features without which the runner launches none of them. The rules
 # of a device refuse these features.
 OUT_OF_REACH = {
-    "gpu.spec_decode.*": ["speculative decoding"],
     "gpu.sample.watermark.*": ["watermarks"],
     "gpu.cp_utils.*": ["decode context parallelism"],
     "gpu.mm.rope.*": ["multimodal models", MAMBA],  # Qwen3.5's models of text have such positions, and linear attention
@@ -28,19 +27,32 @@ OUT_OF_REACH = {
     # vLLM clears new blocks of a cache for states, and of one in several dtypes.
     "utils._zero_kv_blocks_kernel": [MAMBA, "a KV cache in another dtype than the model's"],
 }
+VERIFYING = "other ways to verify drafts than vLLM's standard one"
+DRAFTS = {
+    "gpu.spec_decode.[dx]*": ["speculative decoding by another method"],  # DFlash, DSpark and XPress
+    "gpu.spec_decode.multi_module_mtp.*": ["MTP by several modules"],
+    "gpu.spec_decode.acceptance_estimator.*": [VERIFYING],
+    "gpu.spec_decode.rejection_sampler_utils._compute_cumulative_log_p_kernel": [VERIFYING],
+    "gpu.spec_decode.rejection_sampler_utils._compute_local_residual_mass_kernel": [VERIFYING],
+}
+if not second_runner.drafts_without_triton():
+    DRAFTS = {"gpu.spec_decode.*": ["speculative decoding before vLLM 0.32"]}
 # Workers of a tensor-parallel group share the rows of a batch.
-BATCH_SHARDS = {"cpu": "batch-sharded sampling", "npu": "tensor parallelism"}
-DEVICES = {"cpu": (cpu.REGISTRY, cpu_refusals.RULES), "npu": (npu.REGISTRY, npu_refusals.RULES)}
+BATCH_SHARDS = "gpu.sample.batch_shard.*"
+OUT_OF_REACH_ON = {
+    "cpu": OUT_OF_REACH | DRAFTS | {BATCH_SHARDS: ["batch-sharded sampling"]},
+    "npu": OUT_OF_REACH | {"gpu.spec_decode.*": ["speculative decoding"], BATCH_SHARDS: ["tensor parallelism"]},
+}
+DEVICES = {"cpu": ([cpu.REGISTRY, cpu.DRAFTS], cpu_refusals.RULES), "npu": ([npu.REGISTRY], npu_refusals.RULES)}
 
 
 def _out_of_reach(device: str) -> dict[str, list[str]]:
-    by_pattern = OUT_OF_REACH | {"gpu.sample.batch_shard.*": [BATCH_SHARDS[device]]}
-    return {f"vllm.v1.worker.{pattern}": features for pattern, features in by_pattern.items()}
+    return {f"vllm.v1.worker.{pattern}": features for pattern, features in OUT_OF_REACH_ON[device].items()}
 
 
 def _not_implemented(device: str) -> set[str]:
-    registry, _ = DEVICES[device]
-    return launched_kernels().keys() - {one.kernel for one in registry.implementations}
+    registries, _ = DEVICES[device]
+    return launched_kernels().keys() - {one.kernel for registry in registries for one in registry.implementations}
 
 
 @pytest.mark.skipif(

@@ -44,12 +44,16 @@ def expected(tmp_path_factory) -> dict[str, list[dict[str, torch.Tensor]]]:
     return torch.load(path)
 
 
-REGISTRIES = {"cpu": cpu.REGISTRY, "npu": npu.REGISTRY}
+IMPLEMENTATIONS = {
+    "cpu": cpu.REGISTRY.implementations + cpu.DRAFTS.implementations,
+    "npu": npu.REGISTRY.implementations,
+}
+OF_DRAFTS = {one.kernel for one in cpu.DRAFTS.implementations}
 
 
-@pytest.mark.parametrize("device", REGISTRIES)
-def test_every_implementation_is_tested(device):
-    assert {one.kernel for one in REGISTRIES[device].implementations} == launches.LAUNCHES.keys()
+@pytest.mark.parametrize(("device", "lacks"), [("cpu", set()), ("npu", OF_DRAFTS)])
+def test_every_implementation_is_tested(device, lacks):
+    assert {one.kernel for one in IMPLEMENTATIONS[device]} == launches.LAUNCHES.keys() - lacks
 
 
 def _name(one: Implementation) -> str:
@@ -60,14 +64,16 @@ def _name(one: Implementation) -> str:
     "implementation",
     [
         pytest.param(one, id=f"{device}: {_name(one)}")
-        for device, registry in REGISTRIES.items()
-        for one in registry.implementations
+        for device, implementations in IMPLEMENTATIONS.items()
+        for one in implementations
     ],
 )
 def test_a_kernel_writes_what_vllms_writes(implementation, expected):
     from vllm.triton_utils.dispatcher import KernelOverride, _registry
 
     name = implementation.kernel
+    if name in OF_DRAFTS and not second_runner.drafts_without_triton():
+        pytest.skip("this vLLM has other kernels for drafts: runs with 0.32 and later")
     original = _registry[name][0] if name in _registry else find(name)  # an engine of this process may have replaced it
     names = parameters(original)
     kernel = KernelOverride(original, implementation.launcher(names))

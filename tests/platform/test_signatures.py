@@ -51,6 +51,7 @@ OF_SOME_RELEASES = {
     "vllm.ir",
     "vllm.triton_utils.dispatcher.register_kernels",
     "vllm.v1.kv_cache_layout.KVCacheLayout",
+    "vllm.v1.worker.gpu.spec_decode.ngram.speculator",
     "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator.StandaloneARSpeculator",
 }
 

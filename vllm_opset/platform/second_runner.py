@@ -14,8 +14,11 @@ PINNED_VIEW = f"{BUFFERS}.get_accelerator_view_from_cpu_tensor"
 TABLES = "vllm.v1.worker.gpu.block_table.BlockTables"
 DRAFT_MODEL = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator.StandaloneARSpeculator"
 OVERRIDES = "vllm.platforms.interface.Platform.register_triton_kernel_overrides"
+NGRAMS = "vllm.v1.worker.gpu.spec_decode.ngram.speculator"
 # Whether vLLM asks its platform for implementations of the Triton kernels that it launches (0.31 and later).
 replaces_triton_kernels = has(OVERRIDES)
+# Whether its kernels for drafts are those that opset replaces (0.32 and later).
+drafts_without_triton = has(NGRAMS)
 
 
 UNAVAILABLE = Rule(
@@ -69,6 +72,38 @@ def launch_without_triton() -> None:
     if not HAS_TRITON:
         triton.next_power_of_2 = next_power_of_2
         gpu_worker.HAS_TRITON = True
+
+
+@patch(
+    drafts_without_triton,
+    first=(0, 32),
+    ends="vLLM drafts by n-grams without Triton if its kernels are replaced",
+    changes=(f"{NGRAMS}.HAS_TRITON",),
+    worker=("cpu",),
+)
+def draft_without_triton() -> None:
+    """Let vLLM's second model runner draft by n-grams without Triton, because opset replaces the kernels for that.
+
+    vLLM raises where Triton finds no GPU.
+    """
+    from vllm.v1.worker.gpu.spec_decode.ngram import speculator
+
+    speculator.HAS_TRITON = True
+
+
+@patch(
+    drafts_without_triton,
+    first=(0, 32),
+    ends="vLLM's second model runner names no stream for a tensor on a CPU",
+    changes=("torch.Tensor.record_stream",),
+    worker=("cpu",),
+)
+def record_no_stream() -> None:
+    """Let vLLM's second model runner say that a stream reads drafts. Nothing runs beside a CPU.
+
+    It says so where a request has a structured output. PyTorch raises for tensors on a CPU.
+    """
+    torch.Tensor.record_stream = lambda tensor, stream: None
 
 
 @patch(

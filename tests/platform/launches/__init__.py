@@ -2,7 +2,7 @@
 
 import torch
 
-from launches import inputs, logits, sampling, thinking  # noqa: F401
+from launches import draft_inputs, drafts, inputs, logits, sampling, thinking  # noqa: F401
 from launches._launch import LAUNCHES, Launch
 
 TRIALS = 3

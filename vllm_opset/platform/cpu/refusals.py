@@ -1,7 +1,9 @@
 """The features that opset does not support on a CPU."""
 
+from typing import TYPE_CHECKING
+
 from vllm_opset.model.weights import offloads
-from vllm_opset.platform import second_runner
+from vllm_opset.platform import draft_rules, drafts, second_runner
 from vllm_opset.platform.cpu import threads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import NVTX, PROFILERS, SIMULATED_ROUTING, WITHOUT_COMPILER, unset
@@ -17,6 +19,14 @@ from vllm_opset.platform.refusals import (
     environment,
     given,
 )
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig
+
+
+def _verifies_otherwise(config: "SpeculativeConfig") -> bool:
+    return config.rejection_sample_method != "standard" or config.enable_adaptive_verification
+
 
 # These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
 EARLY_RULES: tuple[Rule | Settings, ...] = (
@@ -55,6 +65,43 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
     NVTX,
 )
 
+# Settings by which a model that drafts differs from its target. Releases lack some of them.
+OF_ITS_OWN = ("moe_backend", "kv_cache_dtype", "draft_lm_head_quantization")
+DRAFTS = (
+    draft_rules.ANOTHER_METHOD,
+    Rule(
+        "speculative decoding before vLLM 0.32",
+        "take a later release, or leave out --speculative-config",
+        lambda config: drafts.method(config) is not None and not second_runner.drafts_without_triton(),
+    ),
+    Rule(
+        "speculative decoding with vLLM's first model runner",
+        "unset VLLM_USE_V2_MODEL_RUNNER, or leave out --speculative-config",
+        lambda config: drafts.method(config) is not None and not config.use_v2_model_runner,
+    ),
+    draft_rules.QUANTISED_OTHERWISE,
+    Rule(
+        "another MoE backend, KV cache or LM head for a model that drafts",
+        f"leave {', '.join(OF_ITS_OWN)} out of --speculative-config",
+        lambda config: any(getattr(config.speculative_config, name, None) for name in OF_ITS_OWN),
+    ),
+    Rule(
+        "MTP by several modules",
+        "give num_speculative_tokens 1 in --speculative-config, or draft by ngram",
+        lambda config: drafts.method(config) == "mtp" and config.speculative_config.use_multi_module_mtp(),
+    ),
+    Rule(
+        "drafts that a model draws by their probability",
+        "leave draft_sample_method out of --speculative-config",
+        lambda config: drafts.method(config) is not None and config.speculative_config.draft_sample_method != "greedy",
+    ),
+    Rule(
+        "other ways to verify drafts than vLLM's standard one",
+        "leave rejection_sample_method and enable_adaptive_verification out of --speculative-config",
+        lambda config: drafts.method(config) is not None and _verifies_otherwise(config.speculative_config),
+    ),
+)
+
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     FP8_OF_GPT_OSS,
@@ -76,7 +123,7 @@ RULES: tuple[Rule, ...] = (
         "leave out --cpu-offload-gb and --offload-*: the weights are in the CPU's memory",
         offloads,
     ),
-    Rule("speculative decoding", "leave out --speculative-config", given("speculative_config")),
+    *DRAFTS,
     Rule(
         "torch.compile",
         "leave the mode out of --compilation-config, or give --enforce-eager",

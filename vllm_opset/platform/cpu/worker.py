@@ -23,6 +23,10 @@ class OpsetCpuWorker(OpsetWorker):
         if vllm_config.use_v2_model_runner:
             second_runner.launch_without_triton()
             runner_kernels.REGISTRY.register()
+            if vllm_config.speculative_config is not None:
+                second_runner.draft_without_triton()
+                second_runner.record_no_stream()
+                runner_kernels.DRAFTS.register()
         super().__init__(vllm_config, *args, **kwargs)
 
     def init_device(self) -> None:

@@ -1,14 +1,12 @@
 """The features that opset does not support on NVIDIA GPUs with a vLLM that has no compiled kernels."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from vllm_opset.model.weights import offloads
-from vllm_opset.platform import drafts
+from vllm_opset.platform import draft_rules, drafts
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, SIMULATED_ROUTING, WITHOUT_COMPILER, asks_to_compile, unset
-from vllm_opset.platform.quantised_weights import FP8_OF_GPT_OSS, GPT_OSS, QUANTISED_WEIGHTS, unserved
+from vllm_opset.platform.quantised_weights import FP8_OF_GPT_OSS, GPT_OSS, QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
     Rule,
@@ -18,20 +16,8 @@ from vllm_opset.platform.refusals import (
     of_model,
 )
 
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 has_experts = of_model(lambda model: model.is_moe)
 is_quantised = of_model(lambda model: model.quantization is not None)
-
-
-def _quantises_drafts_otherwise(config: "VllmConfig") -> bool:
-    """Whether the model that drafts has quantised weights in a format that is not served, or not that of its target."""
-    if drafts.method(config) not in drafts.MODELS:
-        return False
-    draft = config.speculative_config.draft_model_config
-    alike = draft.quantization == config.model_config.quantization
-    return draft.quantization is not None and (not alike or any(unserved(draft)))
 
 
 # These are checked before vLLM resolves the configuration, because resolving it overrides what users set.
@@ -62,21 +48,13 @@ RULES: tuple[Rule, ...] = (
         "leave out --offload-*, or use --tensor-parallel-size",
         lambda config: has_experts(config) and offloads(config),
     ),
-    Rule(
-        "speculative decoding by another method",
-        f"give one of the methods {', '.join(drafts.KINDS)} in --speculative-config, or leave it out",
-        lambda config: drafts.method(config) not in (None, *drafts.KINDS),
-    ),
+    draft_rules.ANOTHER_METHOD,
     Rule(
         "a model that drafts with vLLM's first model runner",
         "unset VLLM_USE_V2_MODEL_RUNNER, take a release whose second one has the method, or draft by ngram",
         lambda config: drafts.method(config) in drafts.MODELS and not config.use_v2_model_runner,
     ),
-    Rule(
-        "a model that drafts with quantised weights of its own",
-        "choose one without quantised weights for --speculative-config, or one in its target's format",
-        _quantises_drafts_otherwise,
-    ),
+    draft_rules.QUANTISED_OTHERWISE,
     Rule(
         "a KV cache in a dtype other than the model's and fp8 e4m3",
         "leave out --kv-cache-dtype, or give fp8_e4m3",

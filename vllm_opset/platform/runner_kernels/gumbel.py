@@ -21,7 +21,7 @@ def temperature(logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, temper
 
 @implements(
     "gpu.sample.gumbel._gumbel_sample_kernel",
-    # These are for drafts, which are refused on a CPU and on an NPU.
+    # These are for drafts that a model draws by their probability, which are refused on a CPU and on an NPU.
     ignores="logits_cache_col logits_cache_source IS_DRAFTING PER_TOKEN_COL",
 )
 def gumbel_sample(

@@ -7,9 +7,9 @@ import importlib
 import pkgutil
 
 from vllm_opset.kernels import cpp
-from vllm_opset.platform.cpu.runner_kernels._registry import REGISTRY
+from vllm_opset.platform.cpu.runner_kernels._registry import DRAFTS, REGISTRY
 
-__all__ = ["REGISTRY"]
+__all__ = ["DRAFTS", "REGISTRY"]
 
 for _module in pkgutil.iter_modules(__path__):
     if _module.name != "compiled" or cpp.unavailable() is None:
