@@ -1,5 +1,8 @@
 """The kernels of `vllm.v1.worker.gpu.sample.gumbel`, which serve where vLLM's own sampler draws."""
 
+from typing import TypeVar
+
+import numpy as np
 import torch
 
 from vllm_opset.platform.runner_kernels._registry import implements
@@ -10,6 +13,8 @@ FINAL_MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
 HASHED_BYTES = 16
 LEAST_LOG = float(torch.log(torch.tensor(2**-24)))  # in fp32, as the kernel has it
 SECOND_WORD = 0x9E3779B9  # the hash starts here for the upper word of a 64-bit number
+
+Words = TypeVar("Words")  # int64 tensors, or uint32 arrays of NumPy
 
 
 @implements("gpu.sample.gumbel._temperature_kernel", ignores="vocab_size")
@@ -73,16 +78,26 @@ def murmur3(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, start
     state = torch.full_like(seeds, start)
     for word in (seeds, seeds >> 32, positions):
         state = _mixed(state, word & MASK)
-    state = _mixed(state[:, None], torch.arange(vocab_size, device=seeds.device)) ^ HASHED_BYTES
+    state, tokens = state[:, None], torch.arange(vocab_size, device=seeds.device)
+    if seeds.device.type != "cpu":
+        return _finished(state, tokens)
+    # NumPy has unsigned integers of 32 bits, and takes a tenth of the time.
+    hashes = _finished(*(words.numpy().astype(np.uint32) for words in (state, tokens)))
+    return torch.from_numpy(hashes.astype(np.int64))
+
+
+def _finished(state: Words, tokens: Words) -> Words:
+    """The hashes of tokens [vocab_size] by the states [rows, 1] that the other words gave."""
+    state = _mixed(state, tokens) ^ HASHED_BYTES
     state = (state ^ state >> 16) * FINAL_MULTIPLIERS[0] & MASK
     state = (state ^ state >> 13) * FINAL_MULTIPLIERS[1] & MASK
     return state ^ state >> 16
 
 
-def _mixed(state: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+def _mixed(state: Words, word: Words) -> Words:
     word = _rotated(word * MULTIPLIERS[0] & MASK, 15) * MULTIPLIERS[1] & MASK
     return _rotated(state ^ word, 13) * 5 + 0xE6546B64 & MASK
 
 
-def _rotated(word: torch.Tensor, bits: int) -> torch.Tensor:
+def _rotated(word: Words, bits: int) -> Words:
     return (word << bits | word >> 32 - bits) & MASK
