@@ -17,9 +17,11 @@ OF_A_MODEL = "gpu.spec_decode.standalone_ar.speculator"
 OF_LAYERS = "gpu.spec_decode.target_dependent_ar.speculator"
 
 
-def pad(values: torch.Tensor, count: int, value: int) -> None:
-    """Fill the places behind the first `count` of a buffer for all requests."""
-    values.numpy()[count:] = value
+def fill(buffer: torch.Tensor, values: np.ndarray, rest: int, room: int) -> None:
+    """Write the values of a batch to a buffer that has room for all requests, and `rest` behind them."""
+    places = buffer.numpy()[:room]
+    places[: len(values)] = values
+    places[len(values) :] = rest
 
 
 @implements(f"{OF_A_MODEL}._prepare_prefill_inputs_kernel")
@@ -57,12 +59,9 @@ def prepare_expanded_inputs(
     inputs[last] = last_sampled.numpy().reshape(-1)[idx_mapping.numpy()]
     positions = target_positions.numpy()[firsts][rows] + places
     np.minimum(positions, max_model_len - 1, out=out_positions.numpy()[: len(rows)])
-    last_token_indices.numpy()[:num_reqs] = last
-    out_query_start_loc.numpy()[: num_reqs + 1] = starts
-    np.minimum(seq_lens.numpy()[:num_reqs] + 1, max_model_len, out=out_seq_lens.numpy()[:num_reqs])
-    pad(out_query_start_loc[: max_num_reqs + 1], num_reqs + 1, int(starts[-1]))
-    pad(out_seq_lens[:max_num_reqs], num_reqs, 0)
-    pad(last_token_indices[:max_num_reqs], num_reqs, 0)
+    fill(last_token_indices, last, 0, max_num_reqs)
+    fill(out_query_start_loc, starts, starts[-1], max_num_reqs + 1)
+    fill(out_seq_lens, np.minimum(seq_lens.numpy()[:num_reqs] + 1, max_model_len), 0, max_num_reqs)
 
 
 @implements(f"{OF_LAYERS}._prepare_prefill_inputs_kernel")
@@ -100,13 +99,10 @@ def prepare_shifted_inputs(
     last = starts[:-1] + lengths - 1
     sampled, known = last_sampled.numpy().reshape(-1)[requests], next_prefill_tokens.numpy().reshape(-1)[requests]
     inputs[last] = np.where(num_sampled.numpy()[:num_reqs] > 0, sampled, known)
-    last_token_indices.numpy()[:num_reqs] = last
-    draft_query_start_loc.numpy()[: num_reqs + 1] = starts
-    draft_seq_lens.numpy()[:num_reqs] = seq_lens.numpy()[:num_reqs]
+    fill(last_token_indices, last, 0, max_num_reqs)
+    fill(draft_query_start_loc, starts, starts[-1], max_num_reqs + 1)
+    fill(draft_seq_lens, seq_lens.numpy()[:num_reqs], 0, max_num_reqs)
     draft_current_step.fill_(0)
-    pad(draft_query_start_loc[: max_num_reqs + 1], num_reqs, int(starts[-1]))
-    pad(draft_seq_lens[:max_num_reqs], num_reqs, 0)
-    pad(last_token_indices[:max_num_reqs], num_reqs, 0)
 
 
 @implements(f"{OF_LAYERS}._prepare_decode_inputs_kernel")
@@ -127,11 +123,10 @@ def prepare_decode_inputs(
     num_reqs = len(draft_tokens)
     input_ids[:num_reqs] = draft_tokens
     sample_src_positions[:num_reqs] += 1
-    seq_lens[:num_reqs] = target_seq_lens[:num_reqs] - num_rejected[:num_reqs]
+    fill(seq_lens, (target_seq_lens[:num_reqs] - num_rejected[:num_reqs]).numpy(), 0, max_num_reqs)
     if ADVANCE_DRAFT_POSITIONS:
         advance(positions[:num_reqs], seq_lens[:num_reqs], max_model_len)
-    query_start_loc[: max_num_reqs + 1] = torch.arange(max_num_reqs + 1).clamp(max=num_reqs)
-    pad(seq_lens[:max_num_reqs], num_reqs, 0)
+    fill(query_start_loc, np.arange(num_reqs + 1), num_reqs, max_num_reqs + 1)
 
 
 @implements(f"{OF_LAYERS}._update_draft_inputs_kernel", ignores="hidden_size")
