@@ -43,7 +43,7 @@ class OpsetSampler(Sampler):
 
     def __init__(self, stock: Sampler, dtypes: Collection[torch.dtype], device: torch.device) -> None:
         vars(self).update(vars(stock))
-        self.sampling_states = _States(stock.sampling_states, verifies_drafts=stock.num_speculative_tokens > 1)
+        self.sampling_states = _States(stock.sampling_states)
         vocab_size = self.sampling_states.vocab_size
         self._draw = {
             dtype: selection.select(ops.top_k_top_p_sample, TopKTopPSampleProblem(device.type, dtype, vocab_size)).run
@@ -52,8 +52,8 @@ class OpsetSampler(Sampler):
         self._has_new_requests = True
         self._batch: bytes | None = None  # the requests that `_skips_counts` is known of
         self._skips_counts = False
-        # Up to 0.27 vLLM does not note which requests modify logits. With drafts, it may change the numbers of tokens.
-        self._may_skip_counts = hasattr(stock, "needs_logits_processing") and stock.num_speculative_tokens == 1
+        # Up to 0.27 vLLM does not note which requests modify logits.
+        self._may_skip_counts = hasattr(stock, "needs_logits_processing")
         self._may_skip_counts &= not any(getattr(stock, name, None) for name in MORE_THAN_TOKENS)
         places = len(self.sampling_states.temperature.np)
         self._one_each = torch.ones(places, dtype=torch.int32, device=device)
@@ -163,19 +163,16 @@ class _States(SamplingStates):
     The parameters of the rows are gathered when requests come and go, not in each step: a gather takes a launch.
     """
 
-    def __init__(self, stock: SamplingStates, verifies_drafts: bool) -> None:
+    def __init__(self, stock: SamplingStates) -> None:
         vars(self).update(vars(stock))
-        self._verifies_drafts = verifies_drafts
         self._batch: bytes | None = None
         self._gathered: _OfRows | None = None
 
     def add_request(self, *args, **kwargs) -> bool:
-        """Whether the logits must be modified before the draw, for which vLLM copies them to fp32.
-
-        The op needs no such copy. But where vLLM verifies drafts, it applies these parameters itself.
-        """
+        """Whether the logits must be modified before the draw, for which vLLM copies them to fp32: the op does it."""
         self._batch = None
-        return super().add_request(*args, **kwargs) and self._verifies_drafts
+        super().add_request(*args, **kwargs)
+        return False
 
     def all_greedy(self, requests: np.ndarray) -> bool:
         return not self.temperature.np[requests].any()
@@ -235,10 +232,16 @@ def logits_dtypes(config: ModelConfig) -> set[torch.dtype]:
 
 
 def install(runner, make: Callable[[Sampler], "OpsetSampler"] | None = None) -> bool:
-    """Replace the sampler of vLLM's second runner, whose model was loaded. Returns whether its class is a known one.
+    """Replace the sampler of vLLM's second runner, whose model was loaded. Returns whether it was replaced.
+
+    vLLM verifies drafts with draws of its own, for all requests of a batch if one has drafts. So with drafts its own
+    sampler stays: a seeded request draws the same tokens in any batch.
 
     make: makes the sampler from vLLM's own; by default an OpsetSampler.
     """
+    if runner.vllm_config.speculative_config is not None:
+        logger.info_once("vllm-opset's sampler does not serve: vLLM verifies drafts with draws of its own sampler")
+        return False
     kind = type(runner.sampler)
     if kind is Sampler and fits():
         make = make or (lambda stock: OpsetSampler(stock, logits_dtypes(runner.model_config), runner.device))

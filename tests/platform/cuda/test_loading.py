@@ -39,7 +39,7 @@ def test_kernels_are_launched_while_weights_load(monkeypatch):
     monkeypatch.setattr(worker.OpsetCudaWorker, "install_sampler", lambda self: True)
     monkeypatch.setattr(worker.warm_up, "draws_meanwhile", draws_meanwhile)
     made = worker.OpsetCudaWorker.__new__(worker.OpsetCudaWorker)
-    made.vllm_config = SimpleNamespace(use_v2_model_runner=True)
+    made.vllm_config = SimpleNamespace(use_v2_model_runner=True, speculative_config=None)
     made.model_config, made.model_runner = (
         SimpleNamespace(runner_type="generate"),
         SimpleNamespace(get_model=lambda: None),

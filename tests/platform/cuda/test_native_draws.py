@@ -54,12 +54,14 @@ def sampler(monkeypatch):
         stock.logprobs_mode, stock.use_flashinfer, stock.use_xpu_sampler = mode, False, False
         stock.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda places: 0)
         stock.needs_logits_processing = np.ones(PLACES, dtype=bool)
-        stock.num_speculative_tokens = 1
         for place, asked in requests.items():
             stock.sampling_states.add_request(place, SamplingParams(seed=place, logprobs=1, **asked))
         stock.sampling_states.apply_staged_writes()
         config = SimpleNamespace(dtype=torch.float32, head_dtype=torch.float32)
-        runner = SimpleNamespace(sampler=stock, model_config=config, device=torch.device("cpu"))
+        without_drafts = SimpleNamespace(speculative_config=None)
+        runner = SimpleNamespace(
+            sampler=stock, model_config=config, device=torch.device("cpu"), vllm_config=without_drafts
+        )
         assert install(runner) and runner.sampler is not stock
         return runner.sampler
 

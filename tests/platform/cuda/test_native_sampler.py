@@ -63,12 +63,13 @@ def runner(stock):
 
     selection.configure()
     config = SimpleNamespace(dtype=torch.float32, head_dtype=torch.float16)
-    runner = SimpleNamespace(sampler=stock, model_config=config, device=CPU)
+    runner = SimpleNamespace(sampler=stock, model_config=config, device=CPU, vllm_config=WITHOUT_DRAFTS)
     assert install(runner)
     yield runner
     selection.configure()
 
 
+WITHOUT_DRAFTS = SimpleNamespace(speculative_config=None)
 ASKED = [
     {"temperature": 0},
     {"temperature": 1.0, "seed": 5},
@@ -224,34 +225,27 @@ def test_prompts_and_rows_of_drafts_are_counted_on_the_gpu(runner, counted):
     assert counted == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    "more", ["compute_nans", "trace_replay_state", "return_sampling_mask", "num_speculative_tokens"]
-)
+@pytest.mark.parametrize("more", ["compute_nans", "trace_replay_state", "return_sampling_mask"])
 def test_a_sampler_that_does_more_is_vllms(more, stock, runner):
     add_request(stock, 0, {"temperature": 0})
     setattr(stock, more, 4)
     assert not type(runner.sampler)(stock, (), CPU)._is_plain_greedy(np.array([0]))
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_logits_are_copied_for_logits_processors_alone(stock, drafts):
-    """vLLM copies the logits of every batch with such a request to fp32. Up to 0.30 it does so for filters, too.
-
-    When vLLM verifies drafts, its own sampler filters the logits. It reads the same flags, so they stay set.
-    """
+def test_logits_are_copied_for_logits_processors_alone(stock):
+    """vLLM copies the logits of every batch with such a request to fp32. Up to 0.30 it does so for filters, too."""
     from vllm.v1.worker.gpu.sample.states import SamplingStates
 
     from vllm_opset.model.sampler import OpsetSampler
 
     if inspect.signature(SamplingStates.add_request).return_annotation is not bool:
         pytest.skip("vLLM up to 0.30 does not ask the sampler's states: ends when 0.31 is the oldest supported release")
-    stock.num_speculative_tokens = 4 if drafts else 1
     sampler = OpsetSampler(stock, (torch.float32,), CPU)
     others = [{"temperature": 0.5, "top_k": 3, "logit_bias": {3: 1.0}}, {"temperature": 0, "presence_penalty": 0.5}]
     for slot, asked in enumerate([*ASKED, *others]):
         add_request(sampler, slot, asked)
     needs = stock.needs_logits_processing[: len(ASKED) + len(others)].tolist()
-    assert needs == [drafts and asked["temperature"] not in (0, 1) for asked in ASKED] + [True, True]
+    assert needs == [False] * len(ASKED) + [True, True]
 
 
 def test_a_seeded_request_draws_the_same_whatever_its_batch(runner):
@@ -299,7 +293,15 @@ def test_a_sampler_that_takes_other_parameters_is_left_to_vllm(stock, monkeypatc
 
     known = {"apply_sampling_params": ("logits", "pos", "skip"), "sample": ("logits", "pos", "return_logprobs")}
     monkeypatch.setattr(sampler, "_parameters", lambda cls, method: known.get(method, ("something_new",)))
-    runner = SimpleNamespace(sampler=stock, model_config=SimpleNamespace(dtype=torch.float32), device=CPU)
+    runner = SimpleNamespace(sampler=stock, vllm_config=WITHOUT_DRAFTS)
+    assert not sampler.install(runner) and runner.sampler is stock
+
+
+def test_vllms_sampler_stays_beside_drafts(stock):
+    """It also verifies drafts, so a token that is drawn in a step without drafts is drawn alike."""
+    from vllm_opset.model import sampler
+
+    runner = SimpleNamespace(sampler=stock, vllm_config=SimpleNamespace(speculative_config=object()))
     assert not sampler.install(runner) and runner.sampler is stock
 
 

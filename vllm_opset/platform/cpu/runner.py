@@ -9,6 +9,4 @@ from vllm_opset.platform.cpu.sampler import OpsetCpuSampler
 class OpsetCpuRunner(GPUModelRunner):
     def load_model(self, *args, **kwargs) -> None:
         super().load_model(*args, **kwargs)
-        if self.speculative_config is not None:
-            return  # vLLM verifies drafts with draws of its own: a step without drafts must draw the same tokens
         sampler.install(self, lambda stock: OpsetCpuSampler(stock, self.device))
