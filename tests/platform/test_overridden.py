@@ -9,6 +9,7 @@ from small_models import QWEN3
 import vllm_opset
 from vllm_opset import ops
 from vllm_opset.platform import overridden
+from vllm_opset.selection import Override
 
 pytestmark = pytest.mark.window
 
@@ -22,6 +23,14 @@ def test_an_override_of_an_op_that_no_layer_calls_is_warned_of(configure, monkey
     configure(QWEN3, dtype="float32")
     (warning,) = set(warnings)
     assert warning.startswith("OPSET_KERNELS asks for permute=reference, which has no effect: no layer calls this op.")
+
+
+@pytest.mark.parametrize("second_runner", [True, False])
+def test_an_override_for_the_first_runner_is_warned_of_beside_the_second(second_runner):
+    asked = {op.name: Override("reference", "OPSET_KERNELS") for op in overridden.BY_FIRST_RUNNER}
+    warnings = list(overridden.not_called(asked, second_runner))
+    assert len(warnings) == (len(asked) if second_runner else 0)
+    assert all("only vLLM's first model runner calls this op" in warning for warning in warnings)
 
 
 def test_no_layer_calls_these_ops():

@@ -44,7 +44,10 @@ class Experts:
         before = experts_of(layer)
         self._layer, self._prepared = layer, None
         self._held: dict[str, torch.Tensor] = {} if before is None else before._held
-        self._lacked = set() if before is None else {name for name in before._arguments if not before.takes(name)}
+        # Also what these experts' predecessors lacked: one that was refused had it, and no graph knows that.
+        self._lacked: set[str] = set()
+        if before is not None:
+            self._lacked = before._lacked | {name for name in before._arguments if not before.takes(name)}
         layer.opset_experts = self
         self.kind = layer.w13_weight.shape, layer.w2_weight.shape, scheme
         self._hidden_size = values_shape(layer.w13_weight)[-1]

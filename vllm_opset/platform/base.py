@@ -92,7 +92,7 @@ class OpsetPlatform(Platform):
         overrides = selection.configure(vllm_config.additional_config)
         selection.require_device(cls.device_type)
         cls.check_additional_config(vllm_config.additional_config)
-        for message in overridden.by_no_layer(overrides):
+        for message in overridden.not_called(overrides, vllm_config.use_v2_model_runner):
             logger.warning_once("%s", message)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker

@@ -1,4 +1,4 @@
-"""Overrides that have no effect: vLLM's own code computes the op, or no layer calls it."""
+"""Overrides that have no effect: vLLM's own code computes the op, or nothing calls it."""
 
 from collections.abc import Iterator, Mapping
 
@@ -32,14 +32,18 @@ NEEDED: Mapping[Op, tuple[str, ...]] = {
 BY_NO_LAYER = (ops.permute, ops.grouped_gemm, ops.combine)
 
 
-def by_no_layer(overrides: Mapping[str, Override]) -> Iterator[str]:
-    """Yields a warning for each override of an op that no layer calls, where opset's kernels serve all layers."""
+# The second model runner has kernels of its own for these.
+BY_FIRST_RUNNER = (ops.apply_penalties, ops.compute_slot_mapping)
+
+
+def not_called(overrides: Mapping[str, Override], second_runner: bool) -> Iterator[str]:
+    """Yields a warning for each override of an op that nothing calls, where opset's kernels serve all layers."""
     for name, override in overrides.items():
+        effect = f"{override.source} asks for {name}={override.kernel}, which has no effect: "
         if ops.BY_NAME[name] in BY_NO_LAYER:
-            yield (
-                f"{override.source} asks for {name}={override.kernel}, which has no effect: no layer calls this op. "
-                "The kernel of fused_experts has steps of its own"
-            )
+            yield f"{effect}no layer calls this op. The kernel of fused_experts has steps of its own"
+        elif second_runner and ops.BY_NAME[name] in BY_FIRST_RUNNER:
+            yield f"{effect}only vLLM's first model runner calls this op, and the second one serves"
 
 
 def without_effect(overrides: Mapping[str, Override], on: Mapping[str, bool]) -> Iterator[str]:

@@ -37,15 +37,36 @@ def test_kernels_are_launched_while_weights_load(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(getattr(worker, module), name, lambda *_, **__: False)
     monkeypatch.setattr(worker.OpsetCudaWorker, "install_sampler", lambda self: True)
+    monkeypatch.setattr(worker.OpsetCudaWorker, "will_draw", lambda self: True)
     monkeypatch.setattr(worker.warm_up, "draws_meanwhile", draws_meanwhile)
     made = worker.OpsetCudaWorker.__new__(worker.OpsetCudaWorker)
-    made.vllm_config = SimpleNamespace(use_v2_model_runner=True, speculative_config=None)
-    made.model_config, made.model_runner = (
-        SimpleNamespace(runner_type="generate"),
-        SimpleNamespace(get_model=lambda: None),
-    )
+    made.vllm_config = SimpleNamespace(use_v2_model_runner=True)
+    made.model_config, made.model_runner = None, SimpleNamespace(get_model=lambda: None)
     made.load_model()
     assert ran == ["draws", ("weights", True), "no draws", ("sampler", False)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "draws"),
+    [
+        ({}, True),
+        ({"runner_type": "pooling"}, False),
+        ({"is_last_rank": False}, False),
+        ({"fits": False}, False),
+        ({"speculative_config": object()}, False),
+        ({"speculative_config": object(), "use_v2_model_runner": False}, True),
+    ],
+)
+def test_draws_are_compiled_where_the_sampler_will_be_replaced(changes, draws, monkeypatch):
+    from vllm_opset.platform.cuda import starting
+
+    given = {"runner_type": "generate", "is_last_rank": True, "fits": True, "speculative_config": None}
+    found = SimpleNamespace(**given | {"use_v2_model_runner": True} | changes)
+    monkeypatch.setattr(starting, "get_pp_group", lambda: found)
+    monkeypatch.setattr(starting.sampler, "fits", lambda: found.fits)
+    worker = starting.Starting.__new__(starting.Starting)
+    worker.vllm_config = worker.model_config = found
+    assert worker.will_draw() is draws
 
 
 @pytest.mark.parametrize("platform", ["cuda", "native"])

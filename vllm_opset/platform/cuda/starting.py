@@ -6,7 +6,8 @@ a draft model. Steps that a full graph replays then get no attention metadata. I
 names the settings to lower.
 """
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -19,6 +20,14 @@ class Starting(Reporting):
     """A mixin that comes before vLLM's worker among the bases."""
 
     vllm_config: VllmConfig
+    model_config: ModelConfig
+
+    def will_draw(self) -> bool:
+        """Whether `install_sampler` is going to replace the sampler, by what is known before a model is loaded."""
+        config = self.vllm_config
+        if self.model_config.runner_type == "pooling" or not get_pp_group().is_last_rank:
+            return False
+        return not config.use_v2_model_runner or (config.speculative_config is None and sampler.fits())
 
     def install_sampler(self) -> bool:
         """Replace the sampler of the runner, whose model was loaded. Returns whether opset's serves."""

@@ -32,8 +32,7 @@ class OpsetCudaWorker(Starting, OpsetWorker):
         if graphs.are_piecewise(self.vllm_config):
             compat.break_graphs_at_attention()
         quantised_weights.register(self.model_config)
-        draws = self.model_config.runner_type != "pooling" and self.vllm_config.speculative_config is None
-        with warm_up.draws_meanwhile(self) if draws else nullcontext():
+        with warm_up.draws_meanwhile(self) if self.will_draw() else nullcontext():
             super().load_model(**kwargs)  # launches kernels that quantise weights, so it compiles none ahead
         self.install_sampler()
         with precompile():  # next vLLM measures memory, for which it samples tokens

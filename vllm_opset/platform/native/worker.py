@@ -30,7 +30,7 @@ class OpsetNativeWorker(Starting, PackingWorker):
         compat.forget_shared_layers()
         model_settings.take_back()  # vLLM copies the configuration for a draft model
         with ExitStack() as building:
-            if "sampler" in self.parts:
+            if "sampler" in self.parts and self.will_draw():
                 building.enter_context(warm_up.draws_meanwhile(self))
             if "ops" in self.parts:
                 building.enter_context(_opset_layers())
