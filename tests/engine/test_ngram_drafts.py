@@ -35,9 +35,12 @@ SAMPLED = {"temperature": 1.0, "top_k": 40, "top_p": 0.9}
 NARROW = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 40}
 
 
+BLOCK_SIZE = 16
+
+
 def prompts() -> list[list[int]]:
-    """Some repeat themselves."""
-    return [*models.prompts(), [7, 8, 9, 10] * 10, [5, 6, 7] * 9]
+    """Some repeat themselves. If one is asked again, all of it but one token is cached, and vLLM drafts no token."""
+    return [*models.prompts(), [7, 8, 9, 10] * 10, [5, 6, 7] * 9, [11] * (BLOCK_SIZE + 1)]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,7 @@ class Drafted(NamedTuple):
 
 @pytest.fixture(scope="module")
 def drafted(folder, engine, plain) -> Drafted:  # one engine at a time lives in this process
-    with engine(folder, speculative_config=DRAFTS) as llm:
+    with engine(folder, speculative_config=DRAFTS, block_size=BLOCK_SIZE) as llm:
         answers, before = asked(llm), _counted(llm)
         generate(llm, [[10] * 8], allowed_token_ids=[10], max_tokens=100)
         accepted, steps = (now - was for now, was in zip(_counted(llm), before, strict=True))

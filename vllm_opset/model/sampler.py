@@ -235,7 +235,7 @@ def install(runner, make: Callable[[Sampler], "OpsetSampler"] | None = None) -> 
     """Replace the sampler of vLLM's second runner, whose model was loaded. Returns whether it was replaced.
 
     vLLM verifies drafts with draws of its own, for all requests of a batch if one has drafts. So with drafts its own
-    sampler stays: a seeded request draws the same tokens in any batch.
+    sampler stays: what a seeded request draws then depends on its own drafts alone.
 
     make: makes the sampler from vLLM's own; by default an OpsetSampler.
     """

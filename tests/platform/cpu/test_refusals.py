@@ -373,7 +373,9 @@ def drafts_are_served(configure, monkeypatch):
             "a model that drafts with quantised weights",
             {"method": "eagle", "draft_model_config": SimpleNamespace(quantization="fp8")},
         ),
-        ("another MoE backend, KV cache or LM head", {"method": "eagle", "draft_lm_head_quantization": "fp8"}),
+        ("another backend, KV cache or LM head", {"method": "eagle", "draft_lm_head_quantization": "fp8"}),
+        ("another backend, KV cache or LM head", {"method": "eagle", "attention_backend": "TRITON_ATTN"}),
+        ("parallel drafting", {"method": "draft_model", "use_heterogeneous_vocab": True}),
         ("MTP by several modules", {"method": "mtp", "use_multi_module_mtp": lambda: True}),
         ("drafts that a model draws", {"method": "draft_model", "draft_sample_method": "probabilistic"}),
         ("other ways to verify drafts", {"rejection_sample_method": "block"}),
@@ -388,7 +390,8 @@ def test_drafts_that_are_not_served_are_refused(feature, changes, drafts_are_ser
 
 @pytest.mark.parametrize("method", KINDS)
 def test_these_methods_draft(method, drafts_are_served):
-    drafts_are_served.speculative_config = drafting(method=method)
+    as_its_target = {"moe_backend": "auto", "attention_backend": "CUSTOM", "kv_cache_dtype": "auto"}
+    drafts_are_served.speculative_config = drafting(method=method, **as_its_target)
     check(RULES, drafts_are_served, "here")
 
 

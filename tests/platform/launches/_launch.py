@@ -97,7 +97,8 @@ class Rows:
         self.number = int(self.counts.sum())
         self.requests = self.batch.requests.repeat_interleave(self.counts)
         self.places = torch.cat([torch.arange(int(count)) for count in self.counts]).int()
-        self.inputs = ints(random, 0, 5, self.number)
+        is_none = (self.places > 0) & (ints(random, 0, 4, self.number) == 0)
+        self.inputs = ints(random, 0, 5, self.number).masked_fill(is_none, -1)  # a draft that fills a step up
         self.logits = floats(random, self.number, VOCABULARY)
 
 

@@ -1,5 +1,6 @@
 """The features that opset does not support on a CPU."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_opset.model.weights import offloads
@@ -21,7 +22,7 @@ from vllm_opset.platform.refusals import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 
 def _verifies_otherwise(config: "SpeculativeConfig") -> bool:
@@ -65,8 +66,19 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
     NVTX,
 )
 
-# Settings by which a model that drafts differs from its target. Releases lack some of them.
-OF_ITS_OWN = ("moe_backend", "kv_cache_dtype", "draft_lm_head_quantization")
+# Settings by which a model that drafts differs from its target, and values with which it does not. Releases lack some.
+OF_ITS_OWN = ("moe_backend", "attention_backend", "kv_cache_dtype", "draft_lm_head_quantization")
+AS_ITS_TARGET = (None, "auto", "CUSTOM")
+# vLLM takes its first runner for these.
+FOR_FIRST_RUNNER = ("parallel_drafting", "use_heterogeneous_vocab")
+
+
+def _given(config: "VllmConfig", names: Sequence[str]) -> list:
+    """The values of these settings of --speculative-config; none where no tokens are drafted."""
+    values = (getattr(config.speculative_config, name, None) for name in names)
+    return [getattr(value, "name", value) for value in values]
+
+
 DRAFTS = (
     draft_rules.ANOTHER_METHOD,
     Rule(
@@ -75,15 +87,20 @@ DRAFTS = (
         lambda config: drafts.method(config) is not None and not second_runner.drafts_without_triton(),
     ),
     Rule(
+        "parallel drafting, or a model that drafts with another vocabulary",
+        f"leave {' and '.join(FOR_FIRST_RUNNER)} out of --speculative-config",
+        lambda config: any(_given(config, FOR_FIRST_RUNNER)),
+    ),
+    Rule(
         "speculative decoding with vLLM's first model runner",
         "unset VLLM_USE_V2_MODEL_RUNNER, or leave out --speculative-config",
         lambda config: drafts.method(config) is not None and not config.use_v2_model_runner,
     ),
     draft_rules.QUANTISED_OTHERWISE,
     Rule(
-        "another MoE backend, KV cache or LM head for a model that drafts",
+        "another backend, KV cache or LM head for a model that drafts",
         f"leave {', '.join(OF_ITS_OWN)} out of --speculative-config",
-        lambda config: any(getattr(config.speculative_config, name, None) for name in OF_ITS_OWN),
+        lambda config: any(value not in AS_ITS_TARGET for value in _given(config, OF_ITS_OWN)),
     ),
     Rule(
         "MTP by several modules",

@@ -36,7 +36,8 @@ def penalties(
     counts = output_bin_counts[requests]
     for i, row in enumerate(rows.tolist()):
         drafts = token_ids[row - int(expanded_local_pos[row]) + 1 : row + 1]
-        counts[i].scatter_add_(0, drafts.long(), torch.ones_like(drafts, dtype=counts.dtype))
+        drafts = drafts[drafts >= 0].long()  # vLLM fills the first step of a request up with drafts of −1
+        counts[i].scatter_add_(0, drafts, torch.ones_like(drafts, dtype=counts.dtype))
     answered = counts > 0
     prompted = torch.from_numpy(bits(prompt_bin_mask[requests].numpy(), vocab_size)).bool()
     scale = torch.where(prompted | answered, repetition, 1.0)

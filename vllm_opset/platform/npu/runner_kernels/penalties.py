@@ -30,7 +30,9 @@ def penalties(
         penalty[requests, None] for penalty in (repetition_penalty, frequency_penalty, presence_penalty)
     )
     rows = torch.arange(len(requests), device=logits.device)
-    before = (rows <= rows[:, None]) & (rows > (rows - expanded_local_pos)[:, None])
+    before = (
+        (rows <= rows[:, None]) & (rows > (rows - expanded_local_pos)[:, None]) & (token_ids >= 0)
+    )  # −1 is no draft
     drafts = spread(token_ids.expand_as(before), before, before.int(), vocab_size)
     counts = output_bin_counts[requests, :vocab_size] + drafts
     answered = counts > 0
