@@ -100,7 +100,7 @@ def test_one_row_of_linear_is_a_variant_of_its_own():
 def test_the_warm_up_of_the_sampler_reaches_each_variant():
     variants = kernels_of("top_k_top_p_sample", elsewhere=True)["triton"].variants
     logits, keys = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
-    found = {tuple(given): variants.of(None, logits, keys, **given) for given in combinations(2, logits.device)}
+    found = {tuple(given): variants.of(None, logits, keys, **given) for given in combinations(logits.device)}
     assert found[()] == "unfiltered" and found["top_k",] == "top_k" and found["min_p",] == "all_filters"
     assert len(found) == 8 and set(found.values()) == set(variants.by_name)
 

@@ -266,5 +266,5 @@ def test_experts_of_another_size_than_the_model_says_are_named(mixtures, engine,
     folder = damaged(mixtures["static"], lambda weights, name: None, "", tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 256}))
-    said = r"\(w2 of expert 0\) cannot be loaded: \[128, 128\] .* config\.json asks for \[128, 256\]"
+    said = r"\(w2 of expert 0\) cannot be loaded: \[128, 128\] .*config\.json asks for \[128, 256\]"
     assert_refused(folder, engine, rf"\.w2_weight {said}")

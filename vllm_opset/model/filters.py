@@ -19,12 +19,12 @@ def draw_by_each(
     """
     logits = {dtype: torch.zeros(ROWS, vocab_size, dtype=dtype, device=device) for dtype in draws}
     ones = torch.ones(ROWS, dtype=torch.float32, device=device)  # vLLM changes the default while it loads a model
-    for returned, given in itertools.product(processed, list(_combinations(device))):
+    for returned, given in itertools.product(processed, list(combinations(device))):
         for dtype, draw in draws.items():
             draw(logits[dtype], ones.long(), ones, **given, processed=returned)
 
 
-def _combinations(device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+def combinations(device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
     """Arguments for each set of filters. The largest comes first, because its kernels take longest to compile."""
     arguments = {
         name: torch.full((ROWS,), value, dtype=dtype, device=device) for name, (value, dtype) in ARGUMENTS.items()
