@@ -136,7 +136,7 @@ OFF = ("HAS_DRAFT_LOGITS", "SYNTHETIC_MODE", "USE_BLOCK_VERIFICATION", "USE_FP64
 
 
 def _empty(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where kernels write a token and a number for each block of the vocabulary."""
+    """Poisoned buffers for a token and a number of each block of the vocabulary, [rows, BLOCKS]."""
     return torch.full((rows, BLOCKS), POISON), torch.full((rows, BLOCKS), float(POISON))
 
 
@@ -152,7 +152,7 @@ def compute_local_logits_stats(random):
     }
 
     def compared(after):
-        """What the next kernels make of the blocks, in rows that they read."""
+        """The results over all blocks, as the next kernels compute them, in the rows that these read."""
         best, block = after["target_local_max"].max(1, keepdim=True)
         sums = after["target_local_sumexp"] * (after["target_local_max"] - best).exp()
         is_greedy = rows.temperature[rows.requests] == 0
