@@ -46,6 +46,13 @@ def compiled_in(patch, by: str) -> list[str]:
     return names
 
 
+def check_seeds(llm, prompts: list[list[int]]) -> None:
+    """Requests with a seed get the same tokens alone and together."""
+    sampled = {"temperature": 1, "top_k": 20, "top_p": 0.9, "seed": 1}
+    together = tokens(generate(llm, prompts, **sampled))
+    assert [tokens(generate(llm, [prompt], **sampled))[0] for prompt in prompts] == together
+
+
 @pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True}], ids=["graphs", "eager"])
 def test_drafts_by_n_grams_change_no_token(arguments, engine, tmp_path, monkeypatch):
     reference = models.build("qwen3", tmp_path)
@@ -54,7 +61,7 @@ def test_drafts_by_n_grams_change_no_token(arguments, engine, tmp_path, monkeypa
     with engine(tmp_path, speculative_config=DRAFTS, **arguments) as llm:
         compiled = compiled_in(monkeypatch, OPSET if arguments else "")
         assert tokens(generate(llm, prompts)) == expected
-        generate(llm, prompts, temperature=1, top_k=20, top_p=0.9, seed=1)
+        check_seeds(llm, prompts)
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
     assert not compiled
 
@@ -76,7 +83,7 @@ def test_drafts_of_a_model_change_no_token(method, arguments, engine, tmp_path, 
         assert tokens(generate(llm, prompts)) == expected
         accepted, drafted = (counter(llm, f"spec_decode_num_{what}_tokens") for what in ("accepted", "draft"))
         assert accepted / drafted >= drafting.ACCEPTED.get(method, 0)
-        generate(llm, prompts, temperature=1, top_k=20, top_p=0.9, seed=1)
+        check_seeds(llm, prompts)
     assert not compiled
 
 
