@@ -205,8 +205,8 @@ def scales_of(values: torch.Tensor, dtype: torch.dtype, group: GroupShape) -> to
     missing = [number * size - all_ for number, size, all_ in zip(numbers, sizes, values.shape, strict=True)]
     blocks = F.pad(values.abs().to(wide), (0, missing[1], 0, missing[0]))
     blocks = blocks.view(numbers[0], sizes[0], numbers[1], sizes[1])
-    # PyTorch on a GPU would multiply by the reciprocal of a number, and not divide.
-    largest = blocks.new_tensor(limits(dtype).max)
+    # PyTorch on a GPU would multiply by the reciprocal of a number, and not divide. A CUDA graph cannot copy a number.
+    largest = blocks.new_full((), limits(dtype).max)
     return (blocks.amax((1, 3)) / largest).clamp(min=SMALLEST_SCALES[dtype])
 
 

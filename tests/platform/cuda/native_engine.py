@@ -140,7 +140,9 @@ def main(kind: str = "dense", **arguments) -> None:
         "among greedy ones": [answers(llm, EVERYONE, [index], **SAMPLED)[index] for index in EVERYONE],
     }
     config = llm.llm_engine.vllm_config
+    scheduler, max_model_len = config.scheduler_config, config.model_config.max_model_len
     about = {
+        "longest step": min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max_model_len),
         "worker": config.parallel_config.worker_cls,
         "longest captured step": config.compilation_config.max_cudagraph_capture_size,
     }

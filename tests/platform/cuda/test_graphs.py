@@ -12,6 +12,7 @@ from vllm_opset.platform.refusals import Refusal
 
 pytestmark = pytest.mark.window
 
+WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
@@ -80,17 +81,32 @@ BEYOND = [640, 768, 896, 1024, 1152, 1280, 1408, 1536, 1664, 1792, 1920, 2048]
 )
 def test_sizes(arguments, largest, beyond, configured, configure):
     arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 8192} | arguments
-    compilation = configure(LLAMA, dtype="bfloat16", **arguments).compilation_config
+    compilation = configure(LLAMA | WIDE, dtype="bfloat16", **arguments).compilation_config
     sizes = compilation.cudagraph_capture_sizes
     assert [size for size in sizes if size > largest] == beyond
     assert max(sizes, default=0) == compilation.max_cudagraph_capture_size
     assert not sizes or (beyond or [largest])[-1] == sizes[-1]
 
 
+@pytest.mark.parametrize(
+    ("hidden_size", "beyond"),
+    [
+        (3072, []),
+        (2560, [2304, 2560]),
+        (2048, [*range(2304, 4097, 256)]),
+        (1024, [*range(2304, 4097, 256), *range(4608, 8193, 512)]),
+    ],
+)
+def test_smaller_models_have_longer_steps_captured(hidden_size, beyond, configured, configure):
+    shape = LLAMA | WIDE | {"hidden_size": hidden_size}
+    compilation = configure(shape, dtype="bfloat16", max_num_batched_tokens=8192).compilation_config
+    assert [size for size in compilation.cudagraph_capture_sizes if size > 512] == [*BEYOND, *beyond]
+
+
 @pytest.mark.parametrize(("enable_sp", "largest"), [(True, 64), (False, 2048)])
 def test_sizes_of_sequence_parallelism_stay(enable_sp, largest, configured, configure):
     """Without its setting, as from 0.33 on, vLLM has no such sizes."""
-    config = configure(LLAMA, max_num_batched_tokens=8192)
+    config = configure(LLAMA | WIDE, max_num_batched_tokens=8192)
     compilation = config.compilation_config
     object.__setattr__(compilation.pass_config, "enable_sp", enable_sp)
     compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [64], 64
@@ -114,7 +130,7 @@ def test_sizes_of_sequence_parallelism_stay(enable_sp, largest, configured, conf
 def test_sizes_on_stock_vllm(arguments, largest, configure, native, on_a_gpu):
     on_a_gpu(native)
     arguments = {"max_num_seqs": 256, "max_num_batched_tokens": 8192} | arguments
-    compilation = configure(QWEN3, dtype="bfloat16", **arguments).compilation_config
+    compilation = configure(QWEN3 | WIDE, dtype="bfloat16", **arguments).compilation_config
     sizes = compilation.cudagraph_capture_sizes
     assert max(sizes, default=0) == compilation.max_cudagraph_capture_size == largest
     assert [size for size in sizes if size > 512] == (BEYOND if largest > 512 else [])

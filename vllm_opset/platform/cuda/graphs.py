@@ -7,6 +7,7 @@ sets it. The variable also switches torch.compile off, so it is removed before t
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 VARIABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 OURS = "OPSET_SET_BREAKABLE_CUDAGRAPH"  # set with it, so that no process takes the variable for a user's choice
 
-# The distance between sizes beyond vLLM's own. Matrix products use tiles of this many rows: padding to it costs little.
+# Sizes beyond vLLM's own are multiples of this many tokens. Matrix products use tiles of as many rows.
 ROWS = 128
+# Beyond 1,024 tokens, sizes are multiples of the largest power of two in them, divided by this: padding adds an eighth
+# at most.
+TOKENS_TO_PADDING = 8
 
 # Whether a user has set capture sizes in the configuration that vLLM is completing.
 _sizes_are_named: bool
@@ -81,20 +85,33 @@ def capture_longer_steps(config: "VllmConfig") -> None:
     own_sizes = _sizes_are_named or getattr(compilation.pass_config, "enable_sp", False)
     if own_sizes or not sizes or not compilation.cudagraph_mode.has_piecewise_cudagraphs():
         return
-    longest = min(captured_tokens(), _longest_step(config))
+    longest = min(captured_tokens(config.model_config.get_hidden_size()), _longest_step(config))
     if longest > sizes[-1]:
-        beyond = range((sizes[-1] // ROWS + 1) * ROWS, longest, ROWS)
-        compilation.cudagraph_capture_sizes = [*sizes, *beyond, longest]
+        compilation.cudagraph_capture_sizes = [*sizes, *_sizes_between(sizes[-1], longest), longest]
         compilation.max_cudagraph_capture_size = longest
 
 
-def captured_tokens() -> int:
-    """The most tokens of a step that is captured, from limits.yaml, for the first GPU."""
+def captured_tokens(hidden_size: int) -> int:
+    """The most tokens of a step that is captured, for the first GPU. limits.yaml has the rule."""
     from vllm_opset.platform.cuda import nvml
 
     table = yaml.safe_load(Path(__file__).with_name("limits.yaml").read_text())["captured_tokens"]
     gpu = nvml.gpu(0)
-    return targets.nearest(gpu.target, table) if gpu else next(iter(table.values()))
+    limit = targets.nearest(gpu.target, table) if gpu else next(iter(table.values()))
+    launched = limit["of_hidden_size_4096"] * 4096**2 // hidden_size**2
+    return max(limit["least"], launched // ROWS * ROWS)
+
+
+def _sizes_between(size: int, longest: int) -> Iterator[int]:
+    """Sizes above `size` and below `longest`."""
+    while (size := _next_size(size)) < longest:
+        yield size
+
+
+def _next_size(size: int) -> int:
+    power_of_two = 1 << size.bit_length() - 1
+    distance = max(ROWS, power_of_two // TOKENS_TO_PADDING)
+    return (size // distance + 1) * distance
 
 
 def _longest_step(config: "VllmConfig") -> int:
