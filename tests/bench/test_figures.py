@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from vllm_opset.bench import ceilings, engines, shapes, timing
 from vllm_opset.bench.cases import Case, Run
 from vllm_opset.bench.compare import Plan
+from vllm_opset.bench.compare_report import Report, record
 from vllm_opset.bench.engines import engine_process
 from vllm_opset.bench.format import TIMES
 
@@ -78,6 +79,21 @@ def test_the_order_of_the_engines_alternates(working, tmp_path):
     Plan(shape, shape.cases[:1], compared, repetitions=2, cold=False).run(tmp_path, tmp_path, steps.append)
     turns = [step.rpartition(": ")[2] for step in steps if ", run " in step]
     assert turns == ["one", "other", "other", "one", "one", "other"]
+
+
+def test_runs_that_all_engines_had_done_before_an_interruption_are_reported(working, tmp_path):
+    def interrupt(step: str) -> None:
+        if step.endswith("run 3 of 5: one"):  # the other engine comes first
+            raise KeyboardInterrupt
+
+    shape = shapes.load("tiny")
+    compared = [engines.Engine("one"), engines.Engine("other")]
+    plan = Plan(shape, shape.cases[:2], compared, repetitions=5, cold=False)
+    found = plan.run(tmp_path, tmp_path, interrupt)
+    assert [(result.engine, len(result.runs)) for result in found.results] == [("one", 2), ("other", 2)]
+    report = Report(record(plan, found, "the command"))
+    assert not report.is_complete
+    assert report.legend().endswith("Interrupted before 8x64/32. 1x64/32 has 2 runs alone.")
 
 
 def test_two_checkouts_are_compared_with_the_first_one(monkeypatch, tmp_path):

@@ -39,7 +39,8 @@ class Result:
 class Comparison:
     """The results of all engines. started, peak_bytes: by engine. In every case the first engine's result comes first.
 
-    If an engine ended or the comparison was interrupted, it has only the finished cases. failure: of the engine.
+    If an engine ended or the comparison was interrupted, it has only the runs that all engines had done. failure: of
+    the engine.
     """
 
     engines: list[Engine]
@@ -88,8 +89,8 @@ class Plan:
     def run(self, folder: Path, logs: Path, progress: Callable[[str], None]) -> Comparison:
         """Run the comparison. folder: for temporary files. progress: is called before each step.
 
-        If an engine ends, or the comparison is interrupted or terminated, it returns the cases that every engine has
-        answered. If there is none, it raises EngineError, KeyboardInterrupt or SystemExit.
+        If an engine ends, or the comparison is interrupted or terminated, it returns the runs that every engine has
+        done, of each case. If there is none, it raises EngineError, KeyboardInterrupt or SystemExit.
         """
         (folder / "config.json").write_text(json.dumps(self.shape.config))
         started: dict[str, Started] = {}
@@ -102,14 +103,14 @@ class Plan:
                     running = _start(made, len(made) if self.at_once else 1, stack, progress)
                     started |= {one.engine.name: one.started for one in running}
                     for case in self.cases:
-                        answers[case.name] |= self._ask(case, running, progress)
+                        self._ask(case, running, answers[case.name], progress)
         except (KeyboardInterrupt, SystemExit, EngineError) as error:
             if not self._done(answers):
                 raise
             failure = error if isinstance(error, EngineError) else None
         done = self._done(answers)
-        peak_bytes = {name: found[-1][-1].peak_bytes for name, found in answers[done[-1].name].items()}
-        results = [result for case in done for result in _results(case, answers[case.name])]
+        peak_bytes = {name: found[-1][-1].peak_bytes for name, found in done[-1][1].items()}
+        results = [result for case, of_all in done for result in _results(case, of_all)]
         return Comparison(list(self.engines), started, peak_bytes, results, failure)
 
     def _engine(self, engine: Engine, folder: Path, logs: Path) -> RunningEngine:
@@ -117,9 +118,15 @@ class Plan:
         drafting = replace(engine, args=with_draft(engine.args, folder))
         return RunningEngine(drafting, self.engine_args(folder), logs, env)
 
-    def _done(self, answers: Mapping[str, Answers]) -> list[Case | Trace]:
-        """The cases that every engine has answered."""
-        return [case for case in self.cases if len(answers[case.name]) == len(self.engines)]
+    def _done(self, answers: Mapping[str, Answers]) -> list[tuple[Case | Trace, Answers]]:
+        """The cases in which every engine has a run that counts, with the answers of the runs that all engines have."""
+        done = []
+        for case in self.cases:
+            found = answers[case.name]
+            runs = min(len(found.get(engine.name, ())) for engine in self.engines)
+            if runs > 1:
+                done.append((case, {name: of_one[:runs] for name, of_one in found.items()}))
+        return done
 
     def engine_args(self, folder: Path) -> dict:
         """The arguments of every engine, which its own arguments override. folder: contains a config.json."""
@@ -135,16 +142,17 @@ class Plan:
             "seed": 0,
         }
 
-    def _ask(self, case: Case | Trace, running: Sequence[RunningEngine], progress: Callable[[str], None]) -> Answers:
-        """The answers of these engines, which run by turns if there are several."""
+    def _ask(
+        self, case: Case | Trace, running: Sequence[RunningEngine], answers: Answers, progress: Callable[[str], None]
+    ) -> None:
+        """Add the answers of these engines to `answers`. The engines run by turns if there are several."""
         rounds = case.rounds(self.shape.text_config["vocab_size"])
-        answers: Answers = {one.engine.name: [] for one in running}
+        answers |= {one.engine.name: [] for one in running}
         for repetition in range(1 + self.repetitions):
             # The order alternates, so that drift of the machine affects all engines alike.
             for one in running if repetition % 2 == 0 else reversed(running):
                 progress(f"{case.name}, run {repetition} of {self.repetitions}: {one.engine.name}")
                 answers[one.engine.name].append(_answers(one, rounds, ATTEMPTS if repetition else 1))
-        return answers
 
 
 def _start(

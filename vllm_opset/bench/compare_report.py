@@ -114,9 +114,21 @@ class Report:
         starts = " All engines started at the same time, so each start took longer." if run.get("at_once") else ""
         caches = "empty" if run["cold_caches"] else "not emptied"
         interrupted = f" Interrupted before {', '.join(run['missing'])}." if run["missing"] else ""
+        for case, number in self.cut_short().items():
+            interrupted += f" {case} has {number} run{'s' if number > 1 else ''} alone."
         same = f" Same tokens: requests with the greedy tokens of {self._asked_first}." if len(self.engines) > 1 else ""
         memory = "PyTorch's allocator" if run["engines"][0]["device"] else "resident in a worker"
         return f"{runs}; {up}. Caches of compiled code were {caches}.{starts} Peak memory: {memory}.{same}{interrupted}"
+
+    def cut_short(self) -> dict[str, int]:
+        """The runs of each case that has fewer than were planned. Old records have no single runs."""
+        runs = {case: next(iter(results.values()))["runs"] for case, results in self.by_case().items()}
+        numbers = {case: len(of_case) for case, of_case in runs.items() if of_case is not None}
+        return {case: number for case, number in numbers.items() if number < self.run["repetitions"]}
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.run["missing"] and not self.cut_short()
 
     @property
     def heading(self) -> str:

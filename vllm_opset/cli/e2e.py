@@ -79,8 +79,8 @@ def compare(
     Engines do not inherit this shell's variables for vLLM, opset and OpenMP; --variant sets variables for them. A shape
     can draft for another: name it as the model of speculative_config.
 
-    After Ctrl-C or SIGTERM, or if an engine ends, it reports the cases that all engines have finished, if there are
-    any, and exits with 1.
+    After Ctrl-C or SIGTERM, or if an engine ends, it reports the runs that all engines have done, if there are any,
+    and exits with 1.
     """
     files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
     if files.sources:
@@ -92,7 +92,7 @@ def compare(
         _print(report)
     files.write(reports, [report.run for report in reports], page, draw_engines)
     # A record that is kept may lack cases: only a run that was cut off has failed.
-    if not files.sources and any(report.run["missing"] for report in reports):
+    if not files.sources and not all(report.is_complete for report in reports):
         raise typer.Exit(1)
 
 

@@ -1,7 +1,7 @@
 """The parts of opset that are on, on stock vLLM.
 
-`attention` is opset's attention backend, which `--attention-backend CUSTOM` asks for, too. With it, steps of up to
-2,048 tokens are captured (`platform/cuda/graphs.py`), on Hopper GPUs in full graphs (`platform/cuda/full_graphs.py`).
+`attention` is opset's attention backend, which `--attention-backend CUSTOM` asks for, too. With it, longer steps are
+captured (`platform/cuda/graphs.py`), on Hopper GPUs in full graphs (`platform/cuda/full_graphs.py`).
 
 `sampler` is one kernel for temperature, min-p, top-k, top-p and the draw. `linear` is for linear layers with
 unquantised weights, and with weights in fp8, int8 and int4.
