@@ -1,7 +1,9 @@
 """The figures of benchmarks, counted by hand: times, rates, ratios, and the order in which engines take turns."""
 
+import io
 import json
 import runpy
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -64,6 +66,26 @@ def test_steps_that_give_a_request_tokens_are_counted_whatever_their_number():
     core = SimpleNamespace(get_output=lambda: SimpleNamespace(outputs=found))
     steps = engine_process.Steps(core)
     assert core.get_output().outputs is core.get_output().outputs and steps.count == 4
+
+
+def test_the_seconds_of_an_answer_are_those_of_the_generation(monkeypatch):
+    """By a clock that a generation puts forward by three seconds, and all else by ten."""
+    clock = iter((10.0, 13.0, 23.0))
+    monkeypatch.setattr(engine_process, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    core = SimpleNamespace(get_output=None)
+    llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(engine_core=core),
+        collective_rpc=lambda method: [{"device": None, "compiled": [], "peak_bytes": 5}],
+        generate=lambda *_, **__: [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(7, 8))])],
+    )
+    vllm = SimpleNamespace(LLM=lambda **_: llm, SamplingParams=dict, __version__="0")
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=None))
+    request = {"prompts": [[1, 2]], "sampling": [{"max_tokens": 2}]}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request) + "\n"))
+    engine_process.serve({}, answers := io.StringIO())
+    _, answer = map(json.loads, answers.getvalue().splitlines())
+    assert answer == {"seconds": 3.0, "tokens": [[7, 8]], "steps": 0, "compiled": [], "peak_bytes": 5}
 
 
 def test_the_cpu_time_of_an_answer_is_its_own(working, tmp_path):

@@ -1,6 +1,7 @@
 """Quantised linear layers as stock vLLM builds them for NVIDIA GPUs, with opset's kernels asked before its own."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig, init_fp8_linear_kernel
 from vllm.model_executor.layers.quantization import auto_awq
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     GroupShape,
     create_fp8_quant_key,
@@ -18,9 +20,11 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
+from vllm_opset import ops
 from vllm_opset.model.fp8_linear import OpsetFp8LinearKernel
 from vllm_opset.model.int4_linear import AWQ_ORDER, OpsetInt4LinearKernel
-from vllm_opset.ops.schemes import FP8, Quantised, dequantise
+from vllm_opset.model.int8_linear import OpsetInt8LinearKernel
+from vllm_opset.ops.schemes import FP8, INT8, PER_TENSOR, Quantised, dequantise
 from vllm_opset.platform import quantised_weights
 from vllm_opset.platform.quantised_layers import KERNEL_LISTS
 
@@ -88,36 +92,70 @@ def test_awq(multiply):
     torch.testing.assert_close(multiply(method.apply, layer, x), x @ weight, rtol=1e-5, atol=1e-3)
 
 
+GIVEN = 0.0043  # the scale of activations, where it is given
+# The groups of activations and of weights that share a scale, by vLLM's keys.
+FP8_KEYS = {
+    "per channel": (kFp8DynamicTokenSym, kFp8StaticTensorSym),
+    "by blocks": (
+        create_fp8_quant_key(False, GroupShape(1, 128)),
+        create_fp8_quant_key(True, GroupShape(128, 128)),
+    ),
+    "given": (kFp8StaticTensorSym, kFp8StaticTensorSym),
+}
+
+
 @pytest.mark.usefixtures("asked_first")
-@pytest.mark.parametrize("by_blocks", [False, True], ids=["per channel", "by blocks"])
-def test_fp8(by_blocks, multiply, monkeypatch):
-    """With activations in fp8, as on a GPU."""
+@pytest.mark.parametrize("kind", FP8_KEYS)
+def test_fp8(kind, multiply, monkeypatch):
+    """With activations in fp8, as on a GPU. By the scale that is given, the largest activations are cut off at 448."""
     monkeypatch.setattr("vllm_opset.model.fp8_linear.activation", lambda dtype, group: Quantised(dtype, group))
-    block = GroupShape(128, 128)
-    keys = (
-        (create_fp8_quant_key(False, GroupShape(1, 128)), create_fp8_quant_key(True, block))
-        if by_blocks
-        else (kFp8DynamicTokenSym, kFp8StaticTensorSym)
-    )
-    kernel = init_fp8_linear_kernel(*keys, torch.float32, torch.float32, (OUT, IN), module_name="a test")
+    by_blocks = kind == "by blocks"
+    kernel = init_fp8_linear_kernel(*FP8_KEYS[kind], torch.float32, torch.float32, (OUT, IN), module_name="a test")
     assert isinstance(kernel, OpsetFp8LinearKernel)
     weight = torch.randn(OUT, IN).to(FP8)
     scale = torch.rand(OUT // 128, IN // 128) + 0.5 if by_blocks else torch.rand(OUT, 1) + 0.5
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(weight if by_blocks else weight.t(), requires_grad=False)
     setattr(layer, "weight_scale_inv" if by_blocks else "weight_scale", torch.nn.Parameter(scale, requires_grad=False))
+    layer.input_scale = torch.nn.Parameter(torch.tensor(GIVEN), requires_grad=False) if kind == "given" else None
     kernel.process_weights_after_loading(layer)
     x = torch.randn(TOKENS, IN)
-    values, scales = kernel._linear.quantise(x)
+    given = ops.quantise(x, FP8, list(PER_TENSOR), torch.tensor([[GIVEN]]))
+    values, scales = given if kind == "given" else kernel._linear.quantise(x)
     expected = dequantise(values, scales, torch.float64) @ dequantise(weight, scale, torch.float64).t()
     out = multiply(kernel.apply_weights, layer, x)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.skipif(
-    "has_g_idx" not in MPLinearLayerConfig.__annotations__, reason="this vLLM refuses such weights itself"
-)
-def test_weights_in_activation_order_are_left_to_vllm():
-    config = MPLinearLayerConfig((IN, OUT), (IN, OUT), scalar_types.uint4b8, torch.float16, GROUP, False, True)
+@pytest.mark.usefixtures("asked_first")
+def test_int8_activations_by_the_largest_scale_of_a_layers_parts(multiply, monkeypatch):
+    """With activations in int8, as on a GPU."""
+    monkeypatch.setattr("vllm_opset.model.int8_linear.activation", lambda dtype, group: Quantised(dtype, group))
+    of_a_model = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+    monkeypatch.setattr("vllm_opset.model.int8_linear.get_current_vllm_config", lambda: of_a_model)
+    scheme, layer = CompressedTensorsW8A8Int8("tensor", True, True), torch.nn.Module()
+    parts = [OUT // 2, OUT // 2]
+    sizes = {"output_partition_sizes": parts, "input_size_per_partition": IN, "params_dtype": torch.float32}
+    scheme.create_weights(layer, **sizes, weight_loader=lambda *args: None)
+    assert isinstance(scheme.kernel, OpsetInt8LinearKernel)
+    layer.weight.data, layer.weight_scale.data = torch.randint(-127, 128, (OUT, IN), dtype=INT8), torch.rand(2) + 0.5
+    layer.input_scale.data = torch.tensor([0.029, 0.013])
+    weight = dequantise(layer.weight.data, layer.weight_scale.data.repeat_interleave(OUT // 2)[:, None], torch.float64)
+    scheme.process_weights_after_loading(layer)
+    x = torch.randn(TOKENS, IN)
+    values, scale = ops.quantise(x, INT8, list(PER_TENSOR), torch.tensor([[0.029]]))
+    expected = dequantise(values, scale, torch.float64) @ weight.t()
+    out = multiply(scheme.apply_weights, layer, x)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(("group", "is_served"), [(GROUP, False), (-1, True), (IN, True)])
+def test_weights_in_activation_order_by_groups_are_left_to_vllm(group, is_served):
+    """The order of a single group changes nothing. vLLM 0.30 and later refuse such weights, and do not say it."""
+    sizes = {"full_weight_shape": (IN, OUT), "partition_weight_shape": (IN, OUT), "group_size": group}
+    given = sizes | {"weight_type": scalar_types.uint4b8, "act_type": torch.float16, "zero_points": False}
+    says = {"has_g_idx": True} if "has_g_idx" in MPLinearLayerConfig.__annotations__ else {}
+    config = MPLinearLayerConfig(**given, **says)
+    config.has_g_idx = True
     can, why = OpsetInt4LinearKernel.can_implement(config)
-    assert not can and "act-order" in why
+    assert can is is_served and (can or "act-order" in why)

@@ -346,5 +346,20 @@ def test_kernels_are_chosen_when_the_sampler_is_built(monkeypatch):
     assert torch.equal(*tokens)
 
 
+def test_the_kernel_gets_its_dtype_of_top_k_also_in_vllms_profile_run(monkeypatch):
+    """There, vLLM's top_k is int64. A kernel that is compiled for it would be another one than requests need."""
+    sampler, found = opset_sampler(), []
+    draw = sampler._sample.run
+
+    def seen(logits, keys, temperature, top_k, *args, **kwargs):
+        found.append(top_k.dtype)
+        return draw(logits, keys, temperature, top_k, *args, **kwargs)
+
+    monkeypatch.setattr(sampler._sample, "run", seen)
+    for dtype in (torch.int64, torch.int32):
+        sampler(logits(), metadata(top_k=filters()["top_k"].to(dtype)))
+    assert found == [torch.int32, torch.int32]
+
+
 def test_vllms_own_step_is_gone():
     assert not hasattr(opset_sampler(), "topk_topp_sampler")

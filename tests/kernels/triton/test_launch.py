@@ -37,6 +37,22 @@ def test_the_longest_rows_get_as_many_threads_as_a_gpu_allows(target, warps):
         assert _rows.enough_warps(4, 64) == 4
 
 
+@pytest.mark.parametrize(
+    ("op", "sizes"),
+    [("rms_norm", {"hidden_size": 1}), ("rms_norm_gated", {"hidden_size": 2, "group_size": 1})],
+    ids=["rows", "groups of half a row"],
+)
+def test_what_registers_cannot_hold_is_refused(op, sizes):
+    """sizes: of the problem, as multiples of what they can hold."""
+    supports, problem = kernels_of(op, elsewhere=True)["triton"].supports, ops.BY_NAME[op].problem
+    of = {"device": "cuda", "dtype": torch.bfloat16, "weight_dtype": torch.bfloat16}
+    fits, too_long = (
+        problem(**of, **{name: times * most for name, times in sizes.items()})
+        for most in (_rows.MAX_COLUMNS, _rows.MAX_COLUMNS + 1)
+    )
+    assert supports(fits) is None and f"up to {_rows.MAX_COLUMNS} elements" in supports(too_long)
+
+
 @pytest.mark.parametrize("target", ["nvidia/sm80", "nvidia/sm90", "nvidia/sm120", "amd/gfx942"])
 def test_a_warm_up_reaches_all_parameters(target):
     largest = 20_000
