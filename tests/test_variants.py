@@ -54,6 +54,11 @@ def test_the_sizes_of_a_warm_up_end_with_the_largest():
         ("cpp:prefil", "paged_attention=cpp has no variant 'prefil'; known: decode, mixed, torch"),
         ("cpp:decod", "did you mean 'decode'"),
         ("cpu:decode", "paged_attention=cpu has no variants; leave out ':decode'"),
+        (
+            "cpp:",
+            "OPSET_KERNELS: paged_attention=cpp: names no variant; leave out ':', or name one: decode, mixed, torch",
+        ),
+        ("cpu:", "paged_attention=cpu has no variants; leave out ':'"),
         ("cp:decode", "paged_attention has no kernel 'cp' here; did you mean 'cp"),
     ],
 )

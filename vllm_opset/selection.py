@@ -217,13 +217,15 @@ def _read_overrides(additional_config: Mapping) -> dict[str, Override]:
     """The kernel that users ask for, by op; a later source overrides an earlier one."""
     found: dict[str, Override] = {}
     for source, op_name, value in overrides.settings("kernels", additional_config):
-        kernel_name, _, variant = str(value).partition(":")
-        _check_names(source, op_name, kernel_name, variant)
-        found[op_name] = Override(kernel_name, source, variant or None)
+        kernel_name, colon, variant = str(value).partition(":")
+        override = Override(kernel_name, source, variant if colon else None)
+        _check_names(op_name, override)
+        found[op_name] = override
     return found
 
 
-def _check_names(source: str, op_name: object, kernel_name: str, variant: str) -> None:
+def _check_names(op_name: object, override: Override) -> None:
+    source, kernel_name, variant = override.source, override.kernel, override.variant
     if op_name not in ops.BY_NAME:
         raise OverrideError(f"{source}: unknown op {op_name!r}; {nearest(str(op_name), ops.BY_NAME)}")
     known = kernels_of(op_name)
@@ -231,9 +233,15 @@ def _check_names(source: str, op_name: object, kernel_name: str, variant: str) -
         missing = load(kernel_name) if kernel_name in PROVIDERS else None
         hint = missing or nearest(kernel_name, [name for name in known if devices.run(known[name])])
         raise OverrideError(f"{source}: {op_name} has no kernel {kernel_name!r} here; {hint}")
-    variants = known[kernel_name].variants
-    if variant and variants is None:
-        raise OverrideError(f"{source}: {known[kernel_name]} has no variants; leave out {':' + variant!r}")
-    if variant and variant not in variants.by_name:
-        hint = nearest(variant, variants.by_name)
-        raise OverrideError(f"{source}: {known[kernel_name]} has no variant {variant!r}; {hint}")
+    if variant is not None:
+        _check_variant(source, known[kernel_name], variant)
+
+
+def _check_variant(source: str, kernel: Kernel, variant: str) -> None:
+    if kernel.variants is None:
+        raise OverrideError(f"{source}: {kernel} has no variants; leave out {':' + variant!r}")
+    known = kernel.variants.by_name
+    if not variant:
+        raise OverrideError(f"{source}: {kernel}: names no variant; leave out ':', or name one: {', '.join(known)}")
+    if variant not in known:
+        raise OverrideError(f"{source}: {kernel} has no variant {variant!r}; {nearest(variant, known)}")
