@@ -4,9 +4,10 @@
 
 The engine runs in this process with random weights, and OPSET_PLATFORM decides on its form. Some requests generate
 tokens, and then a prompt joins them. The time until its first token is measured, which is that of the step that
-computes both. Without --prompt, the time until one more token is. All is done several times: first with a clock alone,
-then with PyTorch's profiler, which makes the host slower and leaves the GPU as it is. A kernel that starts while
-another runs counts from the end of that one, so the times of all kinds add up. Prints medians.
+computes both. Without --prompt, the time until one more token is. Requests that the engine does not compute in one step
+are refused. All is done several times: first with a clock alone, then with PyTorch's profiler, which makes the host
+slower and leaves the GPU as it is. A kernel that starts while another runs counts from the end of that one, so the
+times of all kinds add up. Prints medians.
 """
 
 import json
@@ -146,18 +147,27 @@ class Steps:
         self.engine.add_request(str(self.count), {"prompt_token_ids": prompt}, params)
         return str(self.count)
 
+    def step_together(self, asked: set[str]) -> None:
+        """Take steps until one gives all of these requests a token. Refuses them if one ends before."""
+        most, ended = 0, False
+        while most < len(asked):
+            if ended:
+                raise typer.BadParameter(
+                    f"of {len(asked)} requests, at most {most} got a token in one step: ask for fewer, or give the "
+                    "engine more room by --arguments, such as max_num_seqs or max_num_batched_tokens",
+                    param_hint="--decoding",
+                )
+            outputs = [output for output in self.engine.step() if output.request_id in asked]
+            most, ended = max(most, len(outputs)), any(output.finished for output in outputs)
+
     def measure(self, watch: Callable) -> float:
         """Seconds of a step, inside the context of `watch`. All requests have ended afterwards."""
         asked = {self.add(CONTEXT, 32) for _ in range(self.decoding)}
-        begun: set[str] = set()
-        while begun != asked:
-            begun |= {output.request_id for output in self.engine.step()}
+        self.step_together(asked)
         synchronise()
         with watch():
             start = time.perf_counter()
-            waited = {self.add(self.prompt, 2)} if self.prompt else asked
-            while not waited & {output.request_id for output in self.engine.step()}:
-                pass
+            self.step_together(asked | {self.add(self.prompt, 2)} if self.prompt else asked)
             synchronise()
             seconds = time.perf_counter() - start
         while self.engine.has_unfinished_requests():

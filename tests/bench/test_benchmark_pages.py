@@ -4,13 +4,16 @@ import runpy
 import shutil
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from readme import ROOT
 from typer.testing import CliRunner
 
 from vllm_opset.bench.compare_report import Report
-from vllm_opset.bench.pictures import RATE, _rows
+from vllm_opset.bench.pictures import RATE, _rows, _speed_ups
+from vllm_opset.bench.report import COMPILED
+from vllm_opset.bench.report import Report as OpsReport
 from vllm_opset.cli import app
 
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -71,6 +74,26 @@ def test_the_picture_has_a_row_for_each_mode_of_a_comparison():
         ("a shape, 0123456   without compiled kernels", True, {"a case": 1.25}, "35 (80)"),
         ("on vLLM's own wheel", False, {"a case": 0.5}, ""),
     ]
+
+
+def kernels(seconds: dict[tuple[str, str], float], device: str = "a GPU") -> OpsReport:
+    """The report of one case of each op, with these times by op and implementation."""
+    results = [
+        SimpleNamespace(op=op, case="T1", implementation=name, peer=name == COMPILED, seconds=time)
+        for (op, name), time in seconds.items()
+    ]
+    return OpsReport(device, None, results, {}, commit=None, versions={})
+
+
+def test_a_picture_of_several_reports_has_each_op_by_the_last_that_times_it_beside_a_peer():
+    first = kernels({("relu2", "triton"): 1, ("relu2", COMPILED): 2, ("route", "triton"): 1, ("route", COMPILED): 3})
+    without_peer, again = kernels({("relu2", "triton"): 1}), kernels({("route", "triton"): 1, ("route", COMPILED): 4})
+    assert _speed_ups([first, without_peer, again]) == {"relu2": (True, [2]), "route": (True, [4])}
+
+
+def test_a_picture_of_several_devices_is_refused():
+    with pytest.raises(ValueError, match="shows one device, and these results are of a GPU and a CPU"):
+        _speed_ups([kernels({}), kernels({}), kernels({}, "a CPU")])
 
 
 def test_the_page_of_replaced_comparisons_is_generated_whole_from_its_results(tmp_path):

@@ -1,9 +1,13 @@
 """benchmarks/step_profile.py: what it makes of kernels and calls, and an engine on a CPU, whose GPU is idle."""
 
 import json
+import random
 import runpy
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import typer
 from readme import ROOT
 from vllm import envs
 
@@ -62,6 +66,39 @@ def test_figures_of_kernels_and_calls():
         "host: waits, ms": 6.0,
     }
     assert {name: figures[name] for name in expected} == pytest.approx(expected)
+
+
+class Engine:
+    """Gives a token in each step to the first `room` of its requests that have not had all of theirs."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.left = room, {}
+
+    def add_request(self, request_id: str, prompt: dict, params) -> None:
+        self.left[request_id] = params.max_tokens
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def step(self) -> list[SimpleNamespace]:
+        given = [*self.left][: self.room]
+        self.left = {name: left - (name in given) for name, left in self.left.items()}
+        outputs = [SimpleNamespace(request_id=name, finished=not self.left[name]) for name in given]
+        self.left = {name: left for name, left in self.left.items() if left}
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("room", "prompt", "most"),
+    [(4, 20, None), (3, 0, None), (3, 20, "of 4 requests, at most 3"), (2, 0, "of 3 requests, at most 2")],
+)
+def test_requests_that_no_step_computes_together_are_refused(room, prompt, most):
+    """vLLM queues those that are more than its max_num_seqs."""
+    steps = SCRIPT["Steps"].__new__(SCRIPT["Steps"])
+    steps.engine, steps.decoding, steps.prompt, steps.sampling = Engine(room), 3, prompt, {}
+    steps.vocab_size, steps.draw, steps.count = 100, random.Random(0), 0
+    with nullcontext() if most is None else pytest.raises(typer.BadParameter, match=most):
+        assert steps.measure(nullcontext) >= 0 and not steps.engine.left
 
 
 @pytest.mark.engine

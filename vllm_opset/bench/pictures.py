@@ -96,14 +96,15 @@ def _mode(engine: Mapping) -> str:
 
 
 def draw_ops(reports: list[OpsReport], file: Path) -> None:
-    """Draw a bar for each op with the median of its cases' speed-up, and a line from the worst case to the best."""
+    """Draw a bar for each op with the median of its cases' speed-up, and a line from the worst case to the best.
+
+    It is of the last report that times the op beside a peer. Raises ValueError for reports of several devices, and if
+    there is nothing to draw.
+    """
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter
 
-    found = {op: report.speed_ups(op) for report in reports for op in dict.fromkeys(one.op for one in report.results)}
-    found = {op: (compiled, ups) for op, (compiled, ups) in found.items() if ups}
-    if not found:
-        raise ValueError("no kernel was timed beside a peer: there is nothing to draw")
+    found = _speed_ups(reports)
     figure, axes = pyplot.subplots(figsize=(WIDTH, OP_BAR * (len(found) + 4)), layout="constrained")
     for place, (compiled, ups) in enumerate(found.values()):
         median, worst, best = statistics.median(ups), min(ups), max(ups)
@@ -124,6 +125,19 @@ def draw_ops(reports: list[OpsReport], file: Path) -> None:
     by_label = dict(zip(labels, handles, strict=True))
     figure.legend(by_label.values(), by_label.keys(), loc="outside upper center", ncols=2, frameon=False)
     _save(figure, file)
+
+
+def _speed_ups(reports: list[OpsReport]) -> dict[str, tuple[bool, list[float]]]:
+    """What to draw of each op: whether its peer is vLLM's compiled kernel, and the speed-up of each case."""
+    if len(devices := {report.device: None for report in reports}) > 1:
+        raise ValueError(f"a picture shows one device, and these results are of {' and '.join(devices)}")
+    of_each = (
+        {op: report.speed_ups(op) for op in dict.fromkeys(one.op for one in report.results)} for report in reports
+    )
+    found = {op: (compiled, ups) for by_op in of_each for op, (compiled, ups) in by_op.items() if ups}
+    if not found:
+        raise ValueError("no kernel was timed beside a peer: there is nothing to draw")
+    return found
 
 
 def _save(figure, file: Path) -> None:
