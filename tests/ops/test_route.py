@@ -41,9 +41,10 @@ of_each_model = pytest.mark.parametrize(
 
 
 @of_each_model
-def test_experts_and_weights_are_those_of_the_model(router, model, settings, arguments):
+@pytest.mark.parametrize("mean", [0, -200], ids=["scores", "sigmoids of zero"])
+def test_experts_and_weights_are_those_of_the_model(router, model, settings, arguments, mean):
     torch.manual_seed(0)
-    logits, bias = 2 * torch.randn(NUM_TOKENS, NUM_EXPERTS), 0.3 * torch.randn(NUM_EXPERTS)
+    logits, bias = mean + 2 * torch.randn(NUM_TOKENS, NUM_EXPERTS), 0.3 * torch.randn(NUM_EXPERTS)
     ours, theirs = routed(router, model, settings, arguments, logits, bias)
     torch.testing.assert_close(by_expert(*ours), by_expert(*theirs))
 

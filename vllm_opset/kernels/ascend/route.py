@@ -19,7 +19,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.ascend import _constraints
 from vllm_opset.kernels.ascend._operators import npu
-from vllm_opset.ops.moe.route import RouteProblem, check_arguments
+from vllm_opset.ops.moe.route import EPSILON, RouteProblem, check_arguments, renormalised
 
 # docs of npu_moe_gating_top_k: norm_type, and group_select_mode by the number of scores that make a group's.
 NORM_TYPES = {"softmax": 0, "sigmoid": 1}
@@ -50,7 +50,7 @@ def route(
         return _nothing(router_logits, top_k)
     weights, ids, _ = npu.npu_moe_gating_top_k_softmax(router_logits.float().contiguous(), k=top_k)
     if renormalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = renormalised(weights)
     return weights * routed_scaling_factor, ids
 
 
@@ -85,11 +85,12 @@ def gating_top_k(
         group_select_mode=GROUP_SELECT_MODES[1 if bias is None else 2],
         norm_type=NORM_TYPES[scoring_func],
         out_flag=needs_scores,
+        eps=EPSILON,
     )
     if needs_scores:
         weights = scores.gather(1, ids.long())
     if renormalize and scoring_func == "softmax":
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = renormalised(weights)
     return weights * routed_scaling_factor, ids
 
 

@@ -8,6 +8,7 @@ namespace opset {
 namespace {
 
 constexpr float LEAST = -std::numeric_limits<float>::infinity();
+constexpr float EPSILON = 1e-20f;  // the contract's
 
 // How experts are chosen. bias: [num_experts], added to the scores for the choice, or null. A group's value is the sum
 // of its `largest` largest values.
@@ -83,7 +84,7 @@ void route_all(const E* logits, const Router& router, float* weights, int32_t* i
                 sum += *own++ = scores[expert];
                 *chosen++ = int32_t(expert);
             });
-            const float factor = router.renormalize ? router.factor / sum : router.factor;
+            const float factor = router.renormalize ? router.factor / (sum + EPSILON) : router.factor;
             for (int64_t i = 1; i <= top_k; i++) own[-i] *= factor;
         }
     });

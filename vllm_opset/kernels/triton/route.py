@@ -13,12 +13,13 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._rows import enough_warps
-from vllm_opset.ops.moe.route import RouteProblem, check_arguments
+from vllm_opset.ops.moe.route import EPSILON, RouteProblem, check_arguments
 
 MAX_EXPERTS = 4096  # registers hold a row of scores and its order
 LEAST = tl.constexpr(-0x7F800001)  # it is the order of −∞
 NOTHING = tl.constexpr(-(2**31))  # experts that cannot be taken have this order, below that of −∞
 NAN = tl.constexpr(0x7FC00000)
+EPSILON_OF_SUM = tl.constexpr(EPSILON)
 
 
 def supports(problem: RouteProblem) -> str | None:
@@ -144,7 +145,7 @@ def _route(
         chosen = tl.where(rank == number, expert, chosen)
         weight = tl.where(rank == number, _at(score, column, expert), weight)
     if RENORMALIZE:
-        weight = weight / tl.sum(weight, 1, keep_dims=True)
+        weight = weight / (tl.sum(weight, 1, keep_dims=True) + EPSILON_OF_SUM)
     out = row.to(tl.int64) * TOP_K + rank
     stored = is_token & (rank < TOP_K)
     tl.store(weights + out, weight * scale, stored)

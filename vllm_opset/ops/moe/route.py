@@ -4,6 +4,7 @@ Semantics: vLLM's `FusedTopKRouter`, `FusedTopKBiasRouter` and `GroupedTopKRoute
 topk leaves open: the choice among equal scores.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from vllm_opset.ops import _properties, _samples
 from vllm_opset.ops.contract import Cost, Problem, Sample, Tolerance, accumulator, op
 
 SCORING_FUNCS = ("softmax", "sigmoid")
+EPSILON = 1e-20  # of the sum of weights, in DeepSeek V3's router and others
 EXPONENTIALS = "exponentials and sums of weights in fp32, whatever the dtype of the logits"
 TOLERANCES = {
     torch.float64: Tolerance(1e-12, 1e-12, "fp64 throughout"),
@@ -54,9 +56,11 @@ def route(
     - With several groups of experts, adjacent ones of equal number, only the topk_group best groups of a token
       compete. The value of a group is its largest score or, with a bias, the sum of its two largest.
 
-    - The weights are the scores without the bias. With renormalize they are divided by their sum, then they are
-      multiplied by routed_scaling_factor. A softmax over the chosen logits alone, as gpt-oss computes it, is the
-      renormalised softmax.
+    - The weights are the scores without the bias. With renormalize they are divided by their sum + 1e-20, then they are
+      multiplied by routed_scaling_factor. So a token whose chosen scores are all 0 in fp32 gets weights of 0, as by
+      routers with a bias in transformers and by vLLM's compiled kernels. vLLM's code in PyTorch gives NaN there.
+      Elsewhere, 1e-20 changes only sums below 1e-12. A softmax over the chosen logits alone, as gpt-oss computes it, is
+      the renormalised softmax.
 
     router_logits: [num_tokens, num_experts], any strides. e_score_correction_bias: [num_experts], of any float dtype.
     Zero rows are allowed. Returns (topk_weights, topk_ids), contiguous [num_tokens, top_k] in fp32 and int32. A row
@@ -76,8 +80,12 @@ def route(
     topk_ids = _largest(choice, top_k)
     weights = scores.gather(1, topk_ids)
     if renormalize:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = renormalised(weights)
     return (weights * routed_scaling_factor).contiguous(), topk_ids.int().contiguous()
+
+
+def renormalised(weights: torch.Tensor) -> torch.Tensor:
+    return weights / (weights.sum(dim=-1, keepdim=True) + EPSILON)
 
 
 def keep_groups(choice: torch.Tensor, num_expert_group: int, topk_group: int, largest: int) -> torch.Tensor:
@@ -224,6 +232,25 @@ def experts_without_probability_are_equal(run, device: str, dtype: torch.dtype) 
     weights, ids = run(logits, 2, e_score_correction_bias=torch.zeros(3, device=device))
     _properties.equal("another expert is chosen", ids, torch.tensor([[0, 1], [0, 1]], dtype=ids.dtype, device=device))
     _properties.equal("a weight is not 0", weights, torch.tensor([[1.0, 0.0], [1.0, 0.0]], device=device))
+
+
+@route.property_
+def chosen_scores_of_zero_are_weights_of_zero(run, device: str, dtype: torch.dtype) -> None:
+    """All scores of the first two rows are 0 in fp32, and those of the third about as large as EPSILON."""
+    logits = torch.tensor([[-200.0], [-torch.inf], [-45.0]], dtype=dtype, device=device).expand(3, 8).contiguous()
+    weights, _ = run(logits, 4, "sigmoid", e_score_correction_bias=torch.zeros(8, device=device))
+    small = math.exp(-45)
+    want = torch.tensor([0.0, 0.0, small / (4 * small + EPSILON)], device=device)[:, None].expand_as(weights)
+    _properties.equal("the weights are not divided by their sum + 1e-20", weights, want, rtol=1e-4, atol=0.0)
+
+
+@route.property_
+def chosen_probabilities_of_zero_are_weights_of_zero(run, device: str, dtype: torch.dtype) -> None:
+    """A bias has experts chosen whose probabilities are too small for fp32."""
+    logits = torch.tensor([[0.0, -120.0, -110.0, -130.0]], dtype=dtype, device=device)
+    weights, ids = run(logits, 2, e_score_correction_bias=torch.tensor([-5.0, 0.0, 0.0, 0.0], device=device))
+    _properties.equal("another expert is chosen", ids, torch.tensor([[1, 2]], dtype=ids.dtype, device=device))
+    _properties.equal("a weight is not 0", weights, torch.zeros_like(weights))
 
 
 _properties.rows_are_independent(route, lambda run, x: run(x, 4)[0])
