@@ -75,10 +75,9 @@ def test_quantised_weights_serve_as_what_they_stand_for(
         assert schemes == {"none", *(f"{dtype} {group} by activations as they are" for group in groups)}
         with pytest.raises(Exception, match="packed this model's weights"):
             llm.collective_rpc("save_sharded_state", kwargs={"path": "unused"})
-        if name == "static, int8" or (name.startswith("gptq") and "has_g_idx" in MPLinearLayerConfig.__annotations__):
-            # vLLM counts the one scale of a fused layer's activations once for each part, and so did vLLM 0.26 with the
-            # groups of GPTQ's inputs. So when it loads weights again, it takes the layer for complete too early. What
-            # was not loaded until then is named as missing.
+        if name.startswith("gptq") and "has_g_idx" in MPLinearLayerConfig.__annotations__:
+            # vLLM 0.26 counts the groups of GPTQ's inputs once for each part of a fused layer. So when it loads weights
+            # again, it takes the layer for complete too early. What was not loaded until then is named as missing.
             return
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(checkpoints[name])})
         llm.reset_prefix_cache()
@@ -170,6 +169,7 @@ K_PROJ, O_PROJ = ("k_proj", r"qkv_proj\.{} \(k\)"), ("o_proj", r"o_proj\.{}")  #
         ("int8", "weight", K_PROJ),
         ("int8", "weight_scale", K_PROJ),
         ("static, int8", "weight_scale", K_PROJ),
+        ("static, int8", "input_scale", K_PROJ),
         ("awq", "qweight", K_PROJ),
         ("awq", "qzeros", O_PROJ),
         ("awq", "scales", K_PROJ),

@@ -11,6 +11,7 @@ import torch
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from vllm_opset.model.loading import check_blocks, check_experts, check_linear, watch
+from vllm_opset.platform.quantised_loading import keep_int8_scales_of_parts
 from vllm_opset.unsupported import Refusal
 
 LAYER = SimpleNamespace(prefix="layers.0.gate_up_proj")
@@ -106,6 +107,23 @@ def test_a_layer_for_which_no_loader_was_called_is_not_checked():
     layer = Linear()
     check_linear(layer)
     assert layer.weight_scale.isnan().all(), "which the kernel names if nothing else has filled it"
+
+
+def test_the_scale_of_int8_activations_is_kept_for_each_part(monkeypatch):
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w8a8_int8 as int8
+
+    of_vllm = int8.CompressedTensorsW8A8Int8
+    monkeypatch.setattr(of_vllm, "create_weights", of_vllm.create_weights)  # which is set back afterwards
+    monkeypatch.setattr(int8, "init_int8_linear_kernel", lambda **how: None)
+    monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr("vllm.model_executor.parameter.get_tensor_model_parallel_world_size", lambda: 1)
+    keep_int8_scales_of_parts()
+    layer, sizes = torch.nn.Module(), {"output_partition_sizes": [2, 2], "input_size_per_partition": 4}
+    loader = Mock()
+    of_vllm("tensor", True, True).create_weights(layer, **sizes, params_dtype=torch.float32, weight_loader=loader)
+    for shard, scale in enumerate((0.5, 0.25)):
+        layer.input_scale.load_merged_column_weight(loaded_weight=torch.tensor([scale]), shard_id=shard)
+    assert layer.input_scale.tolist() == [0.5, 0.25] and layer.input_scale.weight_loader is loader
 
 
 class Experts(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The patches that have vLLM say which tensor of a layer's quantised weights is missing or cannot be served."""
+"""The patches by which quantised weights are loaded whole: errors name what is missing or cannot be served."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -24,6 +24,7 @@ LINEAR_METHODS = (
     f"{COMPRESSED_TENSORS}.compressed_tensors.CompressedTensorsLinearMethod",
     f"{QUANTISATION}.auto_gptq.AutoGPTQLinearMethod",
 )
+INT8_LINEAR = f"{COMPRESSED_TENSORS}.schemes.compressed_tensors_w8a8_int8.CompressedTensorsW8A8Int8"
 EMBEDDING = f"{COMPRESSED_TENSORS}.compressed_tensors_embedding.CompressedTensorsEmbeddingWNA16Int"
 GPT_OSS = "vllm.model_executor.models.gpt_oss.GptOssModel"
 CHOICE = f"{COMPRESSED_TENSORS}.compressed_tensors.CompressedTensorsConfig"
@@ -144,6 +145,33 @@ def _watching_blocks(create: Callable[..., None]) -> Callable[..., None]:
             check_blocks(layer, block, output_partition_sizes, output_size)
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
         watching(self, layer, *sizes, *args, **kwargs)
+
+    return create_weights
+
+
+@patch(
+    has(f"{INT8_LINEAR}.create_weights"),
+    ends="vLLM keeps a scale of int8 activations for each part of a fused layer, as it does in fp8",
+    changes=(f"{INT8_LINEAR}.create_weights",),
+    worker=WITHOUT_KERNELS,
+)
+def keep_int8_scales_of_parts() -> None:
+    """Keep the scale of int8 activations that a checkpoint gives for each part of a fused layer, as vLLM does in fp8.
+
+    vLLM keeps one for all, which each part overwrites. When it loads weights again, it counts that one once for each
+    part. It then takes the layer for complete before the last tensor has come, and leaves that out.
+    """
+    wrap_once(find(INT8_LINEAR), "create_weights", _with_scales_of_parts)
+
+
+def _with_scales_of_parts(create: Callable[..., None]) -> Callable[..., None]:
+    from vllm.model_executor.parameter import PerTensorScaleParameter
+
+    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+        create(self, layer, *args, **kwargs)
+        if self.is_static_input_scheme:
+            of_parts = layer.input_scale.data.new_empty(len(layer.logical_widths))
+            layer.input_scale = PerTensorScaleParameter(data=of_parts, weight_loader=layer.input_scale.weight_loader)
 
     return create_weights
 
