@@ -1,7 +1,7 @@
 """The sampler for vLLM's second model runner, on a CPU: vLLM's own class around opset's draw.
 
-vLLM's buffers need a GPU, so they are replaced. vLLM's kernels that no request here needs are replaced too. The
-stand-ins fit the default release; `test_native_sampler.py` builds vLLM's whole sampler, on every release.
+vLLM's buffers need a GPU, so they are replaced. vLLM's kernels that no request here needs are replaced too.
+`test_native_sampler.py` builds vLLM's whole sampler.
 """
 
 import inspect
@@ -13,6 +13,8 @@ import torch
 
 from vllm_opset import ops, selection
 from vllm_opset.ops import _samples
+
+pytestmark = pytest.mark.window
 
 VOCABULARY = 331
 # Each request has its own place among those that vLLM reserves.
@@ -50,6 +52,10 @@ def sampler(monkeypatch):
         stock = Sampler.__new__(Sampler)
         names = ("penalties_state", "logit_bias_state", "bad_words_state", "thinking_budget_state")
         vars(stock).update({name: Idle() for name in names})
+        # vLLM 0.27 alone asks these which requests it processes.
+        nobody = np.zeros(PLACES, dtype=bool)
+        stock.logit_bias_state.use_logit_bias = stock.penalties_state.use_penalty = nobody
+        stock.bad_words_state.num_bad_words = SimpleNamespace(np=nobody)
         stock.sampling_states, stock.logits_processors = SamplingStates(PLACES, VOCABULARY), []
         stock.logprobs_mode, stock.use_flashinfer, stock.use_xpu_sampler = mode, False, False
         stock.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda places: 0)
