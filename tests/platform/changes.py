@@ -155,9 +155,10 @@ def load_plugin(platform: str) -> None:
 @contextlib.contextmanager
 def in_a_worker(platform: str) -> Iterator[None]:
     """Makes the changes of a worker that loads a model and warms up."""
-    from vllm_opset.platform import compat, second_runner
+    from vllm_opset.platform import compat, expert_loading, second_runner
 
     compat.forget_shared_layers()
+    expert_loading.check_shapes(types.SimpleNamespace(architectures=["GptOssForCausalLM"]))
     if platform in WITHOUT_KERNELS:
         from vllm_opset.model import experts
         from vllm_opset.platform.v1 import input_batch
@@ -171,7 +172,6 @@ def in_a_worker(platform: str) -> Iterator[None]:
             quantised_weights.register(types.SimpleNamespace(quantization="compressed-tensors", is_moe=True))
             if platform != "npu":  # which refuses gpt-oss with MXFP4 experts
                 quantised_weights.configure_mxfp4()
-                quantised_weights.register(types.SimpleNamespace(quantization=quantised_weights.GPT_OSS))
         if platform in ("cpu", "npu") and second_runner.replaces_triton_kernels():
             serve_with_second_runner(platform)
         if platform == "npu":

@@ -19,19 +19,12 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import F
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-    compressed_tensors_moe_w8a8_fp8,
-    compressed_tensors_moe_w8a8_int8,
-)
-from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
 from vllm_opset.model.experts import ExpertsMethod, MonolithicMethod, why_not
 from vllm_opset.model.mxfp4_experts import OpsetMxfp4ExpertsMethod
-from vllm_opset.model.quantised_experts import OpsetQuantisedExperts
+from vllm_opset.model.quantised_experts import FP8_METHODS, INT8_METHOD, OpsetQuantisedExperts
 from vllm_opset.unsupported import Refusal
 
-FP8_METHODS = (Fp8MoEMethod, compressed_tensors_moe_w8a8_fp8.CompressedTensorsW8A8Fp8MoEMethod)
-INT8_METHOD = compressed_tensors_moe_w8a8_int8.CompressedTensorsW8A8Int8MoEMethod
 # The routers that choose by the scores alone, as ops.route does.
 ROUTERS = (CustomRoutingRouter, FusedTopKBiasRouter, FusedTopKRouter, GroupedTopKRouter)
 # What FusedTopKBiasRouter chooses by beside the scores. Releases differ in what it has.

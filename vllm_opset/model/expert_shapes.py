@@ -1,13 +1,42 @@
 """The shapes that tensors of experts must have in a checkpoint, by config.json.
 
 vLLM's loader of experts takes tensors of other sizes too. It fills as much of the parameter as a small one covers, or
-repeats it. So `loading.watch` has the shapes checked first.
+repeats it. So `checked` compares the shapes first. gpt-oss has a loader of its own (`gpt_oss_shapes`).
 """
+
+import functools
+import inspect
+from collections.abc import Callable
 
 import torch
 
+from vllm_opset.model.experts import MonolithicMethod
+from vllm_opset.model.loading import naming, prefix_of
+from vllm_opset.model.quantised_experts import FP8_METHODS, INT8_METHOD
+
 PER_CHANNEL, BY_BLOCKS = "channel", "block"  # vLLM's names of granularities
 HALVES = ("w1", "w3")  # of the first weight
+# Methods of layers whose parameters are all as `check_shape` takes them: opset's own, and those that opset serves.
+KNOWN = (MonolithicMethod, *FP8_METHODS, INT8_METHOD)
+
+
+def checked(load: Callable) -> Callable:
+    """vLLM's loader of a tensor of experts, `RoutedExperts.weight_loader`, with a check of its shape.
+
+    It then raises Misfit, with the name of the tensor and the first error, for one that it cannot load.
+    """
+    signature = inspect.signature(load)
+
+    @functools.wraps(load)
+    def weight_loader(self, *args, **kwargs):
+        given = signature.bind(self, *args, **kwargs).arguments
+        parameter, stored, shard = given["param"], given["loaded_weight"], given["shard_id"]
+        name = given["weight_name"].rpartition(".")[2]
+        with naming(f"{prefix_of(self)}.{name}", (shard, given["expert_id"]), parameter, stored):
+            check_shape(self, name, parameter, stored, shard)
+            return load(self, *args, **kwargs)
+
+    return weight_loader
 
 
 def check_shape(
@@ -23,11 +52,23 @@ def check_shape(
     is_bias = name.endswith("bias")
     if shard not in (*HALVES, "w2") or parameter.ndim != (2 if is_bias else 3):
         return
+    if not (isinstance(layer.quant_method, KNOWN) or _is_stored_as_it_is(layer, name, parameter)):
+        return
     shape = _of_expert(layer, name, parameter, shard, is_bias)
     if stored.ndim == 3:
         shape = [len(parameter), *shape]
     if list(stored.shape) != shape:
         raise ValueError(f"config.json asks for {shape}, in all workers")
+
+
+def _is_stored_as_it_is(layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> bool:
+    """Whether a parameter has a number for each one of the weight or the bias, in the same order."""
+    moe = layer.moe_config
+    width, hidden_size = moe.intermediate_size_per_partition, moe.hidden_dim
+    rows = (2 if moe.is_act_and_mul else 1) * width
+    shapes = {"w13_weight": (rows, hidden_size), "w2_weight": (hidden_size, width)}
+    shapes |= {"w13_bias": (rows,), "w2_bias": (hidden_size,)}
+    return tuple(parameter.shape[1:]) == shapes.get(name)
 
 
 def _of_expert(layer: torch.nn.Module, name: str, parameter: torch.Tensor, shard: str, is_bias: bool) -> list[int]:
@@ -36,9 +77,14 @@ def _of_expert(layer: torch.nn.Module, name: str, parameter: torch.Tensor, shard
     outputs = int(getattr(parameter, "is_transposed", False) and not is_bias)
     if shard in HALVES and moe.is_act_and_mul:
         sizes[outputs] //= 2
+    # Of the two dimensions, tensor-parallel workers share one. Both may be padded in the parameter.
+    inner = outputs if shard in HALVES else 1 - outputs
     if shard in HALVES or not (is_bias or granularity == PER_CHANNEL):
-        shared = outputs if shard in HALVES else 1 - outputs  # the dimension that tensor-parallel workers share
-        sizes[shared] = sizes[shared] * moe.intermediate_size // moe.intermediate_size_per_partition
+        width = moe.intermediate_size_per_partition_unpadded * moe.tp_size
+        sizes[inner] = -(-sizes[inner] * width // moe.intermediate_size_per_partition)
+    if not (shard in HALVES and (is_bias or granularity == PER_CHANNEL)):
+        hidden = 0 if is_bias else 1 - inner
+        sizes[hidden] = -(-sizes[hidden] * moe.hidden_dim_unpadded // moe.hidden_dim)
     if granularity == BY_BLOCKS:
         finer = getattr(layer.quant_method, "weight_scale_refine", None) or (1, 1)  # than the blocks of the checkpoint
         sizes = [-(-size // times) for size, times in zip(sizes, finer, strict=True)]

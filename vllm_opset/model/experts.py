@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 
 from vllm_opset import ops, selection
 from vllm_opset.model.layers import Kernels
+from vllm_opset.model.loading import check_experts, watch
 from vllm_opset.model.reloading import refilled
 from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_expert_map, sizes_of
@@ -189,7 +190,13 @@ class MonolithicMethod:
 class ExpertsMethod(MonolithicMethod, UnquantizedFusedMoEMethod):
     """The method of one layer's experts. The weights stay as they are, and are looked up at every call."""
 
+    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+        super().create_weights(layer, *args, **kwargs)
+        watch(layer)
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Raises ValueError, with its name, for a tensor that the checkpoint lacks."""
+        check_experts(layer)
         super().process_weights_after_loading(layer)
         self.choose(layer)
 

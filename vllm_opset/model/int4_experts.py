@@ -12,7 +12,6 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExper
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.utils import set_weight_attrs
 
-from vllm_opset.model.expert_shapes import check_shape
 from vllm_opset.model.experts import Experts, MonolithicMethod, experts_of
 from vllm_opset.model.int4_linear import nibbles, nibbles_of_awq
 from vllm_opset.model.loading import check_columns, check_experts, watch
@@ -80,7 +79,7 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
                 parameter = torch.nn.Parameter(data, requires_grad=False)
                 layer.register_parameter(f"{weight}_{name}", parameter)
                 set_weight_attrs(parameter, attributes)
-        watch(layer, check_shape)
+        watch(layer)
 
     @property
     def multiple(self) -> int:

@@ -9,6 +9,7 @@ with `--load-format dummy`. For a layer that the checkpoint lacks as a whole, sc
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MethodType
 
 import torch
@@ -18,13 +19,15 @@ from vllm_opset.unsupported import Refusal
 # A part of a fused layer by vLLM's name of it, and the expert that it belongs to. None stands for all.
 Part = tuple[int | str | None, int | None]
 ALL: Part = (None, None)
-# Takes a layer, the name of a parameter, the parameter, the tensor of the checkpoint and the shard that it is.
-CheckShape = Callable[[torch.nn.Module, str, torch.Tensor, torch.Tensor, int | str | None], None]
 # vLLM's names of weights and zero points. GPTQ's `qzeros` are ignored: opset serves symmetric GPTQ alone.
 VALUES = ("weight", "qweight", "weight_packed", "weight_zero_point")
 AWQ_VALUES = ("qweight", "qzeros")
 MOST = 8  # of missing parts that an error names
 NOTED = "opset_loaded"  # the attribute of a loader with the parts that it has loaded since they were last checked
+
+
+class Misfit(ValueError):
+    """A tensor cannot be loaded. The message names it."""
 
 
 def prefix_of(layer: torch.nn.Module) -> str:
@@ -64,29 +67,27 @@ def check_columns(weights: str, columns: int, multiple: int) -> None:
         )
 
 
-def watch(layer: torch.nn.Module, check_shape: CheckShape | None = None) -> None:
+def watch(layer: torch.nn.Module) -> None:
     """Mark the scales of a layer whose parameters were just created, and have loaders name and note what they load.
 
-    A loader then raises ValueError, with the name of the tensor and the first error, for one that it cannot load.
-
-    check_shape: called before a tensor is loaded, where vLLM's loader takes other shapes. It raises ValueError.
+    A loader then raises Misfit, with the name of the tensor and the first error, for one that it cannot load.
     """
     for name, parameter in layer.named_parameters(recurse=False):
         if "scale" in name and parameter.is_floating_point():
             parameter.data.fill_(torch.nan)
         load = getattr(parameter, "weight_loader", None)
         if load is not None:
-            parameter.weight_loader = _watched(load, prefix_of(layer), name, check_shape)
+            parameter.weight_loader = _watched(load, prefix_of(layer), name)
 
 
-def _watched(load: Callable, prefix: str, name: str, check_shape: CheckShape | None) -> Callable:
+def _watched(load: Callable, prefix: str, name: str) -> Callable:
     """The loader with its errors named and its parts noted. A bound method stays one.
 
     vLLM keeps loaders for a later reload. It can cut the layer off bound methods alone (`sanitize_layer_refs`). With
     another reference to it, the layer would never be freed.
     """
     if inspect.ismethod(load):
-        return MethodType(_watched(load.__func__, prefix, name, check_shape), load.__self__)
+        return MethodType(_watched(load.__func__, prefix, name), load.__self__)
     signature, noted = inspect.signature(load), set()
 
     @functools.wraps(load)
@@ -94,23 +95,31 @@ def _watched(load: Callable, prefix: str, name: str, check_shape: CheckShape | N
         given = signature.bind(*args, **kwargs).arguments
         parameter, loaded, *_ = (one for one in given.values() if isinstance(one, torch.Tensor))
         shard, expert = _part(given)
-        try:
-            if check_shape is not None:
-                check_shape(given["self"], name, parameter, loaded, shard)
+        with naming(f"{prefix}.{name}", (shard, expert), parameter, loaded):
             result = load(*args, **kwargs)
-        except torch.OutOfMemoryError:  # a RuntimeError, and no fault of the tensor
-            raise
-        except (AssertionError, IndexError, RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"{prefix}.{name}{_said([(shard, expert)])} cannot be loaded: {list(loaded.shape)} in the checkpoint, "
-                f"into {list(parameter.shape)} (all parts, in this worker): {error!r}"
-            ) from error
         shards = shard if isinstance(shard, tuple) else (shard,)
         noted.update((one, None if loaded.ndim == 3 else expert) for one in shards)
         return result
 
     setattr(watched, NOTED, noted)
     return watched
+
+
+@contextmanager
+def naming(name: str, part: Part, parameter: torch.Tensor, stored: torch.Tensor) -> Iterator[None]:
+    """Within this context, an error of a loader becomes Misfit. Its message names the tensor and quotes the error.
+
+    name: that of the parameter, in its model. part: what the tensor is of it. stored: the tensor of the checkpoint.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, Misfit):  # the first is a RuntimeError, and no fault of the tensor
+        raise
+    except (AssertionError, IndexError, RuntimeError, ValueError) as error:
+        raise Misfit(
+            f"{name}{_said([part])} cannot be loaded: {list(stored.shape)} in the checkpoint, into "
+            f"{list(parameter.shape)} (all parts, in this worker): {error!r}"
+        ) from error
 
 
 def _part(given: Mapping) -> Part:

@@ -5,10 +5,6 @@ the experts another one. On stock vLLM, they get it by `replaced_methods`. vLLM 
 the experts is unquantised.
 """
 
-import math
-import re
-from collections.abc import Iterable, Iterator
-
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
@@ -26,9 +22,8 @@ STORED = {
     for weight, of_checkpoint in (("w13", "gate_up_proj"), ("w2", "down_proj"))
     for parameter, kind in (("weight", "blocks"), ("weight_scale", "scales"), ("bias", "bias"))
 }
+UNQUANTISED = {name: stored.removesuffix("_blocks") for name, stored in STORED.items()}  # those of unquantised ones
 SCALES = ("w13_weight_scale", "w2_weight_scale")
-# A tensor's name in vLLM's model: its layer, its expert if it is that of a single one, and its parameter.
-TENSOR = re.compile(r"(.+\.experts)(?:\.routed_experts)?(?:\.(\d+))?\.(\w+)")
 
 
 class OpsetMxfp4ExpertsMethod(MonolithicMethod, GptOssMxfp4MoEMethod):
@@ -57,15 +52,6 @@ class OpsetMxfp4ExpertsMethod(MonolithicMethod, GptOssMxfp4MoEMethod):
             for name in SCALES:
                 getattr(layer, name).data.fill_(NO_SCALE)  # stays where the checkpoint lacks one
 
-    def stored_shape(self, layer: RoutedExperts, name: str) -> tuple[int, ...]:
-        """The shape of a tensor in the checkpoint, which has all experts. name: that of its parameter."""
-        weight, _, kind = name.partition("_")
-        width = self.moe.intermediate_size
-        rows, columns = (2 * width, self.hidden_size) if weight == "w13" else (self.hidden_size, width)
-        groups = columns // self.multiple
-        of_a_row = {"weight": (groups, self.multiple // 2), "weight_scale": (groups,), "bias": ()}[kind]
-        return layer.global_num_experts, rows, *of_a_row
-
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Raise ValueError, with its name, for a tensor that the checkpoint lacks.
 
@@ -73,14 +59,14 @@ class OpsetMxfp4ExpertsMethod(MonolithicMethod, GptOssMxfp4MoEMethod):
         """
         for name, parts in taken(layer).items():
             if not parts:
-                raise ValueError(f"{_named(layer, name)} is missing in the checkpoint")
+                raise ValueError(f"{named(layer, name)} is missing in the checkpoint")
 
     def bind(self, layer: RoutedExperts) -> None:
         """Choose the kernels and prepare the weights. Raises ValueError for a damaged scale, by its name."""
         for name in SCALES:
             weight, scale = getattr(layer, name.removesuffix("_scale")), getattr(layer, name)
             numbers = scale.data.view(torch.float8_e8m0fnu).float()
-            check_scale(_named(layer, name), numbers, values_shape(weight), MXFP4.group)
+            check_scale(named(layer, name), numbers, values_shape(weight), MXFP4.group)
         for bias in (layer.w13_bias, layer.w2_bias):
             bias.data = bias.data.to(self.moe.in_dtype)
         scales = {"w1_scale": layer.w13_weight_scale.data, "w2_scale": layer.w2_weight_scale.data}
@@ -105,36 +91,7 @@ class OpsetMxfp4Config(GptOssMxfp4Config):
         return super().get_quant_method(layer, prefix)
 
 
-def checked(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that vLLM is about to load into gpt-oss. Those of MXFP4 experts have the shapes of config.json.
-
-    Raises ValueError, with its name, for a tensor that has not.
-    """
-    layers = {
-        name.removesuffix(".routed_experts"): layer
-        for name, layer in model.named_modules()
-        if isinstance(getattr(layer, "quant_method", None), OpsetMxfp4ExpertsMethod)
-    }
-    for name, tensor in weights:
-        found = TENSOR.fullmatch(name)
-        if found and found[1] in layers and found[3] in STORED:
-            _check_shape(layers[found[1]], found[3], tensor, found[2])
-        yield name, tensor
-
-
-def _check_shape(layer: RoutedExperts, name: str, tensor: torch.Tensor, expert: str | None) -> None:
-    """vLLM flattens the groups of a row of blocks, so these may have any number of dimensions."""
-    expected, rows = layer.quant_method.stored_shape(layer, name), 2
-    if expert is not None:
-        expected, rows = expected[1:], 1
-    found, wanted = ((*shape[:rows], math.prod(shape[rows:])) for shape in (tensor.shape, expected))
-    if found != wanted:
-        of_expert = "" if expert is None else f" of expert {expert}"
-        raise ValueError(
-            f"{_named(layer, name)}{of_expert} cannot be loaded: {list(tensor.shape)} in the checkpoint, and "
-            f"config.json asks for {list(expected)}"
-        )
-
-
-def _named(layer: RoutedExperts, name: str) -> str:
-    return f"{layer.layer_name}.{name} ({STORED[name]} in the checkpoint)"
+def named(layer: RoutedExperts, name: str) -> str:
+    """A tensor of a layer, by the name of its parameter, and by that in the checkpoint."""
+    stored = STORED[name] if isinstance(layer.quant_method, OpsetMxfp4ExpertsMethod) else UNQUANTISED[name]
+    return f"{layer.layer_name}.{name} ({stored} in the checkpoint)"

@@ -10,6 +10,11 @@ from collections.abc import Iterator
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_fp8,
+    compressed_tensors_moe_w8a8_int8,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
 from vllm_opset.model.experts import Experts, experts_of
 from vllm_opset.model.fp8_linear import SCALES
@@ -17,6 +22,9 @@ from vllm_opset.model.mxfp4_experts import OpsetMxfp4ExpertsMethod
 from vllm_opset.model.scaled_linear import activation
 from vllm_opset.ops.schemes import PER_ROW, PER_TENSOR, GroupShape, Quantised, Scheme, check_scale
 
+# vLLM's methods that load such weights.
+FP8_METHODS = (Fp8MoEMethod, compressed_tensors_moe_w8a8_fp8.CompressedTensorsW8A8Fp8MoEMethod)
+INT8_METHOD = compressed_tensors_moe_w8a8_int8.CompressedTensorsW8A8Int8MoEMethod
 # The weights that vLLM names after the products, by its names of what they multiply.
 WEIGHTS = {"a1": "w13", "a2": "w2"}
 

@@ -1,6 +1,13 @@
 """All bridges: vLLM's hooks, the patches, and the differences between releases that need no patch."""
 
-from vllm_opset.platform import compat, model_settings, quantised_layers, quantised_loading, second_runner
+from vllm_opset.platform import (
+    compat,
+    expert_loading,
+    model_settings,
+    quantised_layers,
+    quantised_loading,
+    second_runner,
+)
 from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, Bridge, has, lacks, takes, uses
 from vllm_opset.platform.v1 import bridges as first
 
@@ -103,13 +110,9 @@ HOOKS = (
     ),
 )
 
+PATCHING = compat, model_settings, second_runner, quantised_layers, quantised_loading, expert_loading, *first.PATCHED
 PATCHES = (
-    *(
-        value.bridge
-        for module in (compat, model_settings, second_runner, quantised_layers, quantised_loading, *first.PATCHED)
-        for value in vars(module).values()
-        if hasattr(value, "bridge")
-    ),
+    *(value.bridge for module in PATCHING for value in vars(module).values() if hasattr(value, "bridge")),
     # Its code is with Triton's kernels, which import nothing of this folder.
     Bridge(
         "precompile",

@@ -1,12 +1,11 @@
 """The patches by which quantised weights are loaded whole: errors name what is missing or cannot be served."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
-from vllm_opset.model.expert_shapes import check_shape
-from vllm_opset.model.loading import AWQ_VALUES, CheckShape, check_blocks, check_experts, check_linear, watch
+from vllm_opset.model.loading import AWQ_VALUES, check_blocks, check_experts, check_linear, watch
 from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, wrap_once
 from vllm_opset.platform.quantised_layers import QUANTISATION
 from vllm_opset.unsupported import Refusal
@@ -26,39 +25,34 @@ LINEAR_METHODS = (
 )
 INT8_LINEAR = f"{COMPRESSED_TENSORS}.schemes.compressed_tensors_w8a8_int8.CompressedTensorsW8A8Int8"
 EMBEDDING = f"{COMPRESSED_TENSORS}.compressed_tensors_embedding.CompressedTensorsEmbeddingWNA16Int"
-GPT_OSS = "vllm.model_executor.models.gpt_oss.GptOssModel"
 CHOICE = f"{COMPRESSED_TENSORS}.compressed_tensors.CompressedTensorsConfig"
 
 
 @patch(
     lambda: all(has(f"{method}.{name}")() for method in EXPERTS_METHODS for name in STEPS_OF_LOADING),
-    ends="vLLM raises for weights that a checkpoint lacks, and names those that do not fit",
+    ends="vLLM raises for weights that a checkpoint lacks",
     changes=tuple(f"{method}.{name}" for method in EXPERTS_METHODS for name in STEPS_OF_LOADING),
     worker=WITHOUT_KERNELS,
 )
 def check_weights_of_experts() -> None:
-    """Raise an error with a name for a tensor of fp8 or int8 experts that is missing, or whose shape does not fit.
+    """Raise an error with a name for a tensor of fp8 or int8 experts that is missing.
 
-    vLLM does not notice a missing one, because a parameter holds the weights of all experts. It takes one that is too
-    small, and leaves the rest of the parameter as it was. The engine then answers with wrong tokens. For one that is
-    too large, vLLM raises an error without a name.
+    vLLM does not notice it, because a parameter holds the weights of all experts. The engine then answers with wrong
+    tokens.
     """
     for method in map(find, EXPERTS_METHODS):
-        wrap_once(method, "create_weights", _watching(check_shape))
+        wrap_once(method, "create_weights", _watching)
         wrap_once(method, "process_weights_after_loading", _after(check_experts))
 
 
-def _watching(check_shape: CheckShape | None = None) -> Callable[[Callable], Callable]:
+def _watching(create: Callable[..., None]) -> Callable[..., None]:
     """Has `create_weights` watch what is loaded into the layer."""
 
-    def around(create: Callable[..., None]) -> Callable[..., None]:
-        def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
-            create(self, layer, *args, **kwargs)
-            watch(layer, check_shape)
+    def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+        create(self, layer, *args, **kwargs)
+        watch(layer)
 
-        return create_weights
-
-    return around
+    return create_weights
 
 
 def _after(check: Callable[[torch.nn.Module], None]) -> Callable[[Callable], Callable]:
@@ -72,31 +66,6 @@ def _after(check: Callable[[torch.nn.Module], None]) -> Callable[[Callable], Cal
         return process_weights_after_loading
 
     return around
-
-
-@patch(
-    has(f"{GPT_OSS}.load_weights"),
-    ends="vLLM raises for weights of MXFP4 experts that do not fit, and names them",
-    changes=(f"{GPT_OSS}.load_weights",),
-    worker=("cpu", "cuda", "native"),
-)
-def check_weights_of_mxfp4_experts() -> None:
-    """Raise an error with a name for a tensor of gpt-oss's MXFP4 experts whose shape does not fit.
-
-    vLLM cuts the part of a worker out of a tensor of any size. Its loader then fills as much of the parameter as this
-    part covers, or repeats it. The engine then answers with wrong tokens. Other shapes end in an error without a name.
-    """
-    wrap_once(find(GPT_OSS), "load_weights", _checking_mxfp4)
-
-
-def _checking_mxfp4(load: Callable) -> Callable:
-    # Imported late: vLLM's module of experts imports thousands of others.
-    from vllm_opset.model.mxfp4_experts import checked
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        return load(self, checked(self, weights))
-
-    return load_weights
 
 
 @patch(
@@ -120,7 +89,7 @@ def check_weights_of_linear_layers(awq: type) -> None:
 
     Parameters: awq is opset's subclass of vLLM's method for AWQ, whose weights are checked alike.
     """
-    wrap_once(awq, "create_weights", _watching())
+    wrap_once(awq, "create_weights", _watching)
     wrap_once(awq, "process_weights_after_loading", _after(functools.partial(check_linear, names=AWQ_VALUES)))
     for method in map(find, LINEAR_METHODS):
         wrap_once(method, "create_weights", _watching_blocks)
@@ -128,7 +97,7 @@ def check_weights_of_linear_layers(awq: type) -> None:
 
 
 def _watching_blocks(create: Callable[..., None]) -> Callable[..., None]:
-    watching = _watching()(create)
+    watching = _watching(create)
 
     def create_weights(
         self,

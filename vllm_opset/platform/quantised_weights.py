@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_opset.platform import int4_weights, quantised_layers, quantised_loading
+from vllm_opset.platform import expert_loading, int4_weights, quantised_layers, quantised_loading
 from vllm_opset.platform.refusals import Refusal, Rule, of_model
 
 if TYPE_CHECKING:
@@ -165,8 +165,7 @@ def rule(feature: str, cure: str, named: Callable[["ModelConfig"], Iterator[str]
 
 def _quantises_gpt_oss(model: "ModelConfig") -> bool:
     """Whether vLLM is to quantise gpt-oss, or a model that is loaded as it is, while it loads unquantised weights."""
-    is_loaded_so = any(name.startswith(("GptOss", "OpenAIPrivacyFilter")) for name in model.architectures)
-    return is_loaded_so and model.quantization == "fp8" and not _checkpoint(model)
+    return expert_loading.is_loaded_as_gpt_oss(model) and model.quantization == "fp8" and not _checkpoint(model)
 
 
 FP8_OF_GPT_OSS = Rule(
@@ -190,10 +189,7 @@ def verify(method: str, where: str) -> None:
 
 def register(model: "ModelConfig") -> None:
     """Let vLLM give its layers with quantised weights opset's kernels, before a model with such weights is built."""
-    if model.quantization is None:
-        return
-    if model.quantization == GPT_OSS:  # its configuration has its own experts
-        quantised_loading.check_weights_of_mxfp4_experts()
+    if model.quantization in (None, GPT_OSS):  # the configuration of gpt-oss has its own experts
         return
     _register_linear()
     if model.is_moe:
@@ -251,8 +247,6 @@ def replaced_expert_methods(config: "VllmConfig") -> Iterator[None]:
 
     from vllm_opset.model.replaced_methods import replaced
 
-    if config.model_config.quantization == GPT_OSS:
-        quantised_loading.check_weights_of_mxfp4_experts()
     of_vllm = RoutedExperts._get_quant_method
     quantised_layers.replace_expert_methods(lambda layer, *args: replaced(layer, of_vllm(layer, *args)))
     try:

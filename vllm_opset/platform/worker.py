@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_opset.model import layers
-from vllm_opset.platform import compat, model_settings
+from vllm_opset.platform import compat, expert_loading, model_settings
 from vllm_opset.platform.packing import PackingWorker
 from vllm_opset.platform.report import Reporting
 
@@ -27,6 +27,7 @@ class OpsetWorker(Reporting, PackingWorker):
             from vllm_opset.model import experts
 
             experts.register()
+            expert_loading.check_shapes(self.model_config)
         super().load_model(**kwargs)
         self.bind_quantised_experts()
         with set_current_vllm_config(self.vllm_config):

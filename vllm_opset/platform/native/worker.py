@@ -11,7 +11,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from vllm_opset.kernels.triton._constants import assume_unchanged
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import fusion, layers, linear, registration
-from vllm_opset.platform import compat, compile_cache, model_settings, quantised_weights, refusals
+from vllm_opset.platform import compat, compile_cache, expert_loading, model_settings, quantised_weights, refusals
 from vllm_opset.platform.cuda import device, warm_up
 from vllm_opset.platform.cuda.starting import Starting
 from vllm_opset.platform.native import parts
@@ -29,6 +29,8 @@ class OpsetNativeWorker(Starting, PackingWorker):
     def load_model(self, **kwargs) -> None:
         compat.forget_shared_layers()
         model_settings.take_back()  # vLLM copies the configuration for a draft model
+        if "moe" in self.parts:
+            expert_loading.check_shapes(self.model_config)
         with ExitStack() as building:
             if "sampler" in self.parts and self.will_draw():
                 building.enter_context(warm_up.draws_meanwhile(self))

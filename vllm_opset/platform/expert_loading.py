@@ -1,0 +1,69 @@
+"""The patches that have vLLM name a tensor of experts whose shape is not that of config.json."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_opset.platform.bridges import EVERY, find, has, patch, wrap_once
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+ROUTED_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts"
+GPT_OSS = "vllm.model_executor.models.gpt_oss.GptOssModel"
+
+
+def check_shapes(model: "ModelConfig") -> None:
+    """Have the shapes of experts' tensors checked, before a model with experts is built."""
+    check_shapes_of_experts()
+    if is_loaded_as_gpt_oss(model):
+        check_shapes_of_gpt_oss()
+
+
+def is_loaded_as_gpt_oss(model: "ModelConfig") -> bool:
+    """Whether a model is gpt-oss, or one that is loaded as it is."""
+    return any(name.startswith(("GptOss", "OpenAIPrivacyFilter")) for name in model.architectures)
+
+
+@patch(
+    has(f"{ROUTED_EXPERTS}.weight_loader"),
+    ends="vLLM raises for weights of experts that do not fit, and names them",
+    changes=(f"{ROUTED_EXPERTS}.weight_loader",),
+    worker=EVERY,
+)
+def check_shapes_of_experts() -> None:
+    """Raise an error with a name for a tensor of experts whose shape does not fit.
+
+    vLLM takes one that is too small, and leaves the rest of the parameter as it was. With tensor parallelism, it may
+    also take one that is too large. The engine then answers with wrong tokens. For other shapes, vLLM raises an error
+    without a name.
+    """
+    # Imported late: vLLM's module of experts imports thousands of others.
+    from vllm_opset.model.expert_shapes import checked
+
+    wrap_once(find(ROUTED_EXPERTS), "weight_loader", checked)
+
+
+@patch(
+    has(f"{GPT_OSS}.load_weights"),
+    ends="vLLM raises for weights of gpt-oss's experts that do not fit, and names them",
+    changes=(f"{GPT_OSS}.load_weights",),
+    worker=EVERY,
+)
+def check_shapes_of_gpt_oss() -> None:
+    """Raise an error with a name for a tensor of gpt-oss's experts whose shape does not fit.
+
+    vLLM cuts the part of a worker out of a tensor of any size. It then fills as much of the parameter as this part
+    covers, or repeats it. The engine then answers with wrong tokens. Other shapes end in an error without a name.
+    """
+    wrap_once(find(GPT_OSS), "load_weights", _checking_gpt_oss)
+
+
+def _checking_gpt_oss(load: Callable) -> Callable:
+    from vllm_opset.model.gpt_oss_shapes import checked
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return load(self, checked(self, weights))
+
+    return load_weights
