@@ -119,9 +119,9 @@ class Configuration(SimpleNamespace):
     """What `runners` reads of vLLM's configuration."""
 
 
-def served(second: bool = True, ends: object = None) -> Configuration:
+def served(second: bool = True, ends: object = None, drafts: object = None) -> Configuration:
     model = SimpleNamespace(try_get_generation_config=lambda: {} if ends is None else {"eos_token_id": ends})
-    config = Configuration(use_v2_model_runner=second, model_config=model)
+    config = Configuration(use_v2_model_runner=second, model_config=model, speculative_config=drafts)
     runners.remember(config)
     return config
 
@@ -185,6 +185,20 @@ def test_a_seed_may_be_any_integer_that_fits():
     with pytest.raises(VLLMValidationError, match="has seed=-9223372036854775809"):
         OpsetPlatform.validate_request({}, parameters({"seed": -(2**63) - 1}))
     assert config.use_v2_model_runner
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_log_probabilities_of_given_tokens_are_refused_where_tokens_are_drafted(second):
+    asked = parameters({"logprob_token_ids": [5, 6]})
+    without = served(second)
+    OpsetPlatform.validate_request({}, asked)
+    drafting = served(second, drafts="ngram")
+    OpsetPlatform.validate_request({}, parameters({"logprobs": 2}))
+    with pytest.raises(VLLMValidationError, match=r"has logprob_token_ids, .* ask for logprobs, or start"):
+        OpsetPlatform.validate_request({}, asked)
+    del drafting  # the engine has ended
+    OpsetPlatform.validate_request({}, asked)
+    assert without.speculative_config is None
 
 
 class Tokenizer:

@@ -115,6 +115,7 @@ class OpsetPlatform(Platform):
         if isinstance(params, SamplingParams):
             runners.check_integers(params)
             runners.check_request(params)
+            runners.check_scores(params)
 
     # vLLM calls the next two if users ask for the feature. vLLM would then refuse it in its own words.
 

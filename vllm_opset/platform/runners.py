@@ -18,6 +18,8 @@ MOST_TOKENS = 2**30
 # Each living configuration of this process under which the second runner serves, and the tokens that end an answer of
 # its model. vLLM adds them to a request's stop tokens.
 _served: list[tuple[weakref.ref, frozenset[int]]] = []
+# Each living configuration of this process under which tokens are drafted.
+_drafting: list[weakref.ref] = []
 
 
 def which(config: "VllmConfig", why_no_second: str | None) -> str:
@@ -35,8 +37,11 @@ def which(config: "VllmConfig", why_no_second: str | None) -> str:
 
 
 def remember(config: "VllmConfig") -> None:
-    """Note what `check_request` needs to know of a configuration. vLLM does not tell it a request's engine."""
+    """Note what the checks of requests need to know of a configuration. vLLM does not tell them a request's engine."""
     _served[:] = [(other, ends) for other, ends in _served if other() is not None]
+    _drafting[:] = [other for other in _drafting if other() is not None]
+    if config.speculative_config is not None:
+        _drafting.append(weakref.ref(config))
     if config.use_v2_model_runner and config.model_config is not None:
         ends = config.model_config.try_get_generation_config().get("eos_token_id") or []
         _served.append((weakref.ref(config), frozenset([ends] if isinstance(ends, int) else ends)))
@@ -85,6 +90,20 @@ def check_request(params: "SamplingParams") -> None:
         ("tokens in allowed_token_ids", len(params.allowed_token_ids or ()), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
         ("tokens in logit_bias", len(params.logit_bias or ()), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
     )
+
+
+def check_scores(params: "SamplingParams") -> None:
+    """Raise VLLMValidationError, an HTTP 400, for log-probabilities of given tokens where tokens are drafted.
+
+    Both runners of vLLM would leave them out of each step with drafts, without a word.
+    """
+    if params.logprob_token_ids and any(config() is not None for config in _drafting):
+        from vllm.exceptions import VLLMValidationError
+
+        raise VLLMValidationError(
+            "A request has logprob_token_ids, and vLLM gives no log-probabilities of given tokens where tokens are "
+            "drafted: ask for logprobs, or start the server without --speculative-config."
+        )
 
 
 def check_bad_words(params: "SamplingParams") -> None:
