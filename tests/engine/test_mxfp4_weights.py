@@ -1,6 +1,7 @@
 """gpt-oss with MXFP4 experts gives transformers' tokens for the weights that they stand for."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import models
@@ -10,6 +11,8 @@ import torch
 from engines import chosen, generate, report, tokens
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+
+from vllm_opset.platform import expert_loading
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
 PROMPTS = models.prompts((1, 7, 16, 40, 77))
@@ -35,7 +38,8 @@ def test_packed_weights_give_the_tokens_of_transformers(checkpoint, engine):
         (row,) = (row for row in report(llm) if row["op"] == "fused_experts")
         assert row["calls"] and row["kernel"] != "reference"
         assert "float4_e2m1fn_x2 1x32 by activations as they are" in row["problem"]
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        with pytest.raises(Exception, match="keep the old sinks") if expert_loading.copies_sinks() else nullcontext():
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
         llm.reset_prefix_cache()
         assert_right(llm, reference, expected)
 

@@ -1,8 +1,9 @@
-"""Experts of an unquantised checkpoint that are not as large as config.json says are named, and nothing is served."""
+"""Unquantised experts that are not as large as config.json says are named, and no part of gpt-oss is loaded again."""
 
 import models
 import pytest
 import torch
+from engines import generate, tokens
 from quantised_answers import damaged
 
 pytestmark = [pytest.mark.engine, pytest.mark.window]
@@ -50,3 +51,21 @@ def test_a_tensor_of_another_size_is_named(model, arguments, tensor, resize, dim
     folder = damaged(tmp_path / "right", change, f"model.layers.1.{tensor}", tmp_path / "damaged")
     with pytest.raises(Exception, match=said), engine(folder, **arguments):
         pass
+
+
+def test_gpt_oss_is_not_loaded_again_in_part(engine, tmp_path):
+    """vLLM would load everything but the experts, without an error."""
+    for seed in (0, 1):
+        models.build("gpt_oss", tmp_path / str(seed), seed)
+    with engine(tmp_path / "0") as llm:
+        before = tokens(generate(llm, models.prompts()))
+        for method, arguments in (
+            ("reload_weights", {"weights_path": str(tmp_path / "1")}),
+            ("start_weight_update", {}),
+        ):
+            with pytest.raises(
+                Exception, match=r"not support loading gpt-oss's weights again, .* old experts.*: start"
+            ):
+                llm.collective_rpc(method, kwargs=arguments)
+        llm.reset_prefix_cache()
+        assert tokens(generate(llm, models.prompts())) == before

@@ -158,7 +158,7 @@ def test_fp8_weights_that_vllm_loads_again_get_the_memory_of_those_before(reload
     monkeypatch.setattr(Worker, reload, lambda self: load_again(made), raising=False)
     worker = PackingWorker.__new__(PackingWorker)
     worker.model_runner = types.SimpleNamespace(get_model=lambda: model)
-    worker.model_config = types.SimpleNamespace(is_moe=True, quantization="fp8")
+    worker.model_config = types.SimpleNamespace(is_moe=True, quantization="fp8", architectures=["Qwen3MoeForCausalLM"])
     getattr(worker, reload)()
     assert made._quant_method.moe_kernel is not kernel and read_by(layer) == read
     assert_computes(made, dequantised(layer, "w13"), dequantised(layer, "w2"))

@@ -1,17 +1,20 @@
-"""The patches that have vLLM name a tensor of experts whose shape is not that of config.json."""
+"""The patches that have vLLM name a tensor of experts that does not fit, and the refusal to load gpt-oss again."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_opset.platform.bridges import EVERY, find, has, patch, wrap_once
+from vllm_opset.platform.bridges import EVERY, find, has, patch, uses, wrap_once
+from vllm_opset.unsupported import Refusal
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 ROUTED_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts"
 GPT_OSS = "vllm.model_executor.models.gpt_oss.GptOssModel"
+# Whether vLLM copies gpt-oss's sinks past their loaders, as it copies unquantised experts (up to 0.32).
+copies_sinks = uses(f"{GPT_OSS}._load_weights_mxfp4", "sinks")
 
 
 def check_shapes(model: "ModelConfig") -> None:
@@ -24,6 +27,22 @@ def check_shapes(model: "ModelConfig") -> None:
 def is_loaded_as_gpt_oss(model: "ModelConfig") -> bool:
     """Whether a model is gpt-oss, or one that is loaded as it is."""
     return any(name.startswith(("GptOss", "OpenAIPrivacyFilter")) for name in model.architectures)
+
+
+def check_reload(model: "ModelConfig") -> None:
+    """Raise Refusal for a model of which vLLM would load a part again. Call it before vLLM begins to.
+
+    vLLM loads weights again by the loaders of their parameters. What a model copies past these stays as it was, without
+    an error.
+    """
+    if not is_loaded_as_gpt_oss(model):
+        return
+    stays = [*(["experts"] if model.quantization is None else []), *(["sinks"] if copies_sinks() else [])]
+    if stays:
+        raise Refusal(
+            f"vllm-opset does not support loading gpt-oss's weights again, because vLLM would keep the old "
+            f"{' and '.join(stays)}: start a new engine."
+        )
 
 
 @patch(

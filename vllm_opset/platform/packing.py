@@ -10,6 +10,7 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset.model import packed_linear
+from vllm_opset.platform import expert_loading
 
 
 def _with_weights(name: str) -> Callable:
@@ -37,8 +38,19 @@ class PackingWorker(Worker):
         return self.model_config.is_moe and self.model_config.quantization is not None
 
     def reload_weights(self, *args, **kwargs) -> None:
+        """Raises Refusal for a model of which vLLM would load a part."""
+        expert_loading.check_reload(self.model_config)
+        self.make_room()
         super().reload_weights(*args, **kwargs)
         self._rebind()
+
+    def make_room(self) -> None:
+        """Prepare the models for weights that are about to be loaded again."""
+
+    def start_weight_update(self, *args, **kwargs) -> None:
+        """Raises Refusal as `reload_weights` does."""
+        expert_loading.check_reload(self.model_config)
+        super().start_weight_update(*args, **kwargs)
 
     def finish_weight_update(self, *args, **kwargs) -> None:
         super().finish_weight_update(*args, **kwargs)

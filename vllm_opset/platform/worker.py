@@ -34,13 +34,12 @@ class OpsetWorker(Reporting, PackingWorker):
             for model in self.models:
                 layers.bind(model, self.model_config.dtype)
 
-    def reload_weights(self, *args, **kwargs) -> None:
+    def make_room(self) -> None:
         if self.has_quantised_experts:
             from vllm_opset.model import quantised_experts
 
             for model in self.models:
                 quantised_experts.make_room(model)
-        super().reload_weights(*args, **kwargs)
 
     # An HTTP client may ask a server in development mode for the next three, also without --enable-sleep-mode.
 
