@@ -1,5 +1,6 @@
 """Random models of a few thousand parameters. Their logits are far enough apart to compare tokens."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -128,15 +129,19 @@ def build(name: str, folder: Path, seed: int = 0, **changes) -> PreTrainedModel:
     config = (CONFIGS | MIXTURES)[name]()
     config.update(changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-    for path, parameter in model.named_parameters():
-        # transformers leaves norm weights and biases at 1 and 0, where no mistake with them would show.
-        if parameter.ndim == 1 or path.endswith("bias"):
-            parameter.data += SPREAD * torch.randn_like(parameter)
+    randomise(model)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer += SPREAD * torch.randn_like(buffer)
     model.save_pretrained(folder)
     return model
+
+
+def randomise(model: PreTrainedModel) -> None:
+    """Draws norm weights and biases. transformers leaves them at 1 and 0, where no mistake with them would show."""
+    for path, parameter in model.named_parameters():
+        if parameter.ndim == 1 or path.endswith("bias"):
+            parameter.data += SPREAD * torch.randn_like(parameter)
 
 
 def prompts(lengths=LENGTHS) -> list[list[int]]:
@@ -147,9 +152,14 @@ def prompts(lengths=LENGTHS) -> list[list[int]]:
 @torch.inference_mode()
 def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tuple[list[int], float]:
     """The greedy answer of transformers, and the smallest margin of a chosen token's logit over the next best."""
+    mask = torch.ones(1, len(prompt), dtype=torch.long)
+    return answer(model, {"input_ids": torch.tensor([prompt]), "attention_mask": mask}, num_tokens)
+
+
+def answer(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], num_tokens: int) -> tuple[list[int], float]:
+    """As `generate`, for a model's inputs of one prompt."""
     result = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        **inputs,
         max_new_tokens=num_tokens,
         do_sample=False,
         eos_token_id=None,
@@ -158,7 +168,7 @@ def generate(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> tupl
         output_logits=True,
     )
     best = torch.cat(result.logits).topk(2).values
-    return result.sequences[0, len(prompt) :].tolist(), float((best[:, 0] - best[:, 1]).min())
+    return result.sequences[0, inputs["input_ids"].shape[1] :].tolist(), float((best[:, 0] - best[:, 1]).min())
 
 
 @torch.inference_mode()
@@ -177,13 +187,15 @@ def mean_error(model: PreTrainedModel, prompts, answers) -> float:
     return float(torch.cat(errors).mean())
 
 
-def add_tokenizer(folder: Path) -> None:
-    """Adds a tokenizer with a token for every byte to a model's folder."""
+def add_tokenizer(folder: Path, further: Sequence[str] = ()) -> None:
+    """Adds a tokenizer with a token for every byte to a model's folder. further: special tokens, which come last."""
     specials = ["<bos>", "<eos>", "<pad>"]
     pieces = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pieces += [f"<unused {i}>" for i in range(VOCABULARY - len(pieces))]
+    pieces += [f"<unused {i}>" for i in range(VOCABULARY - len(pieces) - len(further))]
+    pieces += further
     tokenizer = Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     names = dict(zip(("bos_token", "eos_token", "pad_token"), specials, strict=True))
+    names["additional_special_tokens"] = list(further)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)

@@ -19,7 +19,6 @@ MAMBA = "Mamba, state-space and linear attention"
 OUT_OF_REACH = {
     "gpu.sample.watermark.*": ["watermarks"],
     "gpu.cp_utils.*": ["decode context parallelism"],
-    "gpu.mm.rope.*": ["multimodal models", MAMBA],  # Qwen3.5's models of text have such positions, and linear attention
     "gpu.model_states.prompt_embeds.*": ["prompt embeddings"],
     "gpu.model_states.mamba_hybrid.*": [MAMBA],
     "gpu.model_states.recoverssm.*": [MAMBA],
@@ -41,7 +40,13 @@ if not second_runner.drafts_without_triton():
 BATCH_SHARDS = "gpu.sample.batch_shard.*"
 OUT_OF_REACH_ON = {
     "cpu": OUT_OF_REACH | DRAFTS | {BATCH_SHARDS: ["batch-sharded sampling"]},
-    "npu": OUT_OF_REACH | {"gpu.spec_decode.*": ["speculative decoding"], BATCH_SHARDS: ["tensor parallelism"]},
+    "npu": OUT_OF_REACH
+    | {
+        "gpu.spec_decode.*": ["speculative decoding"],
+        BATCH_SHARDS: ["tensor parallelism"],
+        # Qwen3.5's models of text have such positions, and linear attention.
+        "gpu.mm.rope.*": ["multimodal models", MAMBA],
+    },
 }
 DEVICES = {"cpu": ([cpu.REGISTRY, cpu.DRAFTS], cpu_refusals.RULES), "npu": ([npu.REGISTRY], npu_refusals.RULES)}
 

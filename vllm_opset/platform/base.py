@@ -9,7 +9,17 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from vllm_opset import selection
 from vllm_opset.attention import BACKEND
-from vllm_opset.platform import compat, compile_cache, forking, model_settings, overridden, refusals, runners, switches
+from vllm_opset.platform import (
+    compat,
+    compile_cache,
+    forking,
+    model_settings,
+    multimodal,
+    overridden,
+    refusals,
+    runners,
+    switches,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,12 +68,17 @@ class OpsetPlatform(Platform):
             os.environ.setdefault(runners.VARIABLE, "0")  # vLLM would choose the second one where it finds Triton
         compat.inspect_models_in_this_process()
         model_settings.take_back()
-        compat.ask_before_models_are_imported(_refuse_multimodal)
+        compat.ask_before_models_are_imported(_ask_about_multimodal)
 
     @classmethod
     def check_arguments(cls, arguments: "EngineArgs") -> None:
         """Raise Refusal for arguments of an engine that vLLM would otherwise check first."""
         refusals.check(refusals.ARGUMENTS, arguments, cls.where)
+
+    @classmethod
+    def check_multimodal(cls) -> None:
+        """Raise Refusal if no multimodal model can be served. vLLM has not imported the model's module yet."""
+        raise multimodal.MULTIMODAL.refusal(cls.where)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
@@ -165,10 +180,10 @@ class OpsetPlatform(Platform):
         return cls.attention_backend
 
 
-def _refuse_multimodal(architectures: list[str]) -> None:
-    """Raise Refusal for multimodal models: the modules of many import torchvision, which may be absent."""
+def _ask_about_multimodal(architectures: list[str]) -> None:
+    """Ask the platform about a multimodal model: the modules of many import torchvision, which may be absent."""
     from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
     from vllm.platforms import current_platform
 
     if isinstance(current_platform, OpsetPlatform) and _MULTIMODAL_MODELS.keys() & architectures:
-        raise refusals.MULTIMODAL.refusal(current_platform.where)
+        current_platform.check_multimodal()

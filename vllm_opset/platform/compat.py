@@ -77,8 +77,8 @@ def _here(inspect: Callable[[], object]) -> object:
 def ask_before_models_are_imported(ask: Callable[[list[str]], None]) -> None:
     """Have vLLM call `ask` with the names of a model's architectures before it imports their modules to inspect them.
 
-    The platform refuses multimodal models there, because many of their modules need torchvision. If the import itself
-    raised, vLLM would log a traceback and say that the model could not be inspected.
+    The platform refuses multimodal models there, or those without torchvision, which many of their modules need. If the
+    import itself raised, vLLM would log a traceback and say that the model could not be inspected.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 

@@ -208,13 +208,11 @@ RETURNED_EXPERTS = Rule("returning the chosen experts", "leave out --enable-retu
 VALUES_APART = Rule(
     "keys and values of different sizes (MiMo-V2, openPangu with sinks)", ANOTHER_MODEL, of_model(sizes_values_apart)
 )
-MULTIMODAL = Rule("multimodal models", ANOTHER_MODEL, of_model(lambda model: model.is_multimodal_model))
 
 RULES: tuple[Rule, ...] = (
     # The model
     Rule("multi-head latent attention (MLA)", ANOTHER_MODEL, of_model(lambda model: model.use_mla)),
     Rule("Mamba, state-space and linear attention", ANOTHER_MODEL, of_model(lambda model: model.has_inner_state)),
-    MULTIMODAL,
     Rule("attention in chunks that look back (Rnj-1)", ANOTHER_MODEL, of_model(looks_back)),
     Rule("windows of generated tokens (R-SWA)", ANOTHER_MODEL, of_model(windows_generated_tokens)),
     Rule("square-root ALiBi (Step1)", ANOTHER_MODEL, of_model(has_square_root_alibi)),

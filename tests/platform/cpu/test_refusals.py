@@ -4,8 +4,10 @@ import functools
 
 import pytest
 import torch
+import torchvision_stand_in
 from small_models import GPT_OSS, LLAMA, SMALL
 
+from vllm_opset.platform import multimodal
 from vllm_opset.platform.cpu import threads
 from vllm_opset.platform.cpu.refusals import DRAFTS, EARLY_RULES, RULES
 from vllm_opset.platform.refusals import Refusal, check
@@ -37,20 +39,6 @@ WHISPER = {
     "decoder_attention_heads": 4,
     "max_target_positions": 448,
     "torch_dtype": "float32",
-}
-LLAVA = {
-    "model_type": "llava",
-    "architectures": ["LlavaForConditionalGeneration"],
-    "text_config": LLAMA,
-    "vision_config": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    },
 }
 RNJ1 = {
     "model_type": "gemma3_text",
@@ -154,8 +142,7 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
             {"enable_return_routed_experts": True},
         ),
         ("state-space", "choose another model", MAMBA, {}),
-        ("multimodal", "choose another model", WHISPER, {}),
-        ("multimodal", "choose another model", LLAVA, {}),  # its module imports torchvision
+        ("encoder-decoder", "choose another model", WHISPER, {}),
         ("quantised weights with the method .*mxfp4", "gpt-oss with experts in MXFP4", LLAMA | MXFP4, {}),
         ("--quantization fp8 for gpt-oss", "leave out --quantization", GPT_OSS, {"quantization": "fp8"}),
         ("AWQ's layout gemv", "int4 by groups", LLAMA | {"quantization_config": AWQ | {"version": "gemv"}}, {}),
@@ -245,7 +232,8 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )
-def test_refused_with_the_cure(feature, cure, model, arguments, configure):
+def test_refused_with_the_cure(feature, cure, model, arguments, configure, monkeypatch):
+    torchvision_stand_in.install(monkeypatch)
     if arguments.get("kv_transfer_config"):
         from vllm.config import KVTransferConfig
 
@@ -348,7 +336,8 @@ def test_every_rule_is_tested():
         for case in mark.args[1]
     ]
     tested += ["another layout of the KV cache", "second model runner", "quantised weights", "binding all threads"]
-    rules = [rule for rule in EARLY_RULES + RULES if rule not in DRAFTS]  # test_draft_refusals.py has these
+    # test_draft_refusals.py and test_multimodal.py have these.
+    rules = [rule for rule in EARLY_RULES + RULES if rule not in DRAFTS + multimodal.RULES]
     untested = [rule.feature for rule in rules if not any(feature in rule.feature for feature in tested)]
     assert not untested
 

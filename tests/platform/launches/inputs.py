@@ -111,6 +111,25 @@ def prepare_pos_seq_lens(random):
     return Launch((batch.size + 1,), values)
 
 
+@of("gpu.mm.rope._prepare_rope_positions_kernel")
+def prepare_rope_positions(random):
+    batch, components = Batch(random), 3
+    values = {
+        "positions": torch.full((components, 500), POISON),
+        "prefill_positions": ints(random, 0, LENGTH, ROOM * components, LENGTH),
+        "prefill_positions_stride0": components * LENGTH,
+        "prefill_positions_stride1": LENGTH,
+        "prefill_delta": ints(random, -40, 1, ROOM),
+        "idx_mapping": batch.requests,
+        "query_start_loc": batch.starts,
+        "prefill_lens": batch.prefill,
+        "num_computed_tokens": batch.computed,
+        "BLOCK_SIZE": 16,
+        "NUM_DIMS": components,
+    }
+    return Launch((batch.size,), values)
+
+
 @of("gpu.input_batch._combine_sampled_and_draft_tokens_kernel")
 def combine_sampled_and_draft_tokens(random):
     batch = Batch(random)

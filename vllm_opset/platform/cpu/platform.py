@@ -7,7 +7,7 @@ import psutil
 import torch
 from vllm.logger import init_logger
 
-from vllm_opset.platform import compat, quantised_weights, second_runner
+from vllm_opset.platform import compat, multimodal, quantised_weights, second_runner
 from vllm_opset.platform.base import OpsetPlatform
 from vllm_opset.platform.cpu import kv_memory, machine, refusals, threads
 
@@ -48,6 +48,11 @@ class OpsetCpuPlatform(OpsetPlatform):
     def pre_register_and_update(cls, parser=None) -> None:
         super().pre_register_and_update(parser)
         threads.remember_users_choice()
+
+    @classmethod
+    def check_multimodal(cls) -> None:
+        if not multimodal.has_torchvision():
+            raise multimodal.WITHOUT_TORCHVISION.refusal(cls.where)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_opset.model.weights import offloads
-from vllm_opset.platform import draft_rules, drafts, second_runner
+from vllm_opset.platform import draft_rules, drafts, multimodal, second_runner
 from vllm_opset.platform.cpu import threads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import NVTX, PROFILERS, SIMULATED_ROUTING, WITHOUT_COMPILER, unset
@@ -123,6 +123,7 @@ RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     FP8_OF_GPT_OSS,
     *COMMON,
+    *multimodal.RULES,
     VALUES_APART,
     second_runner.UNAVAILABLE,
     Rule(

@@ -6,6 +6,7 @@ from vllm_opset.model.weights import offloads
 from vllm_opset.platform import draft_rules, drafts
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, SIMULATED_ROUTING, WITHOUT_COMPILER, asks_to_compile, unset
+from vllm_opset.platform.multimodal import MULTIMODAL
 from vllm_opset.platform.quantised_weights import FP8_OF_GPT_OSS, GPT_OSS, QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     FP8_OF_GPT_OSS,
     *COMMON,
+    MULTIMODAL,
     Rule(
         "adapters (LoRA) for mixtures of experts",
         "merge the adapter into the weights, and leave out --enable-lora",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_opset.model.weights import offloads
-from vllm_opset.platform import drafts, settings
+from vllm_opset.platform import drafts, multimodal, settings
 from vllm_opset.platform.early_rules import CACHE_LAYOUT, FLASHINFER_SAMPLER, SIMULATED_ROUTING, TENSOR_DESCRIPTORS
 from vllm_opset.platform.quantised_weights import GPT_OSS, in_fp8
 from vllm_opset.platform.refusals import (
@@ -136,12 +136,6 @@ def _head_sizes_differ(model) -> bool:
     return len(sizes) > 1 or other not in (None, getattr(config, "head_dim", None))
 
 
-def _pools_cache(model) -> bool:
-    """Whether an encoder stores several positions in one slot. For these, vLLM derives backends from its own only."""
-    audio = getattr(model.hf_config, "audio_config", None)
-    return getattr(audio, "block_pool_size", 1) > 1
-
-
 def _model(name: str) -> Callable[["VllmConfig"], bool]:
     return of_model(lambda model: getattr(model, name, False))
 
@@ -204,12 +198,8 @@ PARTS: Mapping[str, Part] = {
             Rule("another attention backend", "leave out --attention-backend and --attention-config", _another_backend),
             _MLA,
             # All layers of such a model ask for this attention, and opset's does not have it.
-            Rule(
-                "multimodal prefix LMs (bidirectional attention within an image)",
-                _LEAVE_IT_OUT,
-                _model("is_mm_prefix_lm"),
-            ),
-            Rule("encoders with a pooled KV cache (Voxtral Realtime)", _LEAVE_IT_OUT, of_model(_pools_cache)),
+            Rule(multimodal.PREFIX_LMS, _LEAVE_IT_OUT, _model("is_mm_prefix_lm")),
+            Rule(multimodal.POOLED_CACHES, _LEAVE_IT_OUT, of_model(multimodal.pools_cache)),
             Rule("attention in chunks that look back (Rnj-1)", _LEAVE_IT_OUT, of_model(looks_back)),
             Rule("windows of generated tokens (R-SWA)", _LEAVE_IT_OUT, of_model(windows_generated_tokens)),
             Rule("square-root ALiBi (Step1)", _LEAVE_IT_OUT, of_model(has_square_root_alibi)),

@@ -8,6 +8,7 @@ from vllm_opset.model.weights import offloads
 from vllm_opset.platform import second_runner
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, NVTX, PROFILERS, SIMULATED_ROUTING, WITHOUT_COMPILER
+from vllm_opset.platform.multimodal import MULTIMODAL
 from vllm_opset.platform.quantised_weights import rule, stored_weights, unserved
 from vllm_opset.platform.refusals import (
     EXPERT_PARALLELISM,
@@ -97,6 +98,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     *COMMON,
+    MULTIMODAL,
     VALUES_APART,
     EXPERT_PARALLELISM,
     second_runner.UNAVAILABLE,

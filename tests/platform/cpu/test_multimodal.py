@@ -1,0 +1,90 @@
+"""What is refused of multimodal models on a CPU, before weights are loaded."""
+
+from types import SimpleNamespace
+
+import pytest
+import torchvision_stand_in
+from small_models import LLAMA, QWEN3
+
+from vllm_opset.platform import multimodal
+from vllm_opset.platform.cpu.refusals import RULES
+from vllm_opset.platform.refusals import Refusal, check
+
+pytestmark = pytest.mark.window
+
+VISION = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 4}
+QWEN3_VL = {
+    "model_type": "qwen3_vl",
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "text_config": QWEN3
+    | {
+        "model_type": "qwen3_vl_text",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    },
+    "vision_config": VISION | {"model_type": "qwen3_vl", "depth": 2, "num_heads": 2, "out_hidden_size": 64},
+}
+GEMMA3 = {
+    "model_type": "gemma3",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": LLAMA | {"model_type": "gemma3_text", "head_dim": 16},
+    "vision_config": VISION | {"model_type": "siglip_vision_model", "num_attention_heads": 2, "image_size": 16},
+    "torch_dtype": "float32",
+}
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+
+
+@pytest.fixture
+def torchvision(monkeypatch):
+    torchvision_stand_in.install(monkeypatch)
+
+
+REFUSED = [
+    ("bidirectional attention within an image", "--limit-mm-per-prompt", GEMMA3, {}),
+    ("speculative decoding for multimodal", "--speculative-config", QWEN3_VL, {"speculative_config": NGRAMS}),
+    ("PyTorch's for encoders", "--mm-encoder-attn-backend", QWEN3_VL, {"mm_encoder_attn_backend": "FLASH_ATTN"}),
+    ("without a language model", "--mm-encoder-only", QWEN3_VL, {"mm_encoder_only": True}),
+    ("pruning of videos", "--video-pruning-rate", QWEN3_VL, {"video_pruning_rate": 0.5}),
+]
+
+
+@pytest.mark.parametrize(
+    ("feature", "cure", "model", "arguments"),
+    REFUSED,
+    ids=lambda value: value if isinstance(value, str) and value.startswith("--") else "",
+)
+def test_refused_with_the_cure(feature, cure, model, arguments, configure, torchvision):
+    with pytest.raises(Exception, match=feature) as refusal:
+        configure(model, **arguments)
+    (line,) = [line for line in str(refusal.value).splitlines() if "vllm-opset" in line]
+    assert cure in line
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        (QWEN3_VL, {}),
+        (QWEN3_VL, {"mm_encoder_attn_backend": "TORCH_SDPA"}),
+        (GEMMA3, {"limit_mm_per_prompt": {"image": 0}}),
+    ],
+)
+def test_what_is_served_is_not_refused(model, arguments, configure, torchvision):
+    configure(model, **arguments)
+
+
+def test_an_encoder_with_a_pooled_cache_is_refused(configure, torchvision):
+    config = configure(QWEN3_VL)
+    config.model_config.hf_config.audio_config = SimpleNamespace(block_pool_size=4)
+    with pytest.raises(Refusal, match="pooled KV cache"):
+        check(RULES, config, "here")
+
+
+def test_torchvision_is_asked_for(configure, monkeypatch):
+    """Before vLLM imports the model's module, which would fail with a traceback."""
+    monkeypatch.setattr(multimodal, "has_torchvision", lambda: False)
+    with pytest.raises(Exception, match=r"multimodal models without torchvision: install torchvision"):
+        configure(QWEN3_VL)
+
+
+def test_every_rule_is_tested():
+    tested = [*(case[0] for case in REFUSED), "pooled KV cache", "without torchvision"]
+    assert not [rule.feature for rule in multimodal.RULES if not any(feature in rule.feature for feature in tested)]

@@ -1,0 +1,71 @@
+"""What opset's platforms refuse of multimodal models. Only the CPU serves such models so far."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm_opset.platform import drafts
+from vllm_opset.platform.refusals import ANOTHER_MODEL, Rule, of_model
+
+if TYPE_CHECKING:
+    from vllm.config import MultiModalConfig, VllmConfig
+
+PREFIX_LMS = "multimodal prefix LMs (bidirectional attention within an image)"
+POOLED_CACHES = "encoders with a pooled KV cache (Voxtral Realtime)"
+
+
+def is_multimodal(model) -> bool:
+    return model.is_multimodal_model
+
+
+def has_torchvision() -> bool:
+    """transformers and the modules of many models import it. One that does not fit PyTorch fails in all of vLLM."""
+    return importlib.util.find_spec("torchvision") is not None
+
+
+def pools_cache(model) -> bool:
+    """Whether an encoder stores several positions in one slot. For these, vLLM derives backends from its own only."""
+    audio = getattr(model.hf_config, "audio_config", None)
+    return getattr(audio, "block_pool_size", 1) > 1
+
+
+def _set(is_set: Callable[["MultiModalConfig"], object]) -> Callable[["VllmConfig"], bool]:
+    """Whether a setting of a multimodal model is on."""
+    return of_model(lambda model: model.multimodal_config is not None and is_set(model.multimodal_config))
+
+
+def _encodes_otherwise(config: "MultiModalConfig") -> bool:
+    backend = config.mm_encoder_attn_backend
+    return config.mm_encoder_attn_dtype is not None or getattr(backend, "name", "TORCH_SDPA") != "TORCH_SDPA"
+
+
+MULTIMODAL = Rule("multimodal models", ANOTHER_MODEL, of_model(is_multimodal))
+
+WITHOUT_TORCHVISION = Rule(
+    "multimodal models without torchvision",
+    "install torchvision from PyTorch's index of builds for CPUs",
+    of_model(lambda model: is_multimodal(model) and not has_torchvision()),
+)
+# The rules of a platform that serves multimodal models.
+RULES = (
+    WITHOUT_TORCHVISION,
+    # vLLM clears this property of a model where no input of another kind than text is allowed.
+    Rule(
+        PREFIX_LMS,
+        'choose another model, or give --limit-mm-per-prompt \'{"image": 0, "video": 0, "audio": 0}\' for text alone',
+        of_model(lambda model: model.is_mm_prefix_lm),
+    ),
+    Rule(POOLED_CACHES, ANOTHER_MODEL, of_model(pools_cache)),
+    Rule(
+        "speculative decoding for multimodal models",
+        "leave out --speculative-config",
+        lambda config: drafts.method(config) is not None and MULTIMODAL.applies(config),
+    ),
+    Rule(
+        "another attention than PyTorch's for encoders of images",
+        "leave out --mm-encoder-attn-backend and --mm-encoder-attn-dtype",
+        _set(_encodes_otherwise),
+    ),
+    Rule("an engine without a language model", "leave out --mm-encoder-only", _set(lambda mm: mm.mm_encoder_only)),
+    Rule("pruning of videos", "leave out --video-pruning-rate", _set(lambda mm: mm.video_pruning_rate)),
+)
