@@ -49,10 +49,10 @@ WITHOUT_TORCHVISION = Rule(
 # The rules of a platform that serves multimodal models.
 RULES = (
     WITHOUT_TORCHVISION,
-    # vLLM clears this property of a model where no input of another kind than text is allowed.
+    # vLLM 0.30 and later clear this property of a model that is to have no other input than text.
     Rule(
         PREFIX_LMS,
-        'choose another model, or give --limit-mm-per-prompt \'{"image": 0, "video": 0, "audio": 0}\' for text alone',
+        'choose another model, or for text alone with vLLM 0.30 and later give --limit-mm-per-prompt \'{"image": 0}\'',
         of_model(lambda model: model.is_mm_prefix_lm),
     ),
     Rule(POOLED_CACHES, ANOTHER_MODEL, of_model(pools_cache)),

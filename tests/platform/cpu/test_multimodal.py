@@ -7,6 +7,7 @@ import torchvision_stand_in
 from small_models import LLAMA, QWEN3
 
 from vllm_opset.platform import multimodal
+from vllm_opset.platform.bridges import has
 from vllm_opset.platform.cpu.refusals import RULES
 from vllm_opset.platform.refusals import Refusal, check
 
@@ -30,6 +31,10 @@ GEMMA3 = {
     "vision_config": VISION | {"model_type": "siglip_vision_model", "num_attention_heads": 2, "image_size": 16},
     "torch_dtype": "float32",
 }
+TEXT_ALONE = pytest.mark.skipif(
+    not has("vllm.config.ModelConfig._supports_multimodal_for_mm_prefix")(),
+    reason="vLLM 0.26 asks for this attention without images, too: runs with 0.30 and later",
+)
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
@@ -64,7 +69,7 @@ def test_refused_with_the_cure(feature, cure, model, arguments, configure, torch
     [
         (QWEN3_VL, {}),
         (QWEN3_VL, {"mm_encoder_attn_backend": "TORCH_SDPA"}),
-        (GEMMA3, {"limit_mm_per_prompt": {"image": 0}}),
+        pytest.param(GEMMA3, {"limit_mm_per_prompt": {"image": 0}}, marks=TEXT_ALONE),
     ],
 )
 def test_what_is_served_is_not_refused(model, arguments, configure, torchvision):
