@@ -78,7 +78,9 @@ def builder(spec, *layers, builder_cls=None, speculative_config=None):
 
     context = {f"layer {i}": SimpleNamespace(impl=layer) for i, layer in enumerate(layers)}
     config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=context), speculative_config=speculative_config
+        compilation_config=SimpleNamespace(static_forward_context=context),
+        model_config=None,
+        speculative_config=speculative_config,
     )
     return (builder_cls or OpsetMetadataBuilder)(spec, list(context), config, torch.device("cpu"))
 
@@ -342,7 +344,7 @@ def test_what_it_cannot_do_is_refused_with_the_reason(wanted, reason):
 def test_vllm_finds_it_by_name():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_opset.attention.backend import OpsetAttentionBackend
+    from vllm_opset.platform.cpu.attention import CpuAttentionBackend
 
-    assert AttentionBackendEnum.CUSTOM.get_class() is OpsetAttentionBackend
-    assert OpsetAttentionBackend.get_name() == "CUSTOM"
+    assert AttentionBackendEnum.CUSTOM.get_class() is CpuAttentionBackend
+    assert CpuAttentionBackend.get_name() == "CUSTOM"

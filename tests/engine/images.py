@@ -12,13 +12,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, PreTrainedModel, ProcessorMixin
 from transformers import models as architectures
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 START, IMAGE, END, VIDEO = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
-SPECIALS = (START, IMAGE, END, VIDEO)
+# vLLM looks for tokens of several line ends in Gemma-3's vocabulary.
+SPECIALS = (START, IMAGE, END, VIDEO, *("\n" * number for number in range(1, 5)))
 IDS = {name: VOCABULARY - len(SPECIALS) + place for place, name in enumerate(SPECIALS)}
 
-PATCH, MERGE, SIDE = 4, 2, 16  # pixels of a patch, patches of a token, pixels of Llava's images
+PATCH, MERGE, SIDE = 4, 2, 16  # pixels of a patch, patches of a token, pixels of Llava's and Gemma-3's images
+IMAGE_TOKENS = (SIDE // PATCH) ** 2
 TEXT = {**models.GROUPED, "head_dim": 16}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "patch_size": PATCH, "initializer_range": SPREAD}
 CLIP = {**VISION, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": SIDE}
@@ -44,7 +47,17 @@ CONFIGS = {
         text_config=architectures.LlamaConfig(**TEXT),
         vision_config=architectures.CLIPVisionConfig(**CLIP),
         image_token_index=IDS[IMAGE],
-        image_seq_length=(SIDE // PATCH) ** 2,
+        image_seq_length=IMAGE_TOKENS,
+    ),
+    # The tokens of an image see each other. They are as many as the first layers' window.
+    "gemma3": lambda: architectures.Gemma3Config(
+        text_config=architectures.Gemma3TextConfig(**TEXT, sliding_window=IMAGE_TOKENS, query_pre_attn_scalar=16),
+        vision_config=architectures.SiglipVisionConfig(**CLIP),
+        mm_tokens_per_image=IMAGE_TOKENS,
+        boi_token_index=IDS[START],
+        eoi_token_index=IDS[END],
+        image_token_index=IDS[IMAGE],
+        initializer_range=SPREAD,
     ),
     # All layers of the vision tower but one attend in windows of two by two tokens.
     "qwen2_5_vl": lambda: architectures.Qwen2_5_VLConfig(
@@ -91,6 +104,11 @@ def _of_llava(tokenizer) -> ProcessorMixin:
     )
 
 
+def _of_gemma3(tokenizer) -> ProcessorMixin:
+    images = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    return architectures.Gemma3Processor(images, tokenizer, image_seq_length=IMAGE_TOKENS)
+
+
 def _of_qwen(kind: type[ProcessorMixin], tokenizer) -> ProcessorMixin:
     pixels = (PATCH * MERGE) ** 2  # of a token
     size = {"shortest_edge": pixels, "longest_edge": 64 * pixels}
@@ -99,6 +117,7 @@ def _of_qwen(kind: type[ProcessorMixin], tokenizer) -> ProcessorMixin:
 
 PROCESSORS = {
     "llava": _of_llava,
+    "gemma3": _of_gemma3,
     "qwen2_5_vl": partial(_of_qwen, _Qwen2_5VLProcessor),
     "qwen3_vl": partial(_of_qwen, _Qwen3VLProcessor),
 }
@@ -109,11 +128,16 @@ def build(name: str, folder: Path, monkeypatch) -> tuple[PreTrainedModel, Proces
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(CONFIGS[name](), attn_implementation="eager").float().eval()
     models.randomise(model)
+    if name == "gemma3":
+        # transformers leaves this weight at 0, and with such an LM head the last token would be repeated.
+        model.model.multi_modal_projector.mm_input_projection_weight.data.normal_(std=SPREAD)
+        model.get_input_embeddings().weight.data *= 0.1
     model.save_pretrained(folder)
-    if name == "llava":
+    if name in ("llava", "gemma3"):
         _name_as_published(folder / "model.safetensors")
     models.add_tokenizer(folder, SPECIALS)
-    processor = PROCESSORS[name](AutoTokenizer.from_pretrained(folder))
+    names = {"boi_token": START, "image_token": IMAGE, "eoi_token": END} if name == "gemma3" else {}
+    processor = PROCESSORS[name](AutoTokenizer.from_pretrained(folder, extra_special_tokens=names))
     processor.save_pretrained(folder)  # from 0.33 on, vLLM reads the mean of pixels here
     for loader in (AutoProcessor, ProcessorMixin):
         monkeypatch.setattr(loader, "from_pretrained", lambda *_, **__: processor)
@@ -121,9 +145,14 @@ def build(name: str, folder: Path, monkeypatch) -> tuple[PreTrainedModel, Proces
 
 
 def _name_as_published(weights: Path) -> None:
-    """Gives CLIP's weights the names that published checkpoints have. transformers after 5.0 saves others."""
+    """Gives weights of the vision tower the names of published checkpoints. transformers 5 saves others."""
     names = {name: name.replace("vision_tower.", "vision_tower.vision_model.") for name in load_file(weights)}
     save_file({names[name]: weight for name, weight in load_file(weights).items()}, weights, {"format": "pt"})
+
+
+def placeholder(name: str) -> str:
+    """What stands for a picture in a prompt."""
+    return START if name == "gemma3" else f"{START}{IMAGE}{END}"
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:

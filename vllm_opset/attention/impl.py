@@ -1,6 +1,7 @@
 """The attention implementation of one layer."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -9,11 +10,13 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_opset import ops, selection
+from vllm_opset.attention.images import ImageTokens
 from vllm_opset.attention.metadata import OpsetMetadata
 from vllm_opset.ops.attention.paged_batch import PagedBatch, packed_cache
 from vllm_opset.ops.schemes import FP8
 from vllm_opset.unsupported import Refusal
 
+NO_LIMIT = -1  # of a window's side
 NO_CHUNKS = -1  # vLLM's chunk_lookback of a layer that does not attend in chunks
 
 
@@ -68,10 +71,13 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         # What is to be done to query and key together with writing the cache (model/fusion.py).
         self.deferred: Deferred | None = None
 
-    def choose_kernels(self, kv_cache_dtype: torch.dtype, block_size: int, causal: bool = True) -> None:
+    def choose_kernels(
+        self, kv_cache_dtype: torch.dtype, block_size: int, causal: bool = True, images: bool = False
+    ) -> None:
         """Choose kernels once the cache's geometry is known, before the first step.
 
         kv_cache_dtype: uint8 means fp8. causal: False for a prefix LM, in whose prompts each token sees all others.
+        images: whether the tokens of an image see each other.
         """
         if self.attn_type == AttentionType.ENCODER_ONLY:
             kv_cache_dtype = self.dtype  # vLLM gives that of the caches, and an encoder has none
@@ -102,14 +108,17 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         )
         choice = selection.select(ops.paged_attention, self.problem)
         self.variants = choice.kernel.variants
-        self._attend = partial(
-            choice.run,
-            scale=self.scale,
-            window=self.window,
-            soft_cap=self.soft_cap,
-            alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
-        )
+        options = {
+            "scale": self.scale,
+            "soft_cap": self.soft_cap,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+        }
+        self._attend = partial(choice.run, window=self.window, **options)
+        if images and self.attn_type == AttentionType.DECODER:
+            window = None if self.window is None else (self.window - 1, NO_LIMIT)
+            choice = selection.select(ops.paged_attention, replace(self.problem, window=window, causal=False))
+            self._attend_within_images = partial(choice.run, window=window, **options)
 
     def forward(
         self,
@@ -136,6 +145,8 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
             kv_cache, scales = self._stored(layer, kv_cache)
             self._write(query, key, value, kv_cache, attn_metadata.slot_mapping, **scales)
         self.attend(layer, query, kv_cache, attn_metadata.batch, output)
+        if attn_metadata.images is not None:
+            self.attend_within_images(layer, query, kv_cache, attn_metadata.images, output)
         return output
 
     def attend(
@@ -149,6 +160,21 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         """Attend after the cache is written, as the second half of `forward`."""
         kv_cache, scales = self._stored(layer, kv_cache)
         self._attend(query, kv_cache, batch, output, **scales)
+
+    def attend_within_images(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        images: ImageTokens,
+        output: torch.Tensor,
+    ) -> None:
+        """Attend again for the tokens of images, which also see the rest of their image."""
+        kv_cache, scales = self._stored(layer, kv_cache)
+        of_images = query[images.rows]
+        attended = torch.empty_like(of_images)
+        self._attend_within_images(of_images, kv_cache, images.batch, attended, **scales)
+        output[images.rows] = attended
 
     def able(self, layer: torch.nn.Module, query: torch.Tensor, kv_cache: torch.Tensor, batch: PagedBatch) -> list[str]:
         """The variants of the attention's kernel that can run such a step."""

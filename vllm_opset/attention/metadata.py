@@ -12,15 +12,17 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec
 
+from vllm_opset.attention.images import ImageTokens, image_tokens
 from vllm_opset.ops.attention.paged_batch import PACKED_BLOCK_SIZE, PagedBatch, packed_batch
 
 
 @dataclass(slots=True)
 class OpsetMetadata(AttentionMetadata):
-    """The metadata of one step. slot_mapping: int64, a slot for every new token."""
+    """The metadata of one step. slot_mapping: int64, a slot for every new token. images: None if there are none."""
 
     slot_mapping: torch.Tensor
     batch: PagedBatch
+    images: ImageTokens | None = None
 
 
 class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
@@ -38,9 +40,10 @@ class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
         self.supports_draft_decode_metadata_update = type(self) is OpsetMetadataBuilder
         block_size = PACKED_BLOCK_SIZE if self.encoder_only else kv_cache_spec.block_size
         causal = not getattr(kv_cache_spec, "non_causal", False)  # specifications of other kinds lack the field
+        images = getattr(vllm_config.model_config, "is_mm_prefix_lm", False)
         layers = vllm_config.compilation_config.static_forward_context
         for name in layer_names:
-            layers[name].impl.choose_kernels(kv_cache_spec.dtype, block_size, causal)
+            layers[name].impl.choose_kernels(kv_cache_spec.dtype, block_size, causal, images)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -60,7 +63,7 @@ class OpsetMetadataBuilder(AttentionMetadataBuilder[OpsetMetadata]):
                 query_start_loc_cpu=common.query_start_loc_cpu if self.lengths_on_host else None,
                 seq_lens_cpu=common.seq_lens_cpu_upper_bound if self.lengths_on_host else None,
             )
-        return OpsetMetadata(common.slot_mapping, batch)
+        return OpsetMetadata(common.slot_mapping, batch, image_tokens(batch, common.mm_req_doc_ranges))
 
     def update_draft_decode_metadata(self, metadata: OpsetMetadata) -> None:
         """Forget what was computed from lengths that vLLM has changed in place for the next drafted token (0.33).

@@ -10,6 +10,8 @@ from vllm_opset.platform.refusals import ANOTHER_MODEL, Rule, of_model
 if TYPE_CHECKING:
     from vllm.config import MultiModalConfig, VllmConfig
 
+# Of the prefix LMs, only these were compared with transformers. Others differ in which layers and tokens see more.
+SERVED_PREFIX_LMS = ("gemma3",)
 PREFIX_LMS = "multimodal prefix LMs (bidirectional attention within an image)"
 POOLED_CACHES = "encoders with a pooled KV cache (Voxtral Realtime)"
 
@@ -39,6 +41,12 @@ def _encodes_otherwise(config: "MultiModalConfig") -> bool:
     return config.mm_encoder_attn_dtype is not None or getattr(backend, "name", "TORCH_SDPA") != "TORCH_SDPA"
 
 
+def schedule_whole_images(config: "VllmConfig") -> None:
+    """Let no step end within an image whose tokens see each other, as vLLM's own platforms do."""
+    if config.model_config is not None and config.model_config.is_mm_prefix_lm:
+        config.scheduler_config.disable_chunked_mm_input = True
+
+
 MULTIMODAL = Rule("multimodal models", ANOTHER_MODEL, of_model(is_multimodal))
 
 WITHOUT_TORCHVISION = Rule(
@@ -51,9 +59,9 @@ RULES = (
     WITHOUT_TORCHVISION,
     # vLLM 0.30 and later clear this property of a model that is to have no other input than text.
     Rule(
-        PREFIX_LMS,
-        'choose another model, or for text alone with vLLM 0.30 and later give --limit-mm-per-prompt \'{"image": 0}\'',
-        of_model(lambda model: model.is_mm_prefix_lm),
+        f"{PREFIX_LMS} other than Gemma-3",
+        "choose another model, or for text alone with vLLM 0.30 and later give --limit-mm-per-prompt '{\"image\": 0}'",
+        of_model(lambda model: model.is_mm_prefix_lm and model.hf_config.model_type not in SERVED_PREFIX_LMS),
     ),
     Rule(POOLED_CACHES, ANOTHER_MODEL, of_model(pools_cache)),
     Rule(

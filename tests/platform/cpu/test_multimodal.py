@@ -35,6 +35,12 @@ TEXT_ALONE = pytest.mark.skipif(
     not has("vllm.config.ModelConfig._supports_multimodal_for_mm_prefix")(),
     reason="vLLM 0.26 asks for this attention without images, too: runs with 0.30 and later",
 )
+PALIGEMMA = GEMMA3 | {
+    "model_type": "paligemma",
+    "architectures": ["PaliGemmaForConditionalGeneration"],
+    "text_config": LLAMA | {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "head_dim": 16},
+    "projection_dim": 64,
+}
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
@@ -44,7 +50,7 @@ def torchvision(monkeypatch):
 
 
 REFUSED = [
-    ("bidirectional attention within an image", "--limit-mm-per-prompt", GEMMA3, {}),
+    ("bidirectional attention within an image", "--limit-mm-per-prompt", PALIGEMMA, {}),
     ("speculative decoding for multimodal", "--speculative-config", QWEN3_VL, {"speculative_config": NGRAMS}),
     ("PyTorch's for encoders", "--mm-encoder-attn-backend", QWEN3_VL, {"mm_encoder_attn_backend": "FLASH_ATTN"}),
     ("without a language model", "--mm-encoder-only", QWEN3_VL, {"mm_encoder_only": True}),
@@ -69,11 +75,17 @@ def test_refused_with_the_cure(feature, cure, model, arguments, configure, torch
     [
         (QWEN3_VL, {}),
         (QWEN3_VL, {"mm_encoder_attn_backend": "TORCH_SDPA"}),
-        pytest.param(GEMMA3, {"limit_mm_per_prompt": {"image": 0}}, marks=TEXT_ALONE),
+        (GEMMA3, {}),
+        pytest.param(PALIGEMMA, {"limit_mm_per_prompt": {"image": 0}}, marks=TEXT_ALONE),
     ],
 )
 def test_what_is_served_is_not_refused(model, arguments, configure, torchvision):
     configure(model, **arguments)
+
+
+def test_no_step_ends_within_an_image_whose_tokens_see_each_other(configure, torchvision):
+    assert configure(GEMMA3).scheduler_config.disable_chunked_mm_input
+    assert not configure(QWEN3_VL).scheduler_config.disable_chunked_mm_input
 
 
 def test_an_encoder_with_a_pooled_cache_is_refused(configure, torchvision):

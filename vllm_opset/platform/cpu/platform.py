@@ -28,6 +28,7 @@ class OpsetCpuPlatform(OpsetPlatform):
     early_rules = refusals.EARLY_RULES
     rules = refusals.RULES
     worker = "vllm_opset.platform.cpu.worker.OpsetCpuWorker"
+    attention_backend = "vllm_opset.platform.cpu.attention.CpuAttentionBackend"
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,6 +64,7 @@ class OpsetCpuPlatform(OpsetPlatform):
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         super().check_and_update_config(vllm_config)
         cls._schedule_in_step(vllm_config.scheduler_config)
+        multimodal.schedule_whole_images(vllm_config)
 
     @classmethod
     def check_additional_config(cls, additional_config: Mapping) -> None:
