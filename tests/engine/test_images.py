@@ -50,9 +50,12 @@ def test_greedy_tokens_equal(name, engine, tmp_path, monkeypatch):
     greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with engine(tmp_path, max_num_batched_tokens=64, limit_mm_per_prompt={"image": 2, "video": 0}) as llm:
         answers = tokens(llm.generate([images.asked(*prompt) for prompt in prompts], greedy, use_tqdm=False))
+        (again,) = llm.generate(images.asked(*prompts[0]), greedy, use_tqdm=False)
         ran = served(llm).keys()
     for (text, _), answer, (right, margin) in zip(prompts, answers, expected, strict=True):
         assert margin > MARGIN, f"the model has a near-tie after {text}: choose another seed"
         assert answer == right, text
     assert answers[0] != answers[3]
+    assert again.num_cached_tokens == 16, "the cache does not end within the picture"
+    assert tokens([again]) == answers[:1]
     assert ran >= OPS[name] | {"paged_attention", "rms_norm"}
