@@ -46,6 +46,7 @@ REFUSED = [
     ("weight offloading by a view", {"offload_config.uva.cpu_offload_gb": 4.0}),
     ("quantised weights with the method quark", {"model_config.quantization": "quark"}),
     ("MXFP4 weights in a model", {**MXFP4, "model_config.dtype": torch.float32}),
+    ("multimodal models", {"model_config.multimodal_config": object()}),
     ("offloading of quantised weights", {**FP8, "offload_config.prefetch.offload_group_size": 2}),
 ]
 
@@ -59,6 +60,13 @@ def test_what_is_not_done_is_refused(feature, changes, config, monkeypatch):
         object.__setattr__(functools.reduce(getattr, path, config), name, value)
     with pytest.raises(Refusal, match=feature):
         check(RULES, config, "here")
+
+
+def test_multimodal_models_are_refused_before_vllm_imports_them():
+    from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
+
+    with pytest.raises(Refusal, match=r"on a GPU.* does not support multimodal models: choose another model"):
+        OpsetCudaPlatform.check_multimodal()
 
 
 OWN_WITH_EXPERTS = [
