@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # collect.sh DEST [KEPT...]: collects stock vLLM 0.33.0, with the PyTorch and the Triton that it pins, and what this
 # checkout needs beside it, for a GPU machine without a package index (x86-64, Python 3.12, the CUDA 13.0 libraries of
-# torch 2.11). Then take this checkout and DEST there, and call install.sh. The archive is cut into parts of 51 MB, DEST/00
+# torch 2.11). Then take this checkout and DEST there, and call install.sh. The archive is cut into parts of 44 MB, DEST/00
 # and so on, which can be taken there one by one. It takes 5 to 15 minutes on 2 cores, and 6 GB of disk meanwhile.
 #
 # NCCL stays the machine's own. torch 2.14 binds eleven functions that NCCL 2.28 lacks when it is loaded, so a library of
@@ -36,7 +36,7 @@ comm -13 "$tmp/has" "$tmp/wants" | awk '{print "int " $1 "(void) { return 5; } /
 gcc -shared -fPIC -O1 -o "$tmp/site/nccl_stubs.so" "$tmp/nccl_stubs.c"
 
 cp -r "$tmp/extras_site/." "$tmp/site/"
-tar -C "$tmp/site" -cf - . | nice xz -T2 -3 --block-size=32MiB | split -b 51M -d - "$tmp/part."
+tar -C "$tmp/site" -cf - . | nice xz -T2 -3 --block-size=32MiB | split -b 44M -d - "$tmp/part."
 rm -rf "$dest"/[0-9][0-9]
 for part in "$tmp"/part.*; do
     mkdir -p "$dest/${part##*.}"
