@@ -105,10 +105,10 @@ def test_a_variant_that_cannot_run_a_case_is_left_out_with_the_reason():
     assert found == set() and result.seconds is None and result.skipped == "few cannot run it"
 
 
-def test_an_unknown_variant_is_an_error_that_names_the_nearest():
-    words = ["bench", "paged_attention", "--device", "cpu", "--kernel", "cpp:decod"]
-    finished = CliRunner().invoke(app, words)
-    assert finished.exit_code == 2 and "did you mean" in finished.output and "'cpp:decode'" in finished.output
+@pytest.mark.parametrize(("asked", "nearest"), [("cpp:decod", "'cpp:decode'"), ("cpp:", "'cpp'")])
+def test_an_unknown_variant_is_an_error_that_names_the_nearest(asked, nearest):
+    finished = CliRunner().invoke(app, ["bench", "paged_attention", "--device", "cpu", "--kernel", asked])
+    assert finished.exit_code == 2 and "did you mean" in finished.output and nearest in finished.output
 
 
 def test_a_launch_of_a_variant_is_named_after_op_and_variant():

@@ -91,11 +91,11 @@ def candidates(op: Op, device: str, kernel_name: str | None, against: list[str])
 
     kernel_name: only the kernel of this name, or only its variant, as in triton:prefill.
     """
-    wanted, _, variant = (kernel_name or "").partition(":")
+    wanted, colon, variant = (kernel_name or "").partition(":")
     for kernel in kernels_of(op.name).values():
         serves = kernel.provider != REFERENCE or device == "cpu"
         if kernel.runs_on(device) and wanted in (("", kernel.name) if serves else (kernel.name,)):
-            if not variant:
+            if not colon:
                 yield Candidate(kernel, peer=False)
             elif kernel.variants and variant in kernel.variants.by_name:
                 yield _with_variant(kernel, variant)
