@@ -89,7 +89,7 @@ def main(repeats: str = "60", *steps: str) -> None:
     impl = OpsetAttentionImpl(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS)
     layers = {"layer": SimpleNamespace(impl=impl)}
     compilation = SimpleNamespace(static_forward_context=layers)
-    config = SimpleNamespace(speculative_config=None, compilation_config=compilation)
+    config = SimpleNamespace(model_config=None, speculative_config=None, compilation_config=compilation)
     cache_spec = SimpleNamespace(dtype=torch.bfloat16, block_size=BLOCK_SIZE)
     builder = OpsetMetadataBuilder(cache_spec, list(layers), config, torch.device("cpu"))
     cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK_SIZE, 2 * HEAD_SIZE)

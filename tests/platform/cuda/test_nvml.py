@@ -22,10 +22,11 @@ def initialised(): raise SystemExit("CUDA was initialised")
 
 wheel, gpus = sys.argv[2] == "native", int(sys.argv[3])
 torch.version.cuda, torch.cuda.device_count, torch.cuda._lazy_init = "13.0", lambda: gpus, initialised
-from vllm_opset.platform import stock
+from vllm_opset.platform import compat, stock
 stock.has_kernels_for_cuda = lambda: wheel
 if wheel:
     sys.modules |= {name: types.ModuleType(name) for name in ("vllm._C", "vllm._C_stable_libtorch")}
+    compat.inspect_models_in_this_process()  # another one would find no such wheel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform as platform
 
