@@ -1,8 +1,8 @@
 """Engine features that opset has on GPUs alone: drafted tokens and LoRA adapters."""
 
 import functools
-import json
 
+import adapters
 import drafting
 import engines
 import models
@@ -12,7 +12,6 @@ import rounding
 import torch
 from engines import counter, served, tokens
 from quantised_answers import QUANTISING
-from safetensors.torch import save_file
 
 from vllm_opset.platform import second_runner
 
@@ -26,10 +25,6 @@ NUM_TOKENS = 48
 OPSET = "vllm_opset"
 generate = functools.partial(engines.generate, max_tokens=NUM_TOKENS)
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-RANK, ALPHA = 8, 16
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# The mean error of log-probabilities is 5 if an adapter is left out or added. Rounding to fp8 gives 0.3.
-ANOTHER_MODEL = 2
 
 
 def compiled_in(patch, by: str) -> list[str]:
@@ -87,23 +82,6 @@ def test_drafts_of_a_model_change_no_token(method, arguments, engine, tmp_path, 
     assert not compiled
 
 
-def adapter(model, folder) -> None:
-    """Saves a random adapter of all matrices of the layers to the folder, and merges it into the model."""
-    torch.manual_seed(3)
-    tensors = {}
-    for name, module in model.named_modules():
-        if name.endswith(ADAPTED):
-            down, up = torch.randn(RANK, module.in_features) * 0.1, torch.randn(module.out_features, RANK) * 0.1
-            tensors |= {
-                f"base_model.model.{name}.lora_A.weight": down,
-                f"base_model.model.{name}.lora_B.weight": up,
-            }
-            module.weight.data += ALPHA / RANK * up @ down
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ADAPTED, "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [("plain", {}), ("plain", {"enforce_eager": True}), ("channelwise", {})],
@@ -111,28 +89,14 @@ def adapter(model, folder) -> None:
 )
 def test_an_adapter_answers_as_merged_weights_do(name, arguments, engine, tmp_path, monkeypatch):
     """An adapter reads a layer's input as it is, also where a norm has quantised it for the layer's own weight."""
-    from vllm.lora.request import LoRARequest
-
-    for folder in ("plain", "channelwise", "adapter"):
+    for folder in ("plain", "channelwise"):
         (tmp_path / folder).mkdir()
     quantised.save_plain(tmp_path / "plain")
     quantised.save_compressed(tmp_path / "plain", tmp_path / "channelwise", quantised.FP8)
-    base, merged = (rounding.loaded(tmp_path / "plain") for _ in range(2))
-    adapter(merged, tmp_path / "adapter")
-    prompts = models.prompts()
-    adapted = [index % 2 == 1 for index in range(len(prompts))]
-    request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    beside = adapters.BesideMerged(tmp_path / "plain")
     with engine(tmp_path / name, dtype="bfloat16", enable_lora=True, **arguments) as llm:
         compiled = compiled_in(monkeypatch, OPSET if arguments else "")
-        outputs = generate(llm, prompts, [request if yes else None for yes in adapted], logprobs=0)
+        outputs = beside.generate(llm, NUM_TOKENS)
         assert name == "plain" or served(llm).keys() >= QUANTISING
-    for model, with_adapter in ((base, False), (merged, True)):
-        chosen = [
-            pair
-            for pair, yes in zip(zip(prompts, engines.chosen(outputs), strict=True), adapted, strict=True)
-            if yes is with_adapter
-        ]
-        other = base if with_adapter else merged
-        rounding.assert_alone(model, *zip(*chosen, strict=True), rounding.INPUTS.get(name))
-        assert models.mean_error(other, *zip(*chosen, strict=True)) > ANOTHER_MODEL
+    beside.check(outputs, rounding.INPUTS.get(name))
     assert not compiled
