@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import adapters
 import models
 import mxfp4
 import pytest
@@ -35,16 +37,18 @@ PLAIN = f"""
 import json, sys, torch
 (torch.randn(600, 600) @ torch.randn(600, 600)).exp().sum()  # starts OpenMP's threads
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 llm = LLM(
     sys.argv[1], skip_tokenizer_init=True, dtype="float32", max_model_len=512, tensor_parallel_size=2,
     **json.loads(sys.argv[3]), **{MEMORY}
 )
 prompts = [{{"prompt_token_ids": prompt}} for prompt in json.loads(sys.argv[2])]
+adapters = [adapter and LoRARequest(*adapter) for adapter in json.loads(sys.argv[4])] or None
 def answers(temperature):
     params = SamplingParams(
         temperature=temperature, max_tokens={NUM_TOKENS}, ignore_eos=True, detokenize=False, logprobs=0
     )
-    for output in llm.generate(prompts, params):
+    for output in llm.generate(prompts, params, lora_request=adapters):
         ids, steps = output.outputs[0].token_ids, output.outputs[0].logprobs
         yield list(ids), [step[token].logprob for token, step in zip(ids, steps)]
 greedy, drawn = list(answers(0)), list(answers(1))
@@ -108,21 +112,7 @@ def test_two_workers(script, method, checkpoint, tmp_path):
     build, arguments, share = checkpoint
     reference = build(tmp_path)
     prompts = models.prompts()
-    (tmp_path / "script.py").write_text(script)
-    # Like a user's environment: threads are started.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "VLLM_ENABLE_V1"))}
-    environment["VLLM_WORKER_MULTIPROC_METHOD"] = method
-    if method == "spawn":  # each spawned process imports vLLM for ten seconds, so the engine has none of its own
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    process = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), str(tmp_path), *map(json.dumps, (prompts, arguments))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    greedy, drawn, reports = json.loads(next(line for line in process.stdout.splitlines() if line.startswith("[[[")))
+    greedy, drawn, reports = answers_of(script, method, tmp_path, tmp_path, prompts, arguments)
     assert [ids for ids, _ in greedy] == [models.generate(reference, prompt, NUM_TOKENS)[0] for prompt in prompts]
     # If the workers had drawn different tokens, the next tokens would follow from a mixture of them.
     for prompt, (ids, logprobs) in zip(prompts, drawn, strict=True):
@@ -134,5 +124,47 @@ def test_two_workers(script, method, checkpoint, tmp_path):
         for op, part in {"paged_attention": "num_heads=2, ", "fused_experts": share}.items():
             problems = [row["problem"] for row in report if row["op"] == op]
             assert problems and all(part in problem for problem in problems), problems
+
+
+@pytest.mark.window
+@WITHOUT_GPUS
+def test_two_workers_with_adapters(tmp_path):
+    """Each has a part of the products of an adapter."""
+    adapted, choices = adapters.Adapted(tmp_path), [0, 1, 2, 1, 2, 0]
+    requests = [adapted.requests[choice] for choice in choices]
+    asked = [request and (request.lora_name, request.lora_int_id, request.lora_path) for request in requests]
+    arguments = {"enable_lora": True, "max_loras": 2, "fully_sharded_loras": True}
+    greedy, _, _ = answers_of(PLAIN, "fork", tmp_path, adapted.model, adapted.prompts, arguments, asked)
+    assert [ids for ids, _ in greedy] == adapted.expected(choices)
+
+
+def answers_of(
+    script: str,
+    method: str,
+    folder: Path,
+    model: Path,
+    prompts: list[list[int]],
+    arguments: dict,
+    requests: Sequence[tuple | None] = (),
+) -> list:
+    """What the script prints: greedy answers, drawn ones, and the workers' reports. It is written to the folder.
+
+    method: by which processes are started. requests: the arguments of each prompt's LoRARequest, or None.
+    """
+    (folder / "script.py").write_text(script)
+    # Like a user's environment: threads are started.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "VLLM_ENABLE_V1"))}
+    environment["VLLM_WORKER_MULTIPROC_METHOD"] = method
+    if method == "spawn":  # each spawned process imports vLLM for ten seconds, so the engine has none of its own
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    process = subprocess.run(
+        [sys.executable, str(folder / "script.py"), str(model), *map(json.dumps, (prompts, arguments, requests))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
     # This includes any process that ends after the answers.
     assert "Traceback" not in process.stderr and "vllm_opset/" not in process.stderr, process.stderr[-4000:]
+    return json.loads(next(line for line in process.stdout.splitlines() if line.startswith("[[[")))

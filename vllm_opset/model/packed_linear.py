@@ -96,7 +96,8 @@ def replace(model: torch.nn.Module, linear: Callable, embedding: Callable) -> No
     """Give layers with unquantised weights the methods that these functions make for a layer."""
     methods = {UnquantizedLinearMethod: linear, UnquantizedEmbeddingMethod: embedding}
     for layer in model.modules():
-        method = methods.get(type(getattr(layer, "quant_method", None)))
+        # In the layer's own attributes: vLLM's layers with adapters pass on those of the layer within.
+        method = methods.get(type(vars(layer).get("quant_method")))
         # The weights of convolutions have more dimensions, and no layer multiplies by them.
         if method is not None and layer.weight.ndim == 2:
             layer.quant_method = method(layer)

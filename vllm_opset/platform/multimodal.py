@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_opset.platform import drafts
-from vllm_opset.platform.refusals import ANOTHER_MODEL, Rule, of_model
+from vllm_opset.platform.refusals import ANOTHER_MODEL, MERGE_ADAPTER, Rule, of_model
 
 if TYPE_CHECKING:
     from vllm.config import MultiModalConfig, VllmConfig
@@ -68,6 +68,11 @@ RULES = (
         "speculative decoding for multimodal models",
         "leave out --speculative-config",
         lambda config: drafts.method(config) is not None and MULTIMODAL.applies(config),
+    ),
+    Rule(  # they were not tried together
+        "adapters (LoRA) for multimodal models",
+        MERGE_ADAPTER,
+        lambda config: config.lora_config is not None and MULTIMODAL.applies(config),
     ),
     Rule(
         "another attention than PyTorch's for encoders of images",

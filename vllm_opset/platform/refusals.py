@@ -208,6 +208,13 @@ RETURNED_EXPERTS = Rule("returning the chosen experts", "leave out --enable-retu
 VALUES_APART = Rule(
     "keys and values of different sizes (MiMo-V2, openPangu with sinks)", ANOTHER_MODEL, of_model(sizes_values_apart)
 )
+MERGE_ADAPTER = "merge the adapter into the weights, and leave out --enable-lora"
+has_experts = of_model(lambda model: model.is_moe)
+ADAPTED_EXPERTS = Rule(
+    "adapters (LoRA) for mixtures of experts",
+    MERGE_ADAPTER,
+    lambda config: has_experts(config) and given("lora_config")(config),
+)
 
 RULES: tuple[Rule, ...] = (
     # The model

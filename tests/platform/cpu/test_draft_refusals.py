@@ -72,6 +72,17 @@ def test_drafts_that_are_not_served_are_refused(feature, changes, drafts_are_ser
         check(RULES, drafts_are_served, "here")
 
 
+@pytest.mark.parametrize("modules", [None, ["q_proj", "model.lm_head"]])
+def test_drafts_beside_adapters_of_the_head_are_refused(modules, drafts_are_served):
+    """By default, an adapter may change the LM head."""
+    drafts_are_served.speculative_config = drafting()
+    drafts_are_served.lora_config = SimpleNamespace(target_modules=modules)
+    with pytest.raises(Refusal, match="give --lora-target-modules without lm_head"):
+        check(RULES, drafts_are_served, "here")
+    drafts_are_served.lora_config = SimpleNamespace(target_modules=["q_proj"])
+    check(RULES, drafts_are_served, "here")
+
+
 @pytest.mark.parametrize("method", KINDS)
 def test_these_methods_draft(method, drafts_are_served):
     as_its_target = {"moe_backend": "auto", "attention_backend": "CUSTOM", "kv_cache_dtype": "auto"}
@@ -84,5 +95,5 @@ def test_every_rule_for_drafts_is_tested():
         mark.args[1] for mark in test_drafts_that_are_not_served_are_refused.pytestmark if mark.name != "window"
     )
     tested = [feature for feature, _ in cases]
-    tested += ["speculative decoding before", "speculative decoding with vLLM's first"]
+    tested += ["speculative decoding before", "speculative decoding with vLLM's first", "decoding beside adapters"]
     assert not [rule.feature for rule in DRAFTS if not any(feature in rule.feature for feature in tested)]

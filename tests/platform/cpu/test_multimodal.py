@@ -52,6 +52,7 @@ def torchvision(monkeypatch):
 REFUSED = [
     ("bidirectional attention within an image", "--limit-mm-per-prompt", PALIGEMMA, {}),
     ("speculative decoding for multimodal", "--speculative-config", QWEN3_VL, {"speculative_config": NGRAMS}),
+    ("adapters", "--enable-lora", QWEN3_VL, {"enable_lora": True}),
     ("PyTorch's for encoders", "--mm-encoder-attn-backend", QWEN3_VL, {"mm_encoder_attn_backend": "FLASH_ATTN"}),
     ("without a language model", "--mm-encoder-only", QWEN3_VL, {"mm_encoder_only": True}),
     ("pruning of videos", "--video-pruning-rate", QWEN3_VL, {"video_pruning_rate": 0.5}),

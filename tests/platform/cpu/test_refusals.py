@@ -125,6 +125,10 @@ def test_expert_parallelism_is_not_refused(configure):
     assert configure(MIXTRAL, enable_expert_parallel=True).parallel_config.enable_expert_parallel
 
 
+def test_adapters_are_not_refused(configure):
+    assert configure(LLAMA, enable_lora=True).lora_config is not None
+
+
 def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     config = configure(LLAMA, async_scheduling=True, compilation_config={"cudagraph_mode": "NONE"})
@@ -185,7 +189,7 @@ def test_what_changes_nothing_is_not_refused(configure, monkeypatch):
             LLAMA | compressed(FP8_CHANNEL, FP8_TOKEN, sparsity_config=DENSE | {"format": "sparse-24-bitmask"}),
             {},
         ),
-        ("LoRA", "--enable-lora", LLAMA, {"enable_lora": True}),
+        ("LoRA", "--enable-lora", MIXTRAL, {"enable_lora": True}),
         ("pipeline parallelism", "--tensor-parallel-size", LLAMA, {"pipeline_parallel_size": 2}),
         ("data parallelism", "--tensor-parallel-size", LLAMA, {"data_parallel_size": 2}),
         (

@@ -90,6 +90,10 @@ class OpsetCpuPlatform(OpsetPlatform):
     def verify_quantization(cls, quant: str) -> None:
         quantised_weights.verify(quant, cls.where)
 
+    @classmethod
+    def get_punica_wrapper(cls) -> str:
+        return "vllm_opset.model.adapters.OpsetPunicaWrapper"
+
     # The device
 
     @classmethod

@@ -9,8 +9,8 @@ from vllm_opset.platform.cpu import threads
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import NVTX, PROFILERS, SIMULATED_ROUTING, WITHOUT_COMPILER, unset
 from vllm_opset.platform.quantised_weights import FP8_OF_GPT_OSS, QUANTISED_WEIGHTS
-from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
+    ADAPTED_EXPERTS,
     VALUES_APART,
     Rule,
     Settings,
@@ -18,8 +18,8 @@ from vllm_opset.platform.refusals import (
     captures,
     compiles,
     environment,
-    given,
 )
+from vllm_opset.platform.refusals import RULES as COMMON
 
 if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
@@ -79,6 +79,12 @@ def _given(config: "VllmConfig", names: Sequence[str]) -> list:
     return [getattr(value, "name", value) for value in values]
 
 
+def _may_adapt_head(config: "VllmConfig") -> bool:
+    """Whether an adapter may have matrices for the LM head."""
+    lora = config.lora_config
+    return lora is not None and (lora.target_modules is None or any("lm_head" in name for name in lora.target_modules))
+
+
 DRAFTS = (
     draft_rules.ANOTHER_METHOD,
     Rule(
@@ -95,6 +101,12 @@ DRAFTS = (
         "speculative decoding with vLLM's first model runner",
         "unset VLLM_USE_V2_MODEL_RUNNER, or leave out --speculative-config",
         lambda config: drafts.method(config) is not None and not config.use_v2_model_runner,
+    ),
+    # vLLM names one adapter for the logits of a request, also where it verifies several tokens of it.
+    Rule(
+        "speculative decoding beside adapters (LoRA) of the LM head",
+        "give --lora-target-modules without lm_head, or leave out --speculative-config",
+        lambda config: drafts.method(config) is not None and _may_adapt_head(config),
     ),
     draft_rules.QUANTISED_OTHERWISE,
     Rule(
@@ -131,11 +143,7 @@ RULES: tuple[Rule, ...] = (
         "leave out --enable-batch-sharded-sampling",
         lambda config: getattr(config.parallel_config, "enable_batch_sharded_sampling", False),
     ),
-    Rule(
-        "adapters (LoRA)",
-        "merge the adapter into the weights, and leave out --enable-lora",
-        given("lora_config"),
-    ),
+    ADAPTED_EXPERTS,
     Rule(
         "weight offloading",
         "leave out --cpu-offload-gb and --offload-*: the weights are in the CPU's memory",

@@ -8,7 +8,7 @@ from vllm.v1.utils import report_usage_stats
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from vllm_opset.model import fusion, packed_linear
+from vllm_opset.model import adapters, fusion, packed_linear
 from vllm_opset.platform import quantised_weights, second_runner
 from vllm_opset.platform.cpu import kv_memory, runner_kernels, threads
 from vllm_opset.platform.worker import OpsetWorker
@@ -66,6 +66,8 @@ class OpsetCpuWorker(OpsetWorker):
             fusion.bind(model, self.vllm_config)
 
     def determine_available_memory(self) -> int:
+        if self.lora_config is not None:
+            adapters.take_memory(self.model_runner.get_model().lora_manager)
         return kv_memory.budget(self.vllm_config, self.get_kv_cache_spec().values())
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

@@ -8,16 +8,16 @@ from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, SIMULATED_ROUTING, WITHOUT_COMPILER, asks_to_compile, unset
 from vllm_opset.platform.multimodal import MULTIMODAL
 from vllm_opset.platform.quantised_weights import FP8_OF_GPT_OSS, GPT_OSS, QUANTISED_WEIGHTS
-from vllm_opset.platform.refusals import RULES as COMMON
 from vllm_opset.platform.refusals import (
+    ADAPTED_EXPERTS,
     Rule,
     Settings,
     caches_neither_alike_nor_in_fp8,
-    given,
+    has_experts,
     of_model,
 )
+from vllm_opset.platform.refusals import RULES as COMMON
 
-has_experts = of_model(lambda model: model.is_moe)
 is_quantised = of_model(lambda model: model.quantization is not None)
 
 
@@ -40,11 +40,7 @@ RULES: tuple[Rule, ...] = (
     FP8_OF_GPT_OSS,
     *COMMON,
     MULTIMODAL,
-    Rule(
-        "adapters (LoRA) for mixtures of experts",
-        "merge the adapter into the weights, and leave out --enable-lora",
-        lambda config: has_experts(config) and given("lora_config")(config),
-    ),
+    ADAPTED_EXPERTS,
     Rule(
         "offloading the weights of mixtures of experts",
         "leave out --offload-*, or use --tensor-parallel-size",

@@ -12,6 +12,7 @@ from vllm_opset.platform.multimodal import MULTIMODAL
 from vllm_opset.platform.quantised_weights import rule, stored_weights, unserved
 from vllm_opset.platform.refusals import (
     EXPERT_PARALLELISM,
+    MERGE_ADAPTER,
     VALUES_APART,
     Rule,
     Settings,
@@ -102,7 +103,7 @@ RULES: tuple[Rule, ...] = (
     VALUES_APART,
     EXPERT_PARALLELISM,
     second_runner.UNAVAILABLE,
-    Rule("adapters (LoRA)", "merge the adapter into the weights, and leave out --enable-lora", given("lora_config")),
+    Rule("adapters (LoRA)", MERGE_ADAPTER, given("lora_config")),
     Rule("weight offloading", "leave out --cpu-offload-gb and --offload-*, or take a smaller model", offloads),
     Rule("speculative decoding", "leave out --speculative-config", given("speculative_config")),
     # opset has not been run on two NPUs yet.
