@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Iterator
 
+import adapters
 import models
 import pytest
 import quantised
-from processes import Server, wait_until
+import rounding
+from processes import MODEL, Server, wait_until
 from questions import long_ones
 from streams import Stream, client
 from transformers import PreTrainedModel
@@ -29,7 +31,9 @@ def killed_afterwards(server: Server) -> Iterator[Server]:
 
 @pytest.fixture
 def patient(tmp_path):
-    yield from killed_afterwards(Server(tmp_path / "log", "--shutdown-timeout", "120"))
+    """It takes adapters while it runs."""
+    arguments = ("--shutdown-timeout", "120", "--enable-lora")
+    yield from killed_afterwards(Server(tmp_path / "log", *arguments, VLLM_ALLOW_RUNTIME_LORA_UPDATING=1))
 
 
 @pytest.fixture
@@ -71,8 +75,20 @@ def test_an_int4_mixture_gives_the_tokens_of_transformers_and_a_sigterm_ends_it_
     mixture.assert_ended_well(mixture.wait())
 
 
-def test_a_sigterm_with_time_to_finish(patient):
-    """With --shutdown-timeout, running requests are served to their end."""
+def test_an_adapter_is_loaded_and_a_sigterm_leaves_time_to_finish(patient, tmp_path):
+    """With --shutdown-timeout, running requests are served to their end.
+
+    Both are one test, because a server takes half a minute.
+    """
+    merged = rounding.loaded(MODEL)
+    adapters.save(merged, tmp_path / "adapter")
+    loaded = patient.post("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": str(tmp_path / "adapter")})
+    assert loaded.status_code == 200, loaded.text
+    prompts = models.prompts()
+    asked = {"model": "mine", "max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
+    answers = [choice["token_ids"] for choice in patient.complete(prompts, **asked)["choices"]]
+    assert answers == [models.generate(merged, prompt, NUM_TOKENS)[0] for prompt in prompts]
+
     tasks = long_ones(CLIENTS)
 
     async def load() -> list[Stream]:

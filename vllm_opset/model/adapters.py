@@ -1,6 +1,6 @@
 """Adapters (LoRA) on a CPU: the low-rank products that vLLM's layers with adapters add to those of the model's weights.
 
-vLLM's own functions for a CPU copy an adapter's matrices for every token, and up to 0.30 they add the last adapter's
+vLLM's own functions for a CPU copy an adapter's matrices for every token, and up to 0.32 they add the last adapter's
 product to tokens that have none. Here, the tokens of an adapter are multiplied together.
 """
 
@@ -14,7 +14,7 @@ Rows = Sequence[tuple[int, torch.Tensor]]
 
 
 class OpsetPunicaWrapper(PunicaWrapperCPU):
-    """What the layers with adapters of a model share: the adapter of each row of a step, and the products."""
+    """Knows the adapter of each row of a step, and computes the products for all layers of a model."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -24,6 +24,10 @@ class OpsetPunicaWrapper(PunicaWrapperCPU):
     def update_metadata(self, *args, **kwargs) -> None:
         super().update_metadata(*args, **kwargs)
         self._of_tokens, self._of_samples = _by_slot(self.token_lora_indices), _by_slot(self.sampler_indices)
+
+    def add_lora_linear(self, *args, **kwargs) -> None:
+        if self._of_tokens:  # otherwise vLLM would fill buffers with zeros, for each layer
+            super().add_lora_linear(*args, **kwargs)
 
     def _apply_shrink(self, y: torch.Tensor, x: torch.Tensor, w_t_all: torch.Tensor, scale: float) -> None:
         _add_products(y, x, w_t_all, self._of_tokens, scale)
