@@ -1,4 +1,4 @@
-"""Where the time of a trace goes: the steps of an engine by their tokens.
+"""Shows in which steps of an engine the time of a trace goes, by the tokens of a step.
 
     OPSET_PLATFORM=off python benchmarks/trace_steps.py llama-3.2-1b [--repetitions 7]
 

@@ -1,4 +1,4 @@
-"""What is refused of multimodal models on a CPU, before weights are loaded."""
+"""A CPU refuses some settings of multimodal models before weights are loaded."""
 
 from types import SimpleNamespace
 
