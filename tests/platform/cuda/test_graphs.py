@@ -99,7 +99,7 @@ def test_sizes(arguments, largest, beyond, configured, configure):
 )
 def test_smaller_models_have_longer_steps_captured(hidden_size, beyond, configured, configure):
     shape = LLAMA | WIDE | {"hidden_size": hidden_size}
-    compilation = configure(shape, dtype="bfloat16", max_num_batched_tokens=8192).compilation_config
+    compilation = configure(shape, dtype="bfloat16", max_num_batched_tokens=16384).compilation_config
     assert [size for size in compilation.cudagraph_capture_sizes if size > 512] == [*BEYOND, *beyond]
 
 

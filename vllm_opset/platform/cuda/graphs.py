@@ -99,7 +99,7 @@ def captured_tokens(hidden_size: int) -> int:
     gpu = nvml.gpu(0)
     limit = targets.nearest(gpu.target, table) if gpu else next(iter(table.values()))
     launched = limit["of_hidden_size_4096"] * 4096**2 // hidden_size**2
-    return max(limit["least"], launched // ROWS * ROWS)
+    return min(limit["most"], max(limit["least"], launched // ROWS * ROWS))
 
 
 def _sizes_between(size: int, longest: int) -> Iterator[int]:
