@@ -3,9 +3,9 @@
     OPSET_PLATFORM=off python benchmarks/trace_steps.py llama-3.2-1b [--repetitions 7]
 
 The engine has random weights and a process of its own, and OPSET_PLATFORM decides on its form. It answers the trace of
-`vllm-opset bench e2e`. Its worker notes each step: the time until the next one begins, the time in which Python
-launches and samples, and the time on the GPU from the first launch of the model to the last one of the sampler. Prints
-the run with the median time, and the times of all.
+`vllm-opset bench e2e`. Its worker notes three times of each step: until the next one begins, in which
+Python launches and samples, and on the GPU, from the model's first launch to the sampler's last one. Prints the run
+with the median time, and the times of all.
 """
 
 import json

@@ -44,7 +44,7 @@ def save(
 
 
 def request(folder: Path, number: int = 1):
-    """What asks an engine to answer with the folder's adapter. number: tells the engine's adapters apart."""
+    """A LoRARequest for the adapter in this folder. number: differs between the adapters of an engine."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(folder.name, number, str(folder))

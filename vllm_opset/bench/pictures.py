@@ -128,7 +128,7 @@ def draw_ops(reports: list[OpsReport], file: Path) -> None:
 
 
 def _speed_ups(reports: list[OpsReport]) -> dict[str, tuple[bool, list[float]]]:
-    """What to draw of each op: whether its peer is vLLM's compiled kernel, and the speed-up of each case."""
+    """By op: whether its peer is vLLM's compiled kernel, and the speed-ups of its cases."""
     if len(devices := {report.device: None for report in reports}) > 1:
         raise ValueError(f"a picture shows one device, and these results are of {' and '.join(devices)}")
     of_each = (

@@ -32,8 +32,8 @@ def is_loaded_as_gpt_oss(model: "ModelConfig") -> bool:
 def check_reload(model: "ModelConfig") -> None:
     """Raise Refusal for a model of which vLLM would load a part again. Call it before vLLM begins to.
 
-    vLLM loads weights again by the loaders of their parameters. What a model copies past these stays as it was, without
-    an error.
+    vLLM loads weights again by the loaders of their parameters. A tensor that the model copies without a loader keeps
+    its old values, and no error is raised.
     """
     if not is_loaded_as_gpt_oss(model):
         return
