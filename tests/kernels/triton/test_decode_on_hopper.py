@@ -12,7 +12,7 @@ from fp8_products import GROUPS, fp8_arguments
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import _launch, linear
-from vllm_opset.kernels.triton._shared_tiles import even_run_of, most_pieces, run_of
+from vllm_opset.kernels.triton._products.shared_tiles import even_run_of, most_pieces, run_of
 from vllm_opset.ops.gemm._quantised import BLOCK
 from vllm_opset.targets import Target, instead
 

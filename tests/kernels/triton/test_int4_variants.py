@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from vllm_opset import ops, targets
-from vllm_opset.kernels.triton import _load_sm90, _packed_linear, _packed_linear_sm80, linear
+from vllm_opset.kernels.triton import linear
+from vllm_opset.kernels.triton._products import int4, load_sm90
+from vllm_opset.kernels.triton.linear import ring
 from vllm_opset.targets import Target
 
 
@@ -31,7 +33,7 @@ from vllm_opset.targets import Target
     ],
 )
 def test_the_variant_of_int4(variant, num_tokens, columns, groups, how, monkeypatch):
-    for module in (_load_sm90, _packed_linear, _packed_linear_sm80):
+    for module in (load_sm90, int4, ring):
         monkeypatch.setattr(module, "INTERPRETED", False)
     dtype, stride, first = how.get("dtype", torch.bfloat16), how.get("stride", columns), how.get("first", 0)
     x = torch.zeros(num_tokens * stride + 16, dtype=dtype)[first:].as_strided((num_tokens, columns), (stride, 1), first)
@@ -64,7 +66,7 @@ def test_pytorch_heeds_zero_points():
     ],
 )
 def test_what_the_kernel_for_hopper_can_multiply(able, columns, groups, how, monkeypatch):
-    for module in (_load_sm90, _packed_linear, _packed_linear_sm80):
+    for module in (load_sm90, int4, ring):
         monkeypatch.setattr(module, "INTERPRETED", False)
     x = torch.zeros(2, how.get("stride", columns), dtype=how.get("dtype", torch.bfloat16))[:, :columns]
     weight, scale = torch.zeros(48, columns // 2, dtype=torch.uint8), torch.ones(48, groups)

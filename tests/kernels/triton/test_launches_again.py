@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._load_sm90 import box_layout
+from vllm_opset.kernels.triton._products.load_sm90 import box_layout
 
 launched = []
 

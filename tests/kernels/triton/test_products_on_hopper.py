@@ -12,15 +12,9 @@ from fp8_products import GROUPS, fp8_arguments
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
-from vllm_opset.kernels.triton import (
-    _launch,
-    _mxfp4_gemm_sm90,
-    _packed_experts_sm90,
-    _scaled_calls_sm90,
-    fused_experts,
-    grouped_gemm,
-    linear,
-)
+from vllm_opset.kernels.triton import _launch, fused_experts, grouped_gemm, linear
+from vllm_opset.kernels.triton._products import scaled_calls_sm90
+from vllm_opset.kernels.triton.grouped_gemm import mxfp4_sm90, packed_sm90
 from vllm_opset.ops.gemm._quantised import BLOCK, TOKEN_BLOCK, quantised_normal
 from vllm_opset.ops.schemes import FP8, INT8, PER_ROW, GroupShape, stored_mxfp4
 from vllm_opset.targets import Target, instead
@@ -227,7 +221,7 @@ def test_the_warm_up_reaches_all_kernels_for_many_tokens_of_fp8(monkeypatch):
     device = torch.device("cpu")
 
     def kernels(sizes: Iterable[int], outputs: int) -> set[tuple]:
-        launches = [_scaled_calls_sm90.of_linear(tokens, outputs, device) for tokens in sizes]
+        launches = [scaled_calls_sm90.of_linear(tokens, outputs, device) for tokens in sizes]
         return {
             tuple(launch[name] for name in ("rows", "outputs", "group", "stages", "ordered")) for launch in launches
         }
@@ -315,8 +309,8 @@ def test_experts_in_int4_take_it_for_stages_of_one_scale():
 @pytest.mark.parametrize("scheme", ["mxfp4", "int4"])
 def test_packed_experts_take_the_kernel_of_their_blocks(scheme, monkeypatch):
     taken = []
-    monkeypatch.setattr(_mxfp4_gemm_sm90, "mxfp4_grouped_gemm", lambda *_: taken.append("mxfp4"))
-    monkeypatch.setattr(_packed_experts_sm90, "packed_grouped_gemm", lambda *_: taken.append("packed"))
+    monkeypatch.setattr(mxfp4_sm90, "mxfp4_grouped_gemm", lambda *_: taken.append("mxfp4"))
+    monkeypatch.setattr(packed_sm90, "packed_grouped_gemm", lambda *_: taken.append("packed"))
     for block_size in (64, 128, 256):
         arguments, how = _operands(scheme, block_size)
         grouped_gemm.grouped_gemm(*arguments, **how)

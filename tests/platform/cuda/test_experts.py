@@ -51,15 +51,15 @@ MODELS = {
 KERNELS = {
     "route": ("_route",),
     "permute": ("_count", "_place"),
-    "grouped_gemm": ("_grouped_gemm",),
-    "_scaled_grouped_gemm": ("_scaled_grouped_gemm",),
-    "_mxfp4_grouped_gemm": ("_mxfp4_grouped_gemm",),
-    "_int4_grouped_gemm": ("_int4_grouped_gemm",),
-    "_scaled_calls_sm90": ("scaled_gemm_sm90",),
-    "_mxfp4_gemm_sm90": ("mxfp4_gemm_sm90",),
-    "_experts_decode_sm90": ("experts_decode_sm90",),
-    "_int4_experts_decode_sm90": ("_arrange_by_expert", "int4_experts_decode_sm90"),
-    "_packed_experts_sm90": ("packed_experts_sm90",),
+    "grouped_gemm.unquantised": ("_grouped_gemm",),
+    "grouped_gemm.scaled": ("_scaled_grouped_gemm",),
+    "grouped_gemm.mxfp4": ("_mxfp4_grouped_gemm",),
+    "grouped_gemm.int4": ("_int4_grouped_gemm",),
+    "_products.scaled_calls_sm90": ("scaled_gemm_sm90",),
+    "grouped_gemm.mxfp4_sm90": ("mxfp4_gemm_sm90",),
+    "grouped_gemm.decode_sm90": ("experts_decode_sm90",),
+    "grouped_gemm.wide_decode_sm90": ("_arrange_by_expert", "int4_experts_decode_sm90"),
+    "grouped_gemm.packed_sm90": ("packed_experts_sm90",),
     "quantise": ("_quantise",),
     "combine": ("_combine",),
     "silu_and_mul_quant": ("_silu_and_mul_quant",),
@@ -144,7 +144,7 @@ def test_all_that_serving_launches_was_launched_before(model, launched):
     multiply(torch.nn.ModuleList([layer]), most_tokens)
     warm = set(launched)
     own = OF_WEIGHTS.get(stored, {"_grouped_gemm"}) | (set() if stored is FP8 else {"_gated"})
-    others = {"_grouped_gemm", "_gated", *KERNELS["_mxfp4_grouped_gemm"]}.union(*OF_WEIGHTS.values()) - own
+    others = {"_grouped_gemm", "_gated", *KERNELS["grouped_gemm.mxfp4"]}.union(*OF_WEIGHTS.values()) - own
     assert {name for name, *_ in warm} >= {name for names in KERNELS.values() for name in names} - {"_count"} - others
     draw = random.Random(0)
     for _ in range(NUM_STEPS):

@@ -1,7 +1,7 @@
 """Triton kernels for NVIDIA GPUs. For tests, they also run on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
 
-A file without an underscore implements the op of its name. Files in `_sm90` are kernels in Gluon for Hopper GPUs, and
-other files with an underscore are shared code. Launch parameters are plain data in launch.yaml; see `_launch`.
+A file or folder without an underscore implements the op of its name, and those with one are shared code. Files in
+`_sm90` are kernels in Gluon for Hopper GPUs. Launch parameters are plain data in launch.yaml; see `_launch`.
 """
 
 import importlib

@@ -13,21 +13,22 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import (
-    _fp4_sm90,
-    _int4_experts_decode_sm90,
-    _launch,
-    _mxfp4_grouped_gemm,
-    _packed_experts_sm90,
-    _scaled_grouped_gemm,
-    _supports,
-)
-from vllm_opset.kernels.triton._tiles import Order
+from vllm_opset.kernels.triton import _launch, _supports
+from vllm_opset.kernels.triton._products import mxfp4_words_sm90
+from vllm_opset.kernels.triton._products.scaled import supports as supports_scaled
+from vllm_opset.kernels.triton._products.tiles import Order
 from vllm_opset.kernels.triton.combine import combine
 from vllm_opset.kernels.triton.gelu import gelu
 from vllm_opset.kernels.triton.gelu_and_mul import gelu_and_mul
 from vllm_opset.kernels.triton.gelu_tanh import gelu_tanh
-from vllm_opset.kernels.triton.grouped_gemm import is_packed, packed_supports, write_products
+from vllm_opset.kernels.triton.grouped_gemm import (
+    is_packed,
+    mxfp4,
+    packed_sm90,
+    packed_supports,
+    wide_decode_sm90,
+    write_products,
+)
 from vllm_opset.kernels.triton.permute import permute
 from vllm_opset.kernels.triton.quantise import quantise
 from vllm_opset.kernels.triton.quantise import supports as can_quantise
@@ -68,11 +69,11 @@ def describe_arguments(args: FusedExpertsArguments) -> Call:
 def _launch_of(args: FusedExpertsArguments) -> str:
     """The name of the launches. Packed weights have their own where a Hopper GPU's kernels take them."""
     x, weight, scale = args.hidden_states, args.w1, args.w1_scale
-    if weight.dtype is not PACKED or not _packed_experts_sm90.can(x, weight, scale):
+    if weight.dtype is not PACKED or not packed_sm90.can(x, weight, scale):
         return "fused_experts"
     if is_mxfp4(weight, scale):
         return "mxfp4_fused_experts"
-    wide = _int4_experts_decode_sm90.can(x, weight, scale, min(_int4_experts_decode_sm90.BLOCK_SIZES))
+    wide = wide_decode_sm90.can(x, weight, scale, min(wide_decode_sm90.BLOCK_SIZES))
     return "wide_int4_fused_experts" if wide else "int4_fused_experts"
 
 
@@ -99,7 +100,7 @@ def supports(problem: FusedExpertsProblem) -> str | None:
     """
     if is_packed(problem.scheme):
         return packed_supports(problem)
-    reason, stored = _supports.floats(problem) or _scaled_grouped_gemm.supports(problem), problem.scheme.activation
+    reason, stored = _supports.floats(problem) or supports_scaled(problem), problem.scheme.activation
     if reason is not None or stored is None:
         return reason
     # The length of rows does not matter: those of models are shorter than what a program holds.
@@ -126,8 +127,8 @@ def _by_columns(scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """
     if not is_mxfp4(weight, scale):
         return scale
-    fit = scale.numel() == 0 or scale.max() <= _fp4_sm90.LARGEST_SCALE
-    return _mxfp4_grouped_gemm.by_columns(scale) if fit else scale.contiguous()
+    fit = scale.numel() == 0 or scale.max() <= mxfp4_words_sm90.LARGEST_SCALE
+    return mxfp4.by_columns(scale) if fit else scale.contiguous()
 
 
 PREPARE = {"w1_scale": w1_scale_by_columns, "w2_scale": w2_scale_by_columns}

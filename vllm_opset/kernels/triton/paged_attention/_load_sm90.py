@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from vllm_opset.kernels.triton._gluon import tma_load
-from vllm_opset.kernels.triton._load_sm90 import LINE
+from vllm_opset.kernels.triton._products.load_sm90 import LINE
 from vllm_opset.kernels.triton.paged_attention._plan_sm90 import ITEM_FIELDS, keys_of
 from vllm_opset.kernels.triton.paged_attention._tile import seen_by_all
 

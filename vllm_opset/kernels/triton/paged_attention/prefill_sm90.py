@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._gluon import reinterpret
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import available, is_aligned
+from vllm_opset.kernels.triton._products.load_sm90 import available, is_aligned
 from vllm_opset.kernels.triton.paged_attention import _call
 from vllm_opset.kernels.triton.paged_attention._attend_sm90 import attend_tiles
 from vllm_opset.kernels.triton.paged_attention._call import MIN_ROWS, ROW_BYTES, WARPGROUP, Call, thresholds

@@ -1,6 +1,6 @@
 """Products of many rows in 16 bits and of experts' int4 or MXFP4 weights on Hopper GPUs, specialised by warps.
 
-As in `_scaled_gemm_sm90`, persistent programs take one tile after the other, and loading warps bring the weights by TMA
+As in `scaled_gemm_sm90`, persistent programs take one tile after the other, and loading warps bring the weights by TMA
 and gather the rows of x. Outputs are the rows of the products here: wgmma takes those from registers, so nothing of the
 dequantised weight is stored. Each of two warpgroups dequantises its weights of the next stage while its product of this
 one runs. A weight is dequantised once for all rows of a tile, of which there are up to 256.
@@ -17,7 +17,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import (
+from vllm_opset.kernels.triton._products.int4 import NO_ZERO_POINT, scale_columns
+from vllm_opset.kernels.triton._products.int4_words_sm90 import (
+    BYTES,
+    CHUNK,
+    dequantised,
+    group_offsets,
+    groups_of_chunk,
+    rows_of_chunk,
+)
+from vllm_opset.kernels.triton._products.int4_words_sm90 import ROWS as PART
+from vllm_opset.kernels.triton._products.load_sm90 import (
     GATHERING,
     OUTPUTS_OF_BOX,
     available,
@@ -28,17 +38,7 @@ from vllm_opset.kernels.triton._load_sm90 import (
     load_tiles,
     rows_of,
 )
-from vllm_opset.kernels.triton._nibbles_sm90 import (
-    BYTES,
-    CHUNK,
-    dequantised,
-    group_offsets,
-    groups_of_chunk,
-    rows_of_chunk,
-)
-from vllm_opset.kernels.triton._nibbles_sm90 import ROWS as PART
-from vllm_opset.kernels.triton._packed_linear import NO_ZERO_POINT, scale_columns
-from vllm_opset.kernels.triton._tiles import Order, tile_of
+from vllm_opset.kernels.triton._products.tiles import Order, tile_of
 from vllm_opset.ops.schemes import MXFP4, is_mxfp4
 
 WIDTH = CHUNK  # A stage has so many columns. They are a line of x.

@@ -1,20 +1,18 @@
 """grouped_gemm with fp8 or int8 weights: `grouped_gemm`'s tiles, whose products are multiplied by their scales.
 
 Scales of blocks are multiplied inside the loop over columns, and those of whole rows once after it. Factors are widened
-as `_scaled_linear` says. Results in fp32 are of widened factors too: fp8 tensor cores keep about 14 bits of a sum.
+as `_products.scaled` says. Results in fp32 are of widened factors too: fp8 tensor cores keep about 14 bits of a sum.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_opset.kernels.triton import _launch, _scaled_linear
+from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._scaled_linear import LEAST_COLUMNS, bits, product_of, scale_group
-from vllm_opset.kernels.triton._tiles import Product, tile_of
+from vllm_opset.kernels.triton._products.scaled import LEAST_COLUMNS, bits, product_of, scale_group
+from vllm_opset.kernels.triton._products.tiles import Product, tile_of
 from vllm_opset.targets import FP8 as FP8_FEATURE
-
-supports = _scaled_linear.supports
 
 
 def launch(product: Product, weight_scale: torch.Tensor, x_scale: torch.Tensor | None, tile: dict[str, int]) -> None:

@@ -7,11 +7,11 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._counters import zeros
-from vllm_opset.kernels.triton._load_sm90 import available, box_layout, is_aligned
-from vllm_opset.kernels.triton._scaled_gemm_sm90 import HALF, WIDTH, scaled_gemm_sm90
-from vllm_opset.kernels.triton._shared_tiles import even_run_of
-from vllm_opset.kernels.triton._tiles import Order
+from vllm_opset.kernels.triton._products.counters import zeros
+from vllm_opset.kernels.triton._products.load_sm90 import available, box_layout, is_aligned
+from vllm_opset.kernels.triton._products.scaled_gemm_sm90 import HALF, WIDTH, scaled_gemm_sm90
+from vllm_opset.kernels.triton._products.shared_tiles import even_run_of
+from vllm_opset.kernels.triton._products.tiles import Order
 from vllm_opset.ops.schemes import FP8, WHOLE, GroupShape, group_of
 
 OUT_BYTES = 2  # Results of 32 bits do not fit shared memory beside the ring.

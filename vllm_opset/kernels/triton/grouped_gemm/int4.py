@@ -1,6 +1,6 @@
 """grouped_gemm with int4 weights: `grouped_gemm`'s tiles, whose weights are dequantised in registers.
 
-A tile of the weight is multiplied as in `_packed_linear`. Its rows are those of the product, so that few choices fill
+A tile of the weight is multiplied as in `linear.packed`. Its rows are those of the product, so that few choices fill
 tensor cores. The sum over the columns of one scale is multiplied by it.
 """
 
@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_opset.kernels.triton import _packed_linear
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._packed_linear import HALF, NO_ZERO_POINT, dequantised_tile
-from vllm_opset.kernels.triton._tiles import Product, tile_of
+from vllm_opset.kernels.triton._products.int4 import HALF, NO_ZERO_POINT, dequantised_tile, paired
+from vllm_opset.kernels.triton._products.int4 import supports as supports_int4
+from vllm_opset.kernels.triton._products.tiles import Product, tile_of
 from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.schemes import WHOLE, Scheme, group_of
 
@@ -20,7 +20,7 @@ def supports(problem: Problem, scheme: Scheme) -> str | None:
     """Activations as they are by int4 weights, with scales for 32 columns or more."""
     if scheme.activation is not None:
         return f"it multiplies activations as they are by int4 weights, not {scheme}"
-    return _packed_linear.supports(problem)
+    return supports_int4(problem)
 
 
 def launch(product: Product, weight_scale: torch.Tensor, zero_point: torch.Tensor | None, tile: dict[str, int]) -> None:
@@ -31,7 +31,7 @@ def launch(product: Product, weight_scale: torch.Tensor, zero_point: torch.Tenso
     width = min(tile.pop("BLOCK_K"), group if group < columns else columns & -columns)
     product.launch(
         _int4_grouped_gemm, tile, weight_scale, zero_point, *weight_scale.stride(),
-        SCALED_COLUMNS=group, BYTES=width // 2, PAIRED=_packed_linear.paired(product.x),
+        SCALED_COLUMNS=group, BYTES=width // 2, PAIRED=paired(product.x),
     )  # fmt: skip
 
 

@@ -11,12 +11,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from vllm_opset.kernels.triton._decode_tiles_sm90 import SUM_BYTES, add, add_scaled, finish, load_weight, load_x
 from vllm_opset.kernels.triton._gluon import cp_async
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import LINE, LOADING_REGISTERS, MULTIPLYING_REGISTERS, WARP, barriers
-from vllm_opset.kernels.triton._scaled_gemm_sm90 import HALF
-from vllm_opset.kernels.triton._scaled_gemm_sm90 import WIDTH as BLOCK
+from vllm_opset.kernels.triton._products.load_sm90 import LINE, LOADING_REGISTERS, MULTIPLYING_REGISTERS, WARP, barriers
+from vllm_opset.kernels.triton._products.scaled_gemm_sm90 import HALF
+from vllm_opset.kernels.triton._products.scaled_gemm_sm90 import WIDTH as BLOCK
+from vllm_opset.kernels.triton.linear._decode_tiles_sm90 import SUM_BYTES, add, add_scaled, finish, load_weight, load_x
 
 WARPGROUPS, WARPS = gl.constexpr(2), 4  # that multiply, and of each of them
 

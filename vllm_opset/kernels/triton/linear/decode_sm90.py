@@ -6,9 +6,9 @@ programs take equally many units, one after the other, so few outputs keep all m
 programs may share a tile. The last one of them then adds their sums, always in the same order.
 
 By blocks, each product of 128 columns in fp8 starts from zero, and is multiplied by its scales and added in fp32. By
-rows, tensor cores add the products, as in `_scaled_gemm_sm90`.
+rows, tensor cores add the products, as in `scaled_gemm_sm90`.
 
-The launch says which of two kernels takes a call: `decode_sm90`, whose warps load and multiply, or `_wide_decode_sm90`.
+The launch says which of two kernels takes a call: `decode_sm90`, whose warps load and multiply, or `wide_decode_sm90`.
 """
 
 import torch
@@ -17,22 +17,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from vllm_opset.kernels.triton import _launch, _scaled_calls_sm90
-from vllm_opset.kernels.triton._counters import zeros
-from vllm_opset.kernels.triton._decode_tiles_sm90 import SUM_BYTES, add, add_scaled, finish, load_weight, load_x
+from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._gluon import barrier
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import LINE, WARP, available, box_layout, is_aligned
+from vllm_opset.kernels.triton._products import scaled_calls_sm90
+from vllm_opset.kernels.triton._products.counters import zeros
+from vllm_opset.kernels.triton._products.load_sm90 import LINE, available, box_layout, is_aligned, most_registers
+from vllm_opset.kernels.triton._products.scaled_calls_sm90 import Operands, by_blocks, strides
+from vllm_opset.kernels.triton._products.scaled_gemm_sm90 import WIDTH as BLOCK
+from vllm_opset.kernels.triton._products.shared_tiles import run_of
 from vllm_opset.kernels.triton._rows import num_rows
-from vllm_opset.kernels.triton._scaled_calls_sm90 import Operands, by_blocks, strides
-from vllm_opset.kernels.triton._scaled_gemm_sm90 import WIDTH as BLOCK
-from vllm_opset.kernels.triton._shared_tiles import run_of
-from vllm_opset.kernels.triton._wide_decode_sm90 import WARPGROUPS, WARPS, wide_decode_sm90
+from vllm_opset.kernels.triton.linear._decode_tiles_sm90 import SUM_BYTES, add, add_scaled, finish, load_weight, load_x
+from vllm_opset.kernels.triton.linear.wide_decode_sm90 import WARPGROUPS, WARPS, wide_decode_sm90
 
 FEWEST_TOKENS = 8  # that wgmma takes as the columns of a product
 MOST_TOKENS = 128  # More tokens would need a second tile of x.
 WARP_ROWS = 16  # A warp multiplies so many rows of the weight.
-REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of a multiprocessor, and of a thread
 
 
 @gluon.jit(
@@ -114,7 +114,7 @@ def can(call: Operands) -> bool:
     if not 0 < tokens <= MOST_TOKENS:
         return False
     if call.weight_scale is not None:
-        return _scaled_calls_sm90.can(call)
+        return scaled_calls_sm90.can(call)
     in_16_bits = call.x.element_size() == 2 and available(call.x.device)
     return in_16_bits and is_aligned(call.weight) and is_aligned(_rows(call.x))
 
@@ -158,11 +158,6 @@ def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
         num_warps=warps, **limit, **_launch.launch_options(x.device),
     )  # fmt: skip
     return out
-
-
-def most_registers(warps: int, programs: int) -> int:
-    """The registers of a thread with which so many programs share a multiprocessor. Threads get multiples of eight."""
-    return min(MOST_REGISTERS, REGISTERS // (warps * WARP.value * programs) // 8 * 8)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,13 @@
 """int4 weights on Hopper GPUs, dequantised in registers for wgmma.
 
-`dequantised` takes ROWS outputs and CHUNK columns at a time, and `dequantised_words` a unit of `_words_sm90`.
+`dequantised` takes ROWS outputs and CHUNK columns at a time, and `dequantised_words` a unit of `words_sm90`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vllm_opset.kernels.triton._packed_linear import HALF, MAGIC_BF16, MAGIC_FP16
-from vllm_opset.kernels.triton._words_sm90 import factor_of
+from vllm_opset.kernels.triton._products.int4 import HALF, MAGIC_BF16, MAGIC_FP16
+from vllm_opset.kernels.triton._products.words_sm90 import factor_of
 
 CHUNK = gl.constexpr(64)  # columns of 16 bits: a line of x in shared memory
 ROWS = gl.constexpr(64)  # of a product: the instruction's
@@ -29,7 +29,7 @@ HALVES = gl.constexpr(
 )  # fmt: skip
 
 # Makes two bytes a pair of low values and one of high ones, less their zero points and times their scales. It is as
-# `PAIRS` of `_packed_linear`, and its product is rounded once.
+# `PAIRS` of `int4`, and its product is rounded once.
 SCALED = """{{
 .reg .b32 low, high, one;
 mov.b32 one, {one};

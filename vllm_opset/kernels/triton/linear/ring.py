@@ -12,10 +12,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from vllm_opset.kernels.triton import INTERPRETED, _launch
-from vllm_opset.kernels.triton._counters import zeros
 from vllm_opset.kernels.triton._gluon import barrier, cp_async
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._packed_linear import (
+from vllm_opset.kernels.triton._products.counters import zeros
+from vllm_opset.kernels.triton._products.int4 import (
     HALF,
     MAGIC_BF16,
     MAGIC_FP16,
@@ -24,8 +24,8 @@ from vllm_opset.kernels.triton._packed_linear import (
     PAIRS_FP16,
     REGISTERS,
     scale_columns,
-    splits_of,
 )
+from vllm_opset.kernels.triton.linear.packed import splits_of
 from vllm_opset.ops.schemes import values_shape
 
 # The columns of a tile, and the bytes of a row of the weight in it. Each of four threads has sixteen of these.

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from vllm_opset.kernels.triton import launched_for
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._tiles import Product, tile_of
+from vllm_opset.kernels.triton._products.tiles import Product, tile_of
 from vllm_opset.ops.contract import Problem
 from vllm_opset.ops.schemes import MXFP4, Scheme
 

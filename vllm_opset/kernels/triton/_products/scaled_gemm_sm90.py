@@ -1,9 +1,9 @@
 """Products of many rows in fp8 on Hopper GPUs, dense and of experts, specialised by warps.
 
-While loading warps (`_load_sm90`) bring 128 columns at a time, two warpgroups multiply 64 rows each, or half of the
+While loading warps (`load_sm90`) bring 128 columns at a time, two warpgroups multiply 64 rows each, or half of the
 outputs of the same 64 rows. By blocks, each product of 128 columns starts from zero, and is multiplied by its scales
 and added in fp32 while the other warpgroup's products run. By rows, tensor cores add the products. They keep some 14
-bits of a sum, as in `_scaled_grouped_gemm`.
+bits of a sum, as `grouped_gemm.scaled` says.
 
 If a dense product has at most half as many tiles as the GPU has multiprocessors, several programs may share each tile.
 The last one of them adds their sums, always in the same order.
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from vllm_opset.kernels.triton._gluon import tma_store
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import (
+from vllm_opset.kernels.triton._products.load_sm90 import (
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
     WARP,
@@ -31,8 +31,8 @@ from vllm_opset.kernels.triton._load_sm90 import (
     tiles_of_program,
     turns,
 )
-from vllm_opset.kernels.triton._shared_tiles import sums_of_tile
-from vllm_opset.kernels.triton._tiles import tile_of
+from vllm_opset.kernels.triton._products.shared_tiles import sums_of_tile
+from vllm_opset.kernels.triton._products.tiles import tile_of
 
 # A stage has so many columns, and a product so many outputs. Those of a block of scales are as many.
 WIDTH = gl.constexpr(128)

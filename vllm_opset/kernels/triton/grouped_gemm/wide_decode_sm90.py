@@ -11,7 +11,7 @@ factors. A loading warp starts it. Two warpgroups multiply, each warp by its own
 warpgroup (wgmma) are not faster for so few columns.
 
 All programs take equally many units of the blocks that have an expert, one after the other, as in
-`_experts_decode_sm90`.
+`decode_sm90`.
 """
 
 import torch
@@ -24,16 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._counters import zeros
-from vllm_opset.kernels.triton._decode_sm90 import most_registers
-from vllm_opset.kernels.triton._experts_decode_sm90 import filled_blocks, finish
 from vllm_opset.kernels.triton._gluon import tma_load
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import available, barriers, box_layout, is_aligned
-from vllm_opset.kernels.triton._packed_experts_sm90 import Packed
-from vllm_opset.kernels.triton._packed_linear import NO_ZERO_POINT, scale_columns
-from vllm_opset.kernels.triton._tiles import Order
-from vllm_opset.kernels.triton._words_sm90 import WIDTH, WORDS, factor_of, reordered, words_of
+from vllm_opset.kernels.triton._products.counters import zeros
+from vllm_opset.kernels.triton._products.int4 import NO_ZERO_POINT, scale_columns
+from vllm_opset.kernels.triton._products.load_sm90 import available, barriers, box_layout, is_aligned, most_registers
+from vllm_opset.kernels.triton._products.tiles import Order
+from vllm_opset.kernels.triton._products.words_sm90 import WIDTH, WORDS, factor_of, reordered, words_of
+from vllm_opset.kernels.triton.grouped_gemm.decode_sm90 import filled_blocks, finish
+from vllm_opset.kernels.triton.grouped_gemm.packed_sm90 import Packed
 from vllm_opset.ops.schemes import PACKED, is_mxfp4
 
 WARPGROUPS = gl.constexpr(2)  # that multiply
@@ -240,7 +239,7 @@ def _arrange_by_expert(
     x, x_stride, arranged, sums, sorted_token_ids, num_choices, num_places, top_k,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copies the rows of choices by their places, with the columns of a unit in the order of `_words_sm90`.
+    """Copies the rows of choices by their places, with the columns of a unit in the order of `words_sm90`.
 
     BLOCK: the units of a program. arranged: [places, units * WIDTH]. sums: of a unit's columns, [units, places].
     Nothing is written for places without a choice.

@@ -10,8 +10,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from vllm_opset.kernels.triton._gluon import tma_load
-from vllm_opset.kernels.triton._load_sm90 import LINE
-from vllm_opset.kernels.triton._shared_tiles import sums_of_tile
+from vllm_opset.kernels.triton._products.load_sm90 import LINE
+from vllm_opset.kernels.triton._products.shared_tiles import sums_of_tile
 
 SUM_BYTES = gl.constexpr(32)  # So many bytes of a row are the columns of one instruction.
 

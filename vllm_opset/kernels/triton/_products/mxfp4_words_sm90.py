@@ -1,4 +1,4 @@
-"""MXFP4 weights on Hopper GPUs, widened in registers for wgmma: units of `_words_sm90`.
+"""MXFP4 weights on Hopper GPUs, widened in registers for wgmma: units of `words_sm90`.
 
 A value is s eem in bits, and bf16 is s eeeeeeee mmmmmmm. With its three bits at the lower end of the exponent, it is
 2**-126 of what it stands for, also where ee is 0. One product with a power of two makes that good, and applies 2**-64
@@ -9,7 +9,7 @@ scales below 2**-62 are smaller than 2**-60. They lose bits, which are less than
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vllm_opset.kernels.triton._words_sm90 import factor_of
+from vllm_opset.kernels.triton._products.words_sm90 import factor_of
 
 SUMS_FACTOR = gl.constexpr(2.0**64)
 LARGEST_SCALE = 191  # the byte of 2**64

@@ -1,9 +1,9 @@
 """Products of many rows in bf16 and of experts' MXFP4 weights on Hopper GPUs, specialised by warps.
 
-As in `_scaled_gemm_sm90`, persistent programs take one tile after the other, and loading warps bring the weights by TMA
+As in `scaled_gemm_sm90`, persistent programs take one tile after the other, and loading warps bring the weights by TMA
 and gather the rows of x. Outputs are the rows of the products here: wgmma takes those from registers, so two warpgroups
 widen 128 outputs each in registers and nothing of the widened weight is stored. A tile has up to 128 rows of x. Larger
-tiles are those of `_packed_experts_sm90`.
+tiles are those of `packed_sm90`.
 """
 
 import torch
@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import (
+from vllm_opset.kernels.triton._products.load_sm90 import (
     GATHERING,
     LOADING_REGISTERS,
     MULTIPLYING_REGISTERS,
@@ -26,7 +26,7 @@ from vllm_opset.kernels.triton._load_sm90 import (
     load_tiles,
     rows_of,
 )
-from vllm_opset.kernels.triton._tiles import Order, tile_of
+from vllm_opset.kernels.triton._products.tiles import Order, tile_of
 from vllm_opset.ops.schemes import MXFP4
 
 WIDTH = gl.constexpr(64)  # A stage has so many columns. They are a line of x.

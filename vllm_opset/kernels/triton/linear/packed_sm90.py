@@ -16,19 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._counters import zeros
 from vllm_opset.kernels.triton._gluon import barrier, tma_load
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import (
-    LOADING_REGISTERS,
-    available,
-    barriers,
-    box_layout,
-    first_row_of,
-    is_aligned,
-    load_rows,
-)
-from vllm_opset.kernels.triton._nibbles_sm90 import (
+from vllm_opset.kernels.triton._products.counters import zeros
+from vllm_opset.kernels.triton._products.int4 import NO_ZERO_POINT, scale_columns
+from vllm_opset.kernels.triton._products.int4_words_sm90 import (
     BYTES,
     CHUNK,
     ROWS,
@@ -37,7 +29,15 @@ from vllm_opset.kernels.triton._nibbles_sm90 import (
     groups_of_chunk,
     rows_of_chunk,
 )
-from vllm_opset.kernels.triton._packed_linear import NO_ZERO_POINT, scale_columns
+from vllm_opset.kernels.triton._products.load_sm90 import (
+    LOADING_REGISTERS,
+    available,
+    barriers,
+    box_layout,
+    first_row_of,
+    is_aligned,
+    load_rows,
+)
 from vllm_opset.kernels.triton._rows import num_rows
 from vllm_opset.ops.schemes import values_shape
 

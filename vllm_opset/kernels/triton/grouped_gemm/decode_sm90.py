@@ -16,18 +16,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vllm_opset.kernels.triton import _launch
-from vllm_opset.kernels.triton._counters import zeros
-from vllm_opset.kernels.triton._decode_sm90 import most_registers
-from vllm_opset.kernels.triton._fp4_sm90 import SUMS_FACTOR, widened
 from vllm_opset.kernels.triton._gluon import barrier, tma_load
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._load_sm90 import available, box_layout, is_aligned
-from vllm_opset.kernels.triton._nibbles_sm90 import dequantised_words
-from vllm_opset.kernels.triton._packed_experts_sm90 import Packed
-from vllm_opset.kernels.triton._packed_linear import NO_ZERO_POINT, scale_columns
-from vllm_opset.kernels.triton._shared_tiles import sums_of_tile
-from vllm_opset.kernels.triton._tiles import Order
-from vllm_opset.kernels.triton._words_sm90 import GROUPS, WIDTH, WORDS, reordered, rows_and_groups, words_of
+from vllm_opset.kernels.triton._products.counters import zeros
+from vllm_opset.kernels.triton._products.int4 import NO_ZERO_POINT, scale_columns
+from vllm_opset.kernels.triton._products.int4_words_sm90 import dequantised_words
+from vllm_opset.kernels.triton._products.load_sm90 import available, box_layout, is_aligned, most_registers
+from vllm_opset.kernels.triton._products.mxfp4_words_sm90 import SUMS_FACTOR, widened
+from vllm_opset.kernels.triton._products.shared_tiles import sums_of_tile
+from vllm_opset.kernels.triton._products.tiles import Order
+from vllm_opset.kernels.triton._products.words_sm90 import GROUPS, WIDTH, WORDS, reordered, rows_and_groups, words_of
+from vllm_opset.kernels.triton.grouped_gemm.packed_sm90 import Packed
 from vllm_opset.ops.schemes import MXFP4, PACKED, is_mxfp4
 
 TOKENS = gl.constexpr(16)  # the columns of a product, and the most choices of a block

@@ -10,33 +10,34 @@ On Hopper GPUs, two variants multiply blocks of up to 16 choices: `wide_decode_s
 columns and more, and `decode_sm90` by MXFP4 weights, and by other int4 weights in groups of 32 columns or with long
 rows (`least_columns` in launch.yaml). `prefill_sm90` multiplies larger blocks in fp8, and in 16 bits by int4 and MXFP4
 weights.
+
+`decode` and `prefill` are one kernel for each way of storing weights: `unquantised`, `scaled` (8 bits), `int4` and
+`mxfp4`. `prefill_sm90` is `packed_sm90` or `mxfp4_sm90`, and in fp8 `_products.scaled_calls_sm90`.
 """
 
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.triton import (
-    _experts_decode_sm90,
-    _int4_experts_decode_sm90,
-    _int4_grouped_gemm,
-    _launch,
-    _mxfp4_gemm_sm90,
-    _mxfp4_grouped_gemm,
-    _packed_experts_sm90,
-    _scaled_calls_sm90,
-    _scaled_grouped_gemm,
-    _supports,
+from vllm_opset.kernels.triton import _launch, _supports
+from vllm_opset.kernels.triton._products import scaled_calls_sm90
+from vllm_opset.kernels.triton._products.int4 import in_one_layout, scale_columns
+from vllm_opset.kernels.triton._products.scaled import supports as supports_scaled
+from vllm_opset.kernels.triton._products.scaled_calls_sm90 import Operands
+from vllm_opset.kernels.triton._products.tiles import Order, Product
+from vllm_opset.kernels.triton.grouped_gemm import (
+    decode_sm90,
+    int4,
+    mxfp4,
+    mxfp4_sm90,
+    packed_sm90,
+    scaled,
+    unquantised,
+    wide_decode_sm90,
 )
-from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._packed_experts_sm90 import Packed
-from vllm_opset.kernels.triton._packed_linear import in_one_layout, scale_columns
-from vllm_opset.kernels.triton._scaled_calls_sm90 import Operands
-from vllm_opset.kernels.triton._tiles import Order, Product, tile_of
+from vllm_opset.kernels.triton.grouped_gemm.packed_sm90 import Packed
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem
 from vllm_opset.ops.moe.grouped_gemm import GroupedGemmProblem, check_arguments
 from vllm_opset.ops.schemes import MXFP4, PACKED, UINT4, Scheme, is_mxfp4
@@ -67,7 +68,7 @@ def supports(problem: GroupedGemmProblem) -> str | None:
     """
     if is_packed(problem.scheme):
         return packed_supports(problem)
-    return _supports.floats(problem) or _scaled_grouped_gemm.supports(problem)
+    return _supports.floats(problem) or supports_scaled(problem)
 
 
 def is_packed(scheme: Scheme) -> bool:
@@ -78,8 +79,8 @@ def is_packed(scheme: Scheme) -> bool:
 def packed_supports(problem: GroupedGemmProblem | FusedExpertsProblem) -> str | None:
     """What the products by packed weights support."""
     if problem.scheme.weight == MXFP4:
-        return _mxfp4_grouped_gemm.supports(problem, problem.scheme)
-    return _supports.floats(problem) or _int4_grouped_gemm.supports(problem, problem.scheme)
+        return mxfp4.supports(problem, problem.scheme)
+    return _supports.floats(problem) or int4.supports(problem, problem.scheme)
 
 
 def describe(
@@ -87,19 +88,19 @@ def describe(
     weight_zero_point=None,
 ) -> Call:  # fmt: skip
     block_size = len(sorted_token_ids) // max(len(expert_ids), 1)
-    wide = _int4_experts_decode_sm90.can(x, weight, weight_scale, block_size)
-    decode_sm90 = _experts_decode_sm90.can(x, weight, weight_scale, block_size)
+    wide = wide_decode_sm90.can(x, weight, weight_scale, block_size)
+    decode = decode_sm90.can(x, weight, weight_scale, block_size)
     if weight.dtype is PACKED:
-        hopper = _packed_experts_sm90.can(x, weight, weight_scale)
+        hopper = packed_sm90.can(x, weight, weight_scale)
     else:
-        hopper = _scaled_calls_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
+        hopper = scaled_calls_sm90.can(Operands(x, weight, weight_scale, x_scale, out_dtype))
     hopper = hopper and block_size % LEAST_ROWS_SM90 == 0
-    decode_suits = decode_sm90 and _suits_decode_sm90(weight, weight_scale)
-    return Call(block_size, hopper, wide, decode_sm90, decode_suits)
+    decode_suits = decode and _suits_decode_sm90(weight, weight_scale)
+    return Call(block_size, hopper, wide, decode, decode_suits)
 
 
 def _suits_decode_sm90(weight: torch.Tensor, weight_scale: torch.Tensor) -> bool:
-    """Whether `_experts_decode_sm90` is faster than `decode`: for long rows, and where many scales slow that down."""
+    """Whether `decode_sm90` is faster than `decode`: for long rows, and where many scales slow that down."""
     if is_mxfp4(weight, weight_scale) or scale_columns(weight[0], weight_scale[0]) <= MXFP4.group.columns:
         return True
     values = _launch.parameters("columns_int4_grouped_gemm_decode_sm90", weight.device, 0)
@@ -158,44 +159,43 @@ def write_products(
         return
     if weight_zero_point is not None:
         weight_scale, weight_zero_point = in_one_layout(weight_scale, weight_zero_point)
-    mxfp4 = is_mxfp4(weight, weight_scale)
     picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out.dtype)
     packed = Packed(x, weight, weight_scale, weight_zero_point)
     if picked == "wide_decode_sm90":
         values = _launch.parameters("int4_grouped_gemm_wide_decode_sm90", x.device, order.block_size)
-        _int4_experts_decode_sm90.decode_experts(packed, bias, out, order, values)
+        wide_decode_sm90.decode_experts(packed, bias, out, order, values)
         return
     if picked == "decode_sm90":
         values = _launch.parameters(f"{_launch_of(weight, weight_scale)}_decode_sm90", x.device, order.num_blocks)
-        _experts_decode_sm90.decode_experts(packed, bias, out, order, values)
+        decode_sm90.decode_experts(packed, bias, out, order, values)
         return
     if picked == "prefill_sm90" and weight.dtype is PACKED:
         _multiply_packed_sm90(packed, bias, out, order)
         return
     if picked == "prefill_sm90":
         operands = Operands(x, weight, weight_scale, x_scale, out.dtype)
-        _scaled_calls_sm90.scaled_grouped_gemm(operands, bias, out, order)
+        scaled_calls_sm90.scaled_grouped_gemm(operands, bias, out, order)
         return
     tile = _tile(picked, order.block_size, len(order.expert_ids), weight, weight_scale)
     product = Product(x, weight, bias, order, out, read_once=picked == "decode")
-    if mxfp4:
-        _mxfp4_grouped_gemm.launch(product, weight_scale, tile)
+    if is_mxfp4(weight, weight_scale):
+        mxfp4.launch(product, weight_scale, tile)
     elif weight.dtype is PACKED:
-        _int4_grouped_gemm.launch(product, weight_scale, weight_zero_point, tile)
+        int4.launch(product, weight_scale, weight_zero_point, tile)
     elif weight_scale is not None:
-        _scaled_grouped_gemm.launch(product, weight_scale, x_scale, tile)
+        scaled.launch(product, weight_scale, x_scale, tile)
     else:
-        product.launch(_grouped_gemm, tile)
+        unquantised.launch(product, tile)
 
 
 def _multiply_packed_sm90(call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
     """Writes the product by packed weights to out. MXFP4 has two kernels: each serves tiles for which it is faster."""
     launch = f"{_launch_of(call.weight, call.weight_scale)}_prefill_sm90"
     values = _launch.parameters(launch, call.x.device, order.block_size)
-    if is_mxfp4(call.weight, call.weight_scale) and values["rows"] <= _mxfp4_gemm_sm90.MOST_ROWS:
-        _mxfp4_gemm_sm90.mxfp4_grouped_gemm(call.x, call.weight, bias, call.weight_scale, out, order, values)
+    if is_mxfp4(call.weight, call.weight_scale) and values["rows"] <= mxfp4_sm90.MOST_ROWS:
+        mxfp4_sm90.mxfp4_grouped_gemm(call.x, call.weight, bias, call.weight_scale, out, order, values)
     else:
-        _packed_experts_sm90.packed_grouped_gemm(call, bias, out, order, values)
+        packed_sm90.packed_grouped_gemm(call, bias, out, order, values)
 
 
 def _tile(
@@ -223,45 +223,3 @@ def _launch_of(weight: torch.Tensor, weight_scale: torch.Tensor | None) -> str:
     if weight.dtype is PACKED:
         return "int4_grouped_gemm"
     return "grouped_gemm" if weight.element_size() > 1 else "scaled_grouped_gemm"
-
-
-@triton.jit(do_not_specialize=["num_choices", "num_tiles"])
-def _grouped_gemm(
-    x, x_stride, weight, bias, sorted_token_ids, expert_ids, out, num_choices, num_tiles, top_k,
-    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILES: tl.constexpr,
-    READ_ONCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    pdl_wait(PDL)
-    tile, column = tile_of(tl.program_id(0), num_tiles, tl.cdiv(OUTPUTS, BLOCK_N), GROUP)
-    output = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    block, row = tile // TILES, tile % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
-    expert = tl.load(expert_ids + block).to(tl.int64)
-    choice = tl.load(sorted_token_ids + block * BLOCK_SIZE + row, row < BLOCK_SIZE, num_choices)
-    is_choice, is_output = choice < num_choices, output < OUTPUTS
-    place = tl.arange(0, BLOCK_K)
-    x += (choice // top_k).to(tl.int64)[:, None] * x_stride + place[None, :]
-    weight += (expert * OUTPUTS + output)[None, :] * COLUMNS + place[:, None]
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in tl.range(0, tl.where(expert < 0, 0, COLUMNS), BLOCK_K):
-        if COLUMNS % BLOCK_K == 0:
-            a = tl.load(x + first, is_choice[:, None], 0.0)
-            b = _load_weight(weight + first, is_output[None, :], READ_ONCE)
-        else:
-            inside = first + place < COLUMNS
-            a = tl.load(x + first, is_choice[:, None] & inside[None, :], 0.0)
-            b = _load_weight(weight + first, is_output[None, :] & inside[:, None], READ_ONCE)
-        sums = tl.dot(a, b, sums, input_precision="ieee")
-    if bias is not None:
-        sums += tl.load(bias + expert * OUTPUTS + output, is_output & (expert >= 0), 0.0).to(tl.float32)[None, :]
-    out += choice.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
-    tl.store(out, sums, is_choice[:, None] & is_output[None, :])
-
-
-@triton.jit
-def _load_weight(pointers, mask, READ_ONCE: tl.constexpr):
-    """A tile of the weight. If only one program reads it, it must not displace other data in the last-level cache."""
-    if READ_ONCE:
-        return tl.load(pointers, mask, 0.0, eviction_policy="evict_first")
-    else:
-        return tl.load(pointers, mask, 0.0)

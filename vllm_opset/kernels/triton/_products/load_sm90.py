@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from vllm_opset.kernels.triton import INTERPRETED, _launch
 from vllm_opset.kernels.triton._gluon import cp_async, tma_load
 from vllm_opset.kernels.triton._launch import pdl_wait
-from vllm_opset.kernels.triton._tiles import tile_of
+from vllm_opset.kernels.triton._products.tiles import tile_of
 from vllm_opset.targets import WGMMA
 
 COPY_BYTES = 16  # TMA needs addresses and strides that are multiples of this.
@@ -26,6 +26,7 @@ LINE = gl.constexpr(128)
 OUTPUTS_OF_BOX = gl.constexpr(128)  # One copy brings so many rows of the weight.
 # Registers of a thread. The first multiplying warpgroup gets what all others leave of 512 for each 128 threads.
 MULTIPLYING_REGISTERS, LOADING_REGISTERS = gl.constexpr(232), gl.constexpr(40)
+REGISTERS, MOST_REGISTERS = 1 << 16, 255  # of a multiprocessor, and of a thread
 WARP = gl.constexpr(32)
 GATHERING = gl.constexpr(128)  # Rows of experts are gathered by so many threads.
 
@@ -40,6 +41,11 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     *strides, last = tensor.stride()
     elements = COPY_BYTES // tensor.element_size()
     return last == 1 and tensor.data_ptr() % COPY_BYTES == 0 and math.gcd(elements, *strides) == elements
+
+
+def most_registers(warps: int, programs: int) -> int:
+    """The registers of a thread with which so many programs share a multiprocessor. Threads get multiples of eight."""
+    return min(MOST_REGISTERS, REGISTERS // (warps * WARP.value * programs) // 8 * 8)
 
 
 @functools.cache
