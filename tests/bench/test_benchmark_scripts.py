@@ -18,6 +18,7 @@ NOWHERE = ("--json", "/no/such/folder/results.json")
         ("cpu_serving", ("--model", "middle"), "unknown: 'middle'; did you mean 'mid'?"),
         ("cpu_serving", ("--dtype", "bfloat"), "unknown: 'bfloat'; did you mean 'bfloat16'?"),
         ("decode_layers", ("tiny:2:40", "--variant", "base=", "--dry", *NOWHERE), "there is no folder /no/such/folder"),
+        ("left_out_rows", ("tiny", *NOWHERE), "there is no folder /no/such/folder"),
         ("step_profile", ("tiny", *NOWHERE), "there is no folder /no/such/folder"),
         ("trace_steps", ("tiny", *NOWHERE), "there is no folder /no/such/folder"),
         ("two_checkouts", (str(ROOT), "--device", "cpu", *NOWHERE), "there is no folder /no/such/folder"),

@@ -1,12 +1,15 @@
 """The base class of workers on opset's platforms: vLLM's own worker, with opset's layers in its model."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_opset.model import layers
+from vllm_opset.model import last_layer, layers
+from vllm_opset.model.warm_up import step_of_few_tokens
 from vllm_opset.platform import compat, expert_loading, model_settings
 from vllm_opset.platform.packing import PackingWorker
 from vllm_opset.platform.report import Reporting
@@ -16,6 +19,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 class OpsetWorker(Reporting, PackingWorker):
     def load_model(self, **kwargs) -> None:
+        self.read_rows = last_layer.ReadRows()
         compat.forget_shared_layers()
         model_settings.take_back()  # vLLM copies the configuration for a draft model
         if not self.vllm_config.use_v2_model_runner:
@@ -33,6 +37,16 @@ class OpsetWorker(Reporting, PackingWorker):
         with set_current_vllm_config(self.vllm_config):
             for model in self.models:
                 layers.bind(model, self.model_config.dtype)
+
+    def leave_out_rows(self, compiling: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Let last layers compute only what vLLM reads: see `last_layer`. Call it when all else has its final form."""
+        step = step_of_few_tokens(self.model_runner)
+        for model in self.models:
+            last_layer.bind(model, self.vllm_config, self.read_rows, step, compiling)
+
+    def execute_model(self, scheduler_output: SchedulerOutput):
+        self.read_rows.before_step(scheduler_output)
+        return super().execute_model(scheduler_output)
 
     def make_room(self) -> None:
         if self.has_quantised_experts:

@@ -72,6 +72,7 @@ class OpsetCpuWorker(OpsetWorker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         # Nothing is compiled.
+        self.leave_out_rows()
         self.log_choices()
         if self.vllm_config.use_v2_model_runner:
             from vllm_opset.model import warm_up

@@ -55,6 +55,7 @@ class OpsetCudaWorker(Starting, OpsetWorker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.check_choices()
+        self.leave_out_rows(precompile if warm_up.takes_any_values(self.model_runner) else nullcontext)
         # vLLM's first runner forbids to capture once it has captured, and the second one does not allow it again.
         set_cudagraph_capturing_enabled(True)
         with compat.own_warm_up(warm_up.kernels), device.named_out_of_memory():
