@@ -344,7 +344,7 @@ def test_what_it_cannot_do_is_refused_with_the_reason(wanted, reason):
 def test_vllm_finds_it_by_name():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_opset.platform.cpu.attention import CpuAttentionBackend
+    from vllm_opset.attention.backend import OpsetAttentionBackend
 
-    assert AttentionBackendEnum.CUSTOM.get_class() is CpuAttentionBackend
-    assert CpuAttentionBackend.get_name() == "CUSTOM"
+    assert AttentionBackendEnum.CUSTOM.get_class() is OpsetAttentionBackend
+    assert OpsetAttentionBackend.get_name() == "CUSTOM"

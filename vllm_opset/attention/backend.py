@@ -46,6 +46,11 @@ class OpsetAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Whether the tokens of an image may see each other (`attention/images.py`)."""
+        return True
+
+    @classmethod
     def supports_sink(cls) -> bool:
         return True
 

@@ -68,6 +68,7 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         self.writes_cache = kv_sharing_target_layer_name is None
         self.sinks = sinks
         self.dtype = torch.get_default_dtype()
+        self.attends_within_images = False
         # What is to be done to query and key together with writing the cache (model/fusion.py).
         self.deferred: Deferred | None = None
 
@@ -115,7 +116,8 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
             "sinks": self.sinks,
         }
         self._attend = partial(choice.run, window=self.window, **options)
-        if images and self.attn_type == AttentionType.DECODER:
+        self.attends_within_images = images and self.attn_type == AttentionType.DECODER
+        if self.attends_within_images:
             window = None if self.window is None else (self.window - 1, NO_LIMIT)
             choice = selection.select(ops.paged_attention, replace(self.problem, window=window, causal=False))
             self._attend_within_images = partial(choice.run, window=window, **options)

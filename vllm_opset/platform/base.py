@@ -78,7 +78,7 @@ class OpsetPlatform(Platform):
     @classmethod
     def check_multimodal(cls) -> None:
         """Raise Refusal if no multimodal model can be served. vLLM has not imported the model's module yet."""
-        raise multimodal.MULTIMODAL.refusal(cls.where)
+        multimodal.check(cls.rules, cls.where)
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
@@ -115,6 +115,7 @@ class OpsetPlatform(Platform):
         compile_cache.keep_apart(vllm_config, cls.__qualname__)
         if vllm_config.model_config is not None:
             vllm_config.model_config.disable_cascade_attn = True
+        multimodal.schedule_whole_images(vllm_config)
         logger.info_once("%s", runners.which(vllm_config, cls.why_no_second_runner()))
         runners.remember(vllm_config)
 

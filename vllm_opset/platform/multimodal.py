@@ -1,17 +1,20 @@
-"""What opset's platforms refuse of multimodal models. Only the CPU serves such models so far."""
+"""What opset's platforms refuse of multimodal models. NPUs serve none, and stock vLLM serves them by its own code."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm_opset.platform import drafts
-from vllm_opset.platform.refusals import ANOTHER_MODEL, MERGE_ADAPTER, Rule, of_model
+from vllm_opset.platform.refusals import ANOTHER_MODEL, MERGE_ADAPTER, Rule, Settings, of_model
 
 if TYPE_CHECKING:
     from vllm.config import MultiModalConfig, VllmConfig
 
 # Of the prefix LMs, only these were compared with transformers. Others differ in which layers and tokens see more.
 SERVED_PREFIX_LMS = ("gemma3",)
+# A graph replays no Python. In these models' forward methods, none changes what a step computes. Qwen3-VL's is an
+# exception, and `deepstack` replaces it. Other models keep features of images in ways of their own.
+CAPTURABLE = ("llava", "gemma3", "qwen2_5_vl", "qwen3_vl")
 PREFIX_LMS = "multimodal prefix LMs (bidirectional attention within an image)"
 POOLED_CACHES = "encoders with a pooled KV cache (Voxtral Realtime)"
 
@@ -31,7 +34,14 @@ def pools_cache(model) -> bool:
     return getattr(audio, "block_pool_size", 1) > 1
 
 
-def _set(is_set: Callable[["MultiModalConfig"], object]) -> Callable[["VllmConfig"], bool]:
+def is_capturable(model) -> bool:
+    """Whether a graph may replay steps of a model, as far as its images are concerned."""
+    if not is_multimodal(model) or model.multimodal_config.language_model_only:
+        return True
+    return model.hf_config.model_type in CAPTURABLE
+
+
+def if_set(is_set: Callable[["MultiModalConfig"], object]) -> Callable[["VllmConfig"], bool]:
     """Whether a setting of a multimodal model is on."""
     return of_model(lambda model: model.multimodal_config is not None and is_set(model.multimodal_config))
 
@@ -39,6 +49,14 @@ def _set(is_set: Callable[["MultiModalConfig"], object]) -> Callable[["VllmConfi
 def _encodes_otherwise(config: "MultiModalConfig") -> bool:
     backend = config.mm_encoder_attn_backend
     return config.mm_encoder_attn_dtype is not None or getattr(backend, "name", "TORCH_SDPA") != "TORCH_SDPA"
+
+
+def check(rules: Iterable[Rule | Settings], where: str) -> None:
+    """Raise Refusal if a platform with these rules can serve no multimodal model. It needs no configuration."""
+    if MULTIMODAL in rules:
+        raise MULTIMODAL.refusal(where)
+    if not has_torchvision():
+        raise WITHOUT_TORCHVISION.refusal(where)
 
 
 def schedule_whole_images(config: "VllmConfig") -> None:
@@ -51,7 +69,7 @@ MULTIMODAL = Rule("multimodal models", ANOTHER_MODEL, of_model(is_multimodal))
 
 WITHOUT_TORCHVISION = Rule(
     "multimodal models without torchvision",
-    "install torchvision from PyTorch's index of builds for CPUs",
+    "install the build of torchvision that fits this PyTorch, from PyTorch's own index",
     of_model(lambda model: is_multimodal(model) and not has_torchvision()),
 )
 # The rules of a platform that serves multimodal models.
@@ -77,8 +95,8 @@ RULES = (
     Rule(
         "another attention than PyTorch's for encoders of images",
         "leave out --mm-encoder-attn-backend and --mm-encoder-attn-dtype",
-        _set(_encodes_otherwise),
+        if_set(_encodes_otherwise),
     ),
-    Rule("an engine without a language model", "leave out --mm-encoder-only", _set(lambda mm: mm.mm_encoder_only)),
-    Rule("pruning of videos", "leave out --video-pruning-rate", _set(lambda mm: mm.video_pruning_rate)),
+    Rule("an engine without a language model", "leave out --mm-encoder-only", if_set(lambda mm: mm.mm_encoder_only)),
+    Rule("pruning of videos", "leave out --video-pruning-rate", if_set(lambda mm: mm.video_pruning_rate)),
 )

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torchvision_stand_in
-from small_models import LLAMA, QWEN3
+from small_models import GEMMA3, PALIGEMMA, QWEN3_VL
 
 from vllm_opset.platform import multimodal
 from vllm_opset.platform.bridges import has
@@ -13,34 +13,10 @@ from vllm_opset.platform.refusals import Refusal, check
 
 pytestmark = pytest.mark.window
 
-VISION = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 4}
-QWEN3_VL = {
-    "model_type": "qwen3_vl",
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    "text_config": QWEN3
-    | {
-        "model_type": "qwen3_vl_text",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
-    },
-    "vision_config": VISION | {"model_type": "qwen3_vl", "depth": 2, "num_heads": 2, "out_hidden_size": 64},
-}
-GEMMA3 = {
-    "model_type": "gemma3",
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "text_config": LLAMA | {"model_type": "gemma3_text", "head_dim": 16},
-    "vision_config": VISION | {"model_type": "siglip_vision_model", "num_attention_heads": 2, "image_size": 16},
-    "torch_dtype": "float32",
-}
 TEXT_ALONE = pytest.mark.skipif(
     not has("vllm.config.ModelConfig._supports_multimodal_for_mm_prefix")(),
     reason="vLLM 0.26 asks for this attention without images, too: runs with 0.30 and later",
 )
-PALIGEMMA = GEMMA3 | {
-    "model_type": "paligemma",
-    "architectures": ["PaliGemmaForConditionalGeneration"],
-    "text_config": LLAMA | {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "head_dim": 16},
-    "projection_dim": 64,
-}
 NGRAMS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
@@ -99,7 +75,7 @@ def test_an_encoder_with_a_pooled_cache_is_refused(configure, torchvision):
 def test_torchvision_is_asked_for(configure, monkeypatch):
     """Before vLLM imports the model's module, which would fail with a traceback."""
     monkeypatch.setattr(multimodal, "has_torchvision", lambda: False)
-    with pytest.raises(Exception, match=r"multimodal models without torchvision: install torchvision"):
+    with pytest.raises(Exception, match=r"multimodal models without torchvision: install the build of torchvision"):
         configure(QWEN3_VL)
 
 

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.worker.gpu.sample import logprob
 
+from vllm_opset.attention.images import ImageTokens
 from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.ops.attention.paged_batch import PagedBatch
 from vllm_opset.platform.cuda import warm_up
@@ -59,12 +60,13 @@ def launched(monkeypatch):
     return variants
 
 
-def layer(num_kv_heads: int, group: int) -> SimpleNamespace:
+def layer(num_kv_heads: int, group: int, images: bool = False) -> SimpleNamespace:
     from vllm_opset.kernels.triton.paged_attention import VARIANTS, paged_attention
 
     impl = OpsetAttentionImpl(num_kv_heads * group, HEAD_SIZE, HEAD_SIZE**-0.5, num_kv_heads)
     impl.dtype, impl.problem, impl.variants = torch.bfloat16, "one of a kind", VARIANTS
     impl._attend = functools.partial(paged_attention, scale=impl.scale, window=impl.window)
+    impl._attend_within_images, impl.attends_within_images = impl._attend, images
     cache = torch.zeros(4, num_kv_heads, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
     assert impl.attn_type == AttentionType.DECODER
     return SimpleNamespace(impl=impl, kv_cache=cache)
@@ -85,7 +87,7 @@ def worker(served: SimpleNamespace, most_tokens: int, most_requests: int, longes
     return SimpleNamespace(
         model_runner=runner,
         scheduler_config=SimpleNamespace(max_num_batched_tokens=most_tokens, max_num_seqs=most_requests),
-        model_config=SimpleNamespace(max_model_len=longest, is_moe=False),
+        model_config=SimpleNamespace(max_model_len=longest, is_moe=False, is_mm_prefix_lm=False),
     )
 
 
@@ -103,6 +105,22 @@ def batches(most_tokens: int, most_requests: int, longest: int):
                 requests.append((query, draw.choice((query, draw.randint(query, longest), longest))))
                 left -= query
         yield requests
+
+
+def test_images_launch_what_was_launched_before(launched):
+    """The tokens of each image are a request of a batch that is not causal."""
+    num_kv_heads, group, *limits = SETTINGS["usual"]
+    served = layer(num_kv_heads, group, images=True)
+    warm_up._attention(worker(served, *limits))
+    warm = set(launched)
+    for images, tokens, context in itertools.product((1, 2, 7, 30), (5, 60, 256), (300, 8000, 40960)):
+        query = torch.empty(images * tokens, num_kv_heads * group, HEAD_SIZE, dtype=torch.bfloat16)
+        starts = torch.arange(images + 1, dtype=torch.int32) * tokens
+        lens, table = torch.full((images,), context, dtype=torch.int32), torch.zeros(images, 1, dtype=torch.int32)
+        batch = PagedBatch(starts, lens, table, tokens, context, causal=False)
+        seen = ImageTokens(torch.arange(images * tokens), batch)
+        served.impl.attend_within_images(served, query, served.kv_cache, seen, torch.empty_like(query))
+        assert launched == warm, f"{images} images of {tokens} tokens"
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -150,9 +168,9 @@ def test_partial_results_fit_the_memory_that_is_kept_free(setting, dtype, launch
     assert kept / 4 < max(taken) <= kept
 
 
-@pytest.mark.parametrize("form", ["cuda", "native"])
-def test_partial_results_are_held_while_vllm_measures(form, launched, monkeypatch):
-    """They are returned afterwards, since steps allocate them."""
+@pytest.mark.parametrize(("form", "batches"), [("cuda", 1), ("cuda", 2), ("native", 1)])
+def test_partial_results_are_held_while_vllm_measures(form, batches, launched, monkeypatch):
+    """They are returned afterwards, since steps allocate them. Images are a second batch."""
     from vllm.v1.worker.gpu_worker import Worker
 
     from vllm_opset.platform.cuda import workspace
@@ -171,9 +189,10 @@ def test_partial_results_are_held_while_vllm_measures(form, launched, monkeypatc
     vars(measured).update(vars(worker(layer(40, 1), 8192, 1024, 4096)))
     measured.vllm_config = SimpleNamespace(compilation_config=measured.model_runner.compilation_config)
     measured.model_runner = Runner(measured.model_runner, lambda: during.append([*held]))
+    measured.model_config.is_mm_prefix_lm = batches == 2
     measured.determine_available_memory()
     tiles = (2 * MULTIPROCESSORS // 40 + 1024) * 40  # verify has two programs a multiprocessor
-    assert during == [[], [2 * tiles * 64 * (HEAD_SIZE + 2) * 4], []]
+    assert during == [[], [batches * 2 * tiles * 64 * (HEAD_SIZE + 2) * 4], []]
     assert measured.model_runner.profile_run == Runner.profile_run.__get__(measured.model_runner)
 
 

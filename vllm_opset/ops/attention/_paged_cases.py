@@ -82,6 +82,11 @@ CASES: dict[str, PagedCase] = {
     "non-causal, window": PagedCase(((9, 9), (33, 33)), causal=False, window=(5, 3)),
     "non-causal, long, window": PagedCase(((300, 300),), num_heads=1, num_kv_heads=1, causal=False, window=(20, 50)),
     "non-causal, window on the right": PagedCase(((9, 20), (33, 33)), causal=False, window=(-1, 3)),
+    # As the tokens of images attend, whose prompts have other tokens before.
+    "non-causal, after other keys": PagedCase(((16, 90), (9, 20), (30, 33)), causal=False),
+    "non-causal, after other keys, window on the left": PagedCase(
+        ((16, 90), (9, 20), (30, 33)), causal=False, window=(40, -1)
+    ),
     "cross attention": PagedCase(((3, 40), (6, 2), (1, 19)), causal=False),
     "cross attention to nothing": PagedCase(((2, 0), (1, 5), (2, 7)), causal=False),
     "cross attention to nothing at all": PagedCase(((9, 0), (2, 0)), causal=False),

@@ -7,7 +7,7 @@ import psutil
 import torch
 from vllm.logger import init_logger
 
-from vllm_opset.platform import compat, multimodal, quantised_weights, second_runner
+from vllm_opset.platform import compat, quantised_weights, second_runner
 from vllm_opset.platform.base import OpsetPlatform
 from vllm_opset.platform.cpu import kv_memory, machine, refusals, threads
 
@@ -28,7 +28,6 @@ class OpsetCpuPlatform(OpsetPlatform):
     early_rules = refusals.EARLY_RULES
     rules = refusals.RULES
     worker = "vllm_opset.platform.cpu.worker.OpsetCpuWorker"
-    attention_backend = "vllm_opset.platform.cpu.attention.CpuAttentionBackend"
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,11 +50,6 @@ class OpsetCpuPlatform(OpsetPlatform):
         threads.remember_users_choice()
 
     @classmethod
-    def check_multimodal(cls) -> None:
-        if not multimodal.has_torchvision():
-            raise multimodal.WITHOUT_TORCHVISION.refusal(cls.where)
-
-    @classmethod
     def apply_config_platform_defaults(cls, vllm_config: "VllmConfig") -> None:
         super().apply_config_platform_defaults(vllm_config)
         cls.compile_and_capture_nothing(vllm_config)
@@ -64,7 +58,6 @@ class OpsetCpuPlatform(OpsetPlatform):
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         super().check_and_update_config(vllm_config)
         cls._schedule_in_step(vllm_config.scheduler_config)
-        multimodal.schedule_whole_images(vllm_config)
 
     @classmethod
     def check_additional_config(cls, additional_config: Mapping) -> None:

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from vllm.config import CUDAGraphMode
@@ -16,6 +17,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_opset import ops, selection
+from vllm_opset.attention.images import ImageTokens
 from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.kernels.triton._launch import warm_sizes
 from vllm_opset.kernels.triton._precompile import precompile
@@ -145,7 +147,11 @@ def _attend(layer: torch.nn.Module, sizes: BatchSizes, width: int, device: torch
     )
     table = torch.zeros(len(query_lens), width, dtype=torch.int32, device=device)
     batch = PagedBatch(starts, lens, table, max(query_lens), sizes.max_seq_len)
-    impl.attend(layer, query, layer.kv_cache, batch, torch.empty_like(query))
+    out = torch.empty_like(query)
+    impl.attend(layer, query, layer.kv_cache, batch, out)
+    if impl.attends_within_images:
+        images = ImageTokens(torch.arange(len(query), device=device), replace(batch, causal=False))
+        impl.attend_within_images(layer, query, layer.kv_cache, images, out)
 
 
 def _block_table_widths(runner) -> dict[str, int]:

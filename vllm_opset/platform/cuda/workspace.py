@@ -2,7 +2,8 @@
 
 paged_attention allocates this memory in each step. vLLM's profile run does not measure it, because that run skips
 attention. So a tensor of the same size is allocated during the profile run. A step holds such memory to its end, once
-for each group of layers that share a block table.
+for each group of layers that share a block table. Tokens of images that see each other are attended again, as a batch
+of their own, with as much memory.
 """
 
 from collections.abc import Iterator
@@ -45,7 +46,8 @@ def most_bytes(worker: Worker) -> int:
     if not kinds:
         return 0
     groups = kv_cache_groups(worker.vllm_config, runner.get_kv_cache_spec())
-    return max(1, len(groups)) * max(most_workspace(*kind, num_reqs, runner.device) for kind in kinds)
+    batches = 2 if worker.model_config.is_mm_prefix_lm else 1
+    return batches * max(1, len(groups)) * max(most_workspace(*kind, num_reqs, runner.device) for kind in kinds)
 
 
 def kv_cache_groups(config: VllmConfig, spec: dict) -> list:
