@@ -2,6 +2,7 @@
 
 from vllm_opset.platform import (
     compat,
+    deepstack,
     expert_loading,
     model_settings,
     quantised_layers,
@@ -110,7 +111,16 @@ HOOKS = (
     ),
 )
 
-PATCHING = compat, model_settings, second_runner, quantised_layers, quantised_loading, expert_loading, *first.PATCHED
+PATCHING = (
+    compat,
+    model_settings,
+    second_runner,
+    quantised_layers,
+    quantised_loading,
+    expert_loading,
+    deepstack,
+    *first.PATCHED,
+)
 PATCHES = (
     *(value.bridge for module in PATCHING for value in vars(module).values() if hasattr(value, "bridge")),
     # Its code is with Triton's kernels, which import nothing of this folder.

@@ -12,7 +12,7 @@ from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import fusion, linear, quantised_inputs, weights
 from vllm_opset.model.warm_up import sampler as call_sampler
 from vllm_opset.model.warm_up import step_of_few_tokens
-from vllm_opset.platform import compat, compile_cache, quantised_weights, refusals, second_runner
+from vllm_opset.platform import compat, compile_cache, deepstack, quantised_weights, refusals, second_runner
 from vllm_opset.platform.cuda import device, graphs, pinned, warm_up
 from vllm_opset.platform.cuda.starting import Starting
 from vllm_opset.platform.worker import OpsetWorker
@@ -38,6 +38,7 @@ class OpsetCudaWorker(Starting, OpsetWorker):
         with precompile():  # next vLLM measures memory, for which it samples tokens
             call_sampler(self.model_runner)
         for model in self.models:
+            deepstack.clear_features_before_each_step(model)
             fusion.bind(model, self.vllm_config, precompile)
             if not weights.offloads(self.vllm_config):  # vLLM itself must handle weights that it moves
                 linear.bind(model, compiled=refusals.compiles(self.vllm_config))
