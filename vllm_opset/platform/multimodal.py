@@ -34,11 +34,10 @@ def pools_cache(model) -> bool:
     return getattr(audio, "block_pool_size", 1) > 1
 
 
-def is_capturable(model) -> bool:
-    """Whether a graph may replay steps of a model, as far as its images are concerned."""
-    if not is_multimodal(model) or model.multimodal_config.language_model_only:
-        return True
-    return model.hf_config.model_type in CAPTURABLE
+def may_keep_images(model) -> bool:
+    """Whether a model may keep features of images where the replay of a graph does not see them."""
+    takes_images = is_multimodal(model) and not model.multimodal_config.language_model_only
+    return takes_images and model.hf_config.model_type not in CAPTURABLE
 
 
 def if_set(is_set: Callable[["MultiModalConfig"], object]) -> Callable[["VllmConfig"], bool]:

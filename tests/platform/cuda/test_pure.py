@@ -10,7 +10,8 @@ import torch
 from small_models import LLAMA
 from vllm.config import CompilationMode
 
-from vllm_opset.platform.cuda.refusals import EARLY_RULES, RULES
+from vllm_opset.platform import multimodal
+from vllm_opset.platform.cuda.refusals import EARLY_RULES, RULES, WITH_IMAGES
 from vllm_opset.platform.drafts import KINDS
 from vllm_opset.platform.quantised_weights import FP8_OF_GPT_OSS, QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import RULES as COMMON
@@ -46,7 +47,6 @@ REFUSED = [
     ("weight offloading by a view", {"offload_config.uva.cpu_offload_gb": 4.0}),
     ("quantised weights with the method quark", {"model_config.quantization": "quark"}),
     ("MXFP4 weights in a model", {**MXFP4, "model_config.dtype": torch.float32}),
-    ("multimodal models", {"model_config.multimodal_config": object()}),
     ("offloading of quantised weights", {**FP8, "offload_config.prefetch.offload_group_size": 2}),
 ]
 
@@ -60,13 +60,6 @@ def test_what_is_not_done_is_refused(feature, changes, config, monkeypatch):
         object.__setattr__(functools.reduce(getattr, path, config), name, value)
     with pytest.raises(Refusal, match=feature):
         check(RULES, config, "here")
-
-
-def test_multimodal_models_are_refused_before_vllm_imports_them():
-    from vllm_opset.platform.cuda.platform import OpsetCudaPlatform
-
-    with pytest.raises(Refusal, match=r"on a GPU.* does not support multimodal models: choose another model"):
-        OpsetCudaPlatform.check_multimodal()
 
 
 OWN_WITH_EXPERTS = [
@@ -89,7 +82,7 @@ def test_mixtures_of_experts_are_served_as_far_as_the_kernels_go(feature, attrib
 
 
 def test_every_rule_of_its_own_is_tested():
-    own = {rule.feature for rule in RULES if rule not in (*COMMON, *SHARED)}
+    own = {rule.feature for rule in RULES if rule not in (*COMMON, *SHARED, *multimodal.RULES, *WITH_IMAGES)}
     tried = [feature for feature, *_ in (*REFUSED, *OWN_WITH_EXPERTS) if "the method" not in feature]
     assert all(any(feature in rule for feature in tried) for rule in own) and len(own) == len(tried)
 

@@ -15,7 +15,7 @@ import yaml
 
 from vllm_opset import targets
 from vllm_opset.model import weights
-from vllm_opset.platform import refusals
+from vllm_opset.platform import multimodal, refusals
 
 if TYPE_CHECKING:
     from vllm.config import CUDAGraphMode, VllmConfig
@@ -32,12 +32,14 @@ TOKENS_TO_PADDING = 8
 # Whether a user has set capture sizes in the configuration that vLLM is completing.
 _sizes_are_named: bool
 
+_may_keep_images = refusals.of_model(multimodal.may_keep_images)
+
 
 def default(config: "VllmConfig") -> "CUDAGraphMode":
     """The graphs to capture without a compiler, unless a user says otherwise."""
     from vllm.config import CUDAGraphMode
 
-    if _pools(config) or refusals.wants_quick_start(config):
+    if _pools(config) or refusals.wants_quick_start(config) or _may_keep_images(config):
         return CUDAGraphMode.NONE
     return CUDAGraphMode.FULL_AND_PIECEWISE if _can_break(config) else CUDAGraphMode.FULL_DECODE_ONLY
 

@@ -3,16 +3,17 @@
 import torch
 
 from vllm_opset.model.weights import offloads
-from vllm_opset.platform import draft_rules, drafts
+from vllm_opset.platform import draft_rules, drafts, multimodal
 from vllm_opset.platform.early_rules import EARLY_RULES as COMMON_EARLY_RULES
 from vllm_opset.platform.early_rules import GRAPHS, SIMULATED_ROUTING, WITHOUT_COMPILER, asks_to_compile, unset
-from vllm_opset.platform.multimodal import MULTIMODAL
 from vllm_opset.platform.quantised_weights import FP8_OF_GPT_OSS, GPT_OSS, QUANTISED_WEIGHTS
 from vllm_opset.platform.refusals import (
     ADAPTED_EXPERTS,
     Rule,
     Settings,
     caches_neither_alike_nor_in_fp8,
+    captures,
+    compiles,
     has_experts,
     of_model,
 )
@@ -35,11 +36,46 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
     *SIMULATED_ROUTING,
 )
 
+# No GPU has tried these together.
+WITH_IMAGES: tuple[Rule, ...] = (
+    Rule(
+        "quantised weights of multimodal models",
+        "take a checkpoint that is not quantised",
+        lambda config: is_quantised(config) and multimodal.MULTIMODAL.applies(config),
+    ),
+    Rule(
+        "torch.compile for multimodal models",
+        "leave the mode out of --compilation-config",
+        lambda config: compiles(config) and multimodal.MULTIMODAL.applies(config),
+    ),
+    Rule(
+        "offloading the weights of multimodal models",
+        "leave out --offload-*, or use --tensor-parallel-size",
+        lambda config: offloads(config) and multimodal.MULTIMODAL.applies(config),
+    ),
+    Rule(
+        "CUDA graphs of multimodal models other than Llava, Gemma-3, Qwen2.5-VL and Qwen3-VL",
+        "leave cudagraph_mode out of --compilation-config",
+        lambda config: captures(config) and of_model(multimodal.may_keep_images)(config),
+    ),
+    Rule(
+        "encoders of images that workers share by images",
+        "leave out --mm-encoder-tp-mode",
+        multimodal.if_set(lambda mm: mm.mm_encoder_tp_mode == "data"),
+    ),
+    Rule(
+        "decoding videos on the engine's GPU",
+        "leave out --mm-ipc-gpu-memory-gb",
+        multimodal.if_set(lambda mm: mm.mm_ipc_gpu_memory_gb),
+    ),
+)
+
 RULES: tuple[Rule, ...] = (
     QUANTISED_WEIGHTS,
     FP8_OF_GPT_OSS,
     *COMMON,
-    MULTIMODAL,
+    *multimodal.RULES,
+    *WITH_IMAGES,
     ADAPTED_EXPERTS,
     Rule(
         "offloading the weights of mixtures of experts",
