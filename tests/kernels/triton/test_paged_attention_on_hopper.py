@@ -48,6 +48,18 @@ CASES = {
         f"non-causal, window {window}": mixed(causal=False, window=window)
         for window in ((5, 3), (-1, 3), (60, -1), (20, 150))
     },
+    # As the tokens of Gemma-3's images attend.
+    **{
+        f"images, head size {size}": PagedCase(
+            ((256, 600), (256, 1500), (30, 1200), (256, 256)),
+            num_heads=16,
+            num_kv_heads=4,
+            head_size=size,
+            causal=False,
+            window=(1023, -1),
+        )
+        for size in (128, 256)
+    },
     "few queries of many requests": PagedCase(((5, 300), (1, 77), (9, 120)) * 48, num_heads=16, num_kv_heads=4),
     "cross attention": PagedCase(CROSS, num_heads=16, num_kv_heads=4, causal=False),
     **{f"head size {size}": mixed(head_size=size) for size in (80, 120, 128, 192, 256)},
