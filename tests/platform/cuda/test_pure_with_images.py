@@ -9,6 +9,7 @@ from small_models import GEMMA3, LLAMA, QWEN2_VL, QWEN3_VL
 
 from vllm_opset.platform import multimodal
 from vllm_opset.platform.cuda.refusals import RULES, WITH_IMAGES
+from vllm_opset.platform.refusals import Refusal
 
 pytestmark = pytest.mark.window
 
@@ -90,6 +91,13 @@ def test_torchvision_is_asked_for(configured, monkeypatch):
     with pytest.raises(Exception, match=r"on a GPU.* multimodal models without torchvision: install the build"):
         configured(QWEN3_VL)
     configured(LLAMA)
+
+
+def test_npus_refuse_them_all():
+    from vllm_opset.platform.npu.refusals import RULES as OF_NPUS
+
+    with pytest.raises(Refusal, match="does not support multimodal models: choose another model"):
+        multimodal.check(OF_NPUS, "on an NPU")
 
 
 def test_every_rule_of_its_own_is_tested():
