@@ -13,7 +13,7 @@ twice on random numbers in its last layer: as it is, and with the rows in anothe
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -77,17 +77,10 @@ class Ends(NamedTuple):
     end: RMSNormLayer
 
 
-def bind(
-    model: nn.Module,
-    vllm_config: VllmConfig,
-    read: ReadRows,
-    step: Callable[[], object],
-    compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> None:
+def bind(model: nn.Module, vllm_config: VllmConfig, read: ReadRows, step: Callable[[], object]) -> None:
     """Let the last layer of a model compute only the rows that are read, if it can.
 
-    step: runs the model once, with a few tokens. compiling: makes a context in which a call of a kernel may compile it
-    instead of launching it.
+    step: runs the model once, with a few tokens.
     """
     if not _reads_last_tokens(vllm_config):
         return
@@ -95,8 +88,6 @@ def bind(
     if len(found) != 1:
         return
     ((ends, layer_name),) = found
-    with compiling():
-        step()
     if _treats_rows_alone(ends, step):
         _leave_out(ends, lambda num_tokens: read.of_step(layer_name, num_tokens))
 

@@ -1,6 +1,5 @@
 """The base class of workers on opset's platforms: vLLM's own worker, with opset's layers in its model."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from vllm.config import set_current_vllm_config
@@ -38,11 +37,11 @@ class OpsetWorker(Reporting, PackingWorker):
             for model in self.models:
                 layers.bind(model, self.model_config.dtype)
 
-    def leave_out_rows(self, compiling: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def leave_out_rows(self) -> None:
         """Let last layers compute only what vLLM reads: see `last_layer`. Call it when all else has its final form."""
         step = step_of_few_tokens(self.model_runner)
         for model in self.models:
-            last_layer.bind(model, self.vllm_config, self.read_rows, step, compiling)
+            last_layer.bind(model, self.vllm_config, self.read_rows, step)
 
     def execute_model(self, scheduler_output: SchedulerOutput):
         self.read_rows.before_step(scheduler_output)

@@ -56,10 +56,10 @@ class OpsetCudaWorker(Starting, OpsetWorker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.check_choices()
-        self.leave_out_rows(precompile if warm_up.takes_any_values(self.model_runner) else nullcontext)
         # vLLM's first runner forbids to capture once it has captured, and the second one does not allow it again.
         set_cudagraph_capturing_enabled(True)
         with compat.own_warm_up(warm_up.kernels), device.named_out_of_memory():
             times = super().compile_or_warm_up_model()
         assume_unchanged()
+        self.leave_out_rows()  # it launches kernels, which are compiled by now
         return times
