@@ -58,6 +58,8 @@ NVTX = Rule(
 FLASHINFER_SAMPLER = unset("FlashInfer's sampler", "VLLM_USE_FLASHINFER_SAMPLER")
 SIMULATED_ROUTING = unset("simulated routing of experts", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY")
 TENSOR_DESCRIPTORS = unset("tensor descriptors in vLLM's own Triton kernels", "VLLM_TRITON_USE_TD")
+# vLLM asks any kernel for such activations if the weights are in GPTQ's format.
+MARLIN_INPUTS = unset("activations that vLLM's Marlin kernels quantise", "VLLM_MARLIN_INPUT_DTYPE")
 CACHE_LAYOUT = Rule(
     "another layout of the KV cache before vLLM 0.29", "unset VLLM_KV_CACHE_LAYOUT", gives_a_layout_unasked
 )
@@ -100,5 +102,6 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
     ),
     *FLASHINFER_SAMPLER,
     *TENSOR_DESCRIPTORS,
+    *MARLIN_INPUTS,
     CACHE_LAYOUT,
 )

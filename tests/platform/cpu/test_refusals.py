@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torchvision_stand_in
+from settings_table import refused_variables
 from small_models import GPT_OSS, LLAMA, SMALL
 
 from vllm_opset.platform import multimodal
@@ -272,10 +273,11 @@ def test_int4_experts_in_act_order_are_refused(configure):
         ("tensor descriptors", "VLLM_TRITON_USE_TD"),
         ("kernels of vLLM's own CPU platform", "VLLM_CPU_ATTN_SPLIT_KV"),
         ("simulated routing of experts", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"),
+        ("activations that vLLM's Marlin kernels quantise", "VLLM_MARLIN_INPUT_DTYPE"),
     ],
 )
 def test_environment_is_refused(feature, variable, configure, monkeypatch):
-    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv(variable, refused_variables("cpu")[variable])
     with pytest.raises(Exception, match=f"{feature}.*: unset {variable}"):
         configure(LLAMA)
 

@@ -83,6 +83,7 @@ EXAMPLES: dict[str, dict] = {
     "another backend for experts": {"kernel_config__moe_backend": "marlin"},
     "balancing experts between workers (EPLB)": {"parallel_config__enable_eplb": True},
     "returning the chosen experts": {"model_config__enable_return_routed_experts": True},
+    "activations that vLLM's Marlin kernels quantise": {"VLLM_MARLIN_INPUT_DTYPE": "int8"},
     "simulated routing of experts": {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"},
     "expert parallelism": {"parallel_config__enable_expert_parallel": True},
 }
@@ -167,14 +168,14 @@ UNSUPPORTED = {
     ),
     "linear": (
         "another worker class", "weight offloading", "another linear backend", "quantised weights of another process",
-        "batch invariance",
+        "activations that vLLM's Marlin kernels quantise", "batch invariance",
     ),
     "ops": ("another worker class", "batch invariance"),
     "moe": (
         "another worker class", "models without experts", "another backend for experts", "adapters (LoRA)",
         "data parallelism", "prefill context parallelism", "dual batch overlap (DBO)",
         "balancing experts between workers (EPLB)", "returning the chosen experts", "simulated routing of experts",
-        "weight offloading", "batch invariance",
+        "activations that vLLM's Marlin kernels quantise", "weight offloading", "batch invariance",
     ),
 }  # fmt: skip
 DRAFTS = (

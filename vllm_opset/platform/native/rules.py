@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_opset.model.weights import offloads
-from vllm_opset.platform import drafts, multimodal, settings
-from vllm_opset.platform.early_rules import CACHE_LAYOUT, FLASHINFER_SAMPLER, SIMULATED_ROUTING, TENSOR_DESCRIPTORS
+from vllm_opset.platform import drafts, early_rules, multimodal, settings
 from vllm_opset.platform.quantised_weights import GPT_OSS, in_fp8
 from vllm_opset.platform.refusals import (
     EPLB,
@@ -213,8 +212,8 @@ PARTS: Mapping[str, Part] = {
             Rule("KV cache offloading", "leave out --kv-offloading-size", _offloads_cache),
             Rule("decode context parallelism", _LEAVE_IT_OUT, several("decode_context_parallel_size")),
             _PREFILL_CONTEXT,
-            CACHE_LAYOUT,
-            *TENSOR_DESCRIPTORS,
+            early_rules.CACHE_LAYOUT,
+            *early_rules.TENSOR_DESCRIPTORS,
             _BATCH_INVARIANT,
         ),
         kinds=(
@@ -237,7 +236,7 @@ PARTS: Mapping[str, Part] = {
             Rule("sampling masks", "leave out --return-sampling-mask", _model("return_sampling_mask")),
             Rule("watermarks", "leave out --watermark-config", given("watermark_config")),
             Rule("diffusion models", _LEAVE_IT_OUT, given("diffusion_config")),
-            *FLASHINFER_SAMPLER,
+            *early_rules.FLASHINFER_SAMPLER,
             _BATCH_INVARIANT,
         ),
         kinds=_OTHER_KINDS,
@@ -252,6 +251,7 @@ PARTS: Mapping[str, Part] = {
                 "leave out --load-format ipc_cache, or switch this part off",
                 _maps_quantised_weights,
             ),
+            *early_rules.MARLIN_INPUTS,
             _BATCH_INVARIANT,
         ),
         kinds=(*_KINDS_OF_LAYERS, _FP32),
@@ -279,7 +279,8 @@ PARTS: Mapping[str, Part] = {
             # vLLM's router counts, moves, records or draws the chosen experts, and the part has a router of its own.
             EPLB,
             RETURNED_EXPERTS,
-            *SIMULATED_ROUTING,
+            *early_rules.SIMULATED_ROUTING,
+            *early_rules.MARLIN_INPUTS,
             _OFFLOADS,
             _BATCH_INVARIANT,
         ),
