@@ -7,6 +7,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING
 
+from vllm_opset.platform import settings
 from vllm_opset.platform.refusals import Rule, Settings, compiles, environment, of_model
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ def asks_to_compile(config: "VllmConfig") -> bool:
     return config.compilation_config.mode is not None and compiles(config)
 
 
+def chooses_passes_without_mode(config: "VllmConfig") -> bool:
+    """Whether users ask for passes of torch.compile and leave its mode to the platform."""
+    return config.compilation_config.mode is None and bool(settings.changed(config, "compilation_config.pass_config"))
+
+
 PROFILERS = Rule(
     "profilers other than PyTorch's",
     'give --profiler-config with {"profiler": "torch"}',
@@ -60,6 +66,14 @@ SIMULATED_ROUTING = unset("simulated routing of experts", "VLLM_MOE_ROUTING_SIMU
 TENSOR_DESCRIPTORS = unset("tensor descriptors in vLLM's own Triton kernels", "VLLM_TRITON_USE_TD")
 # vLLM asks any kernel for such activations if the weights are in GPTQ's format.
 MARLIN_INPUTS = unset("activations that vLLM's Marlin kernels quantise", "VLLM_MARLIN_INPUT_DTYPE")
+LEVELS = Rule(
+    "optimisation levels 1 and 3 without a mode of torch.compile",
+    "leave out --optimization-level, or give 0",
+    lambda config: config.compilation_config.mode is None and is_another_level(config),
+)
+PASSES = Rule(
+    "passes of torch.compile without its mode", "give a mode in --compilation-config, too", chooses_passes_without_mode
+)
 CACHE_LAYOUT = Rule(
     "another layout of the KV cache before vLLM 0.29", "unset VLLM_KV_CACHE_LAYOUT", gives_a_layout_unasked
 )
@@ -85,11 +99,7 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
     ),
     Settings("settings of vLLM's own kernels", "kernel_config"),
     Settings("the compiler's passes that fuse into vLLM's compiled kernels", "compilation_config.pass_config"),
-    Rule(
-        "optimisation levels 1 and 3 without a mode of torch.compile",
-        "leave out --optimization-level, or give 0",
-        lambda config: config.compilation_config.mode is None and is_another_level(config),
-    ),
+    LEVELS,
     Rule(
         "cascade attention",
         "leave out --no-disable-cascade-attn",

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_models import QWEN3
+from vllm.config import PassConfig
 
 from vllm_opset.platform import switches
 from vllm_opset.platform.native import evidence, parts
@@ -65,6 +66,8 @@ EXAMPLES: dict[str, dict] = {
         "load_config__load_format": "ipc_cache",
         "model_config__quantization": "fp8",
     },
+    "optimisation levels 1 and 3 without a mode of torch.compile": {"optimization_level": 3},
+    "passes of torch.compile without its mode": {"compilation_config__pass_config": PassConfig(fuse_norm_quant=True)},
     "a priority of IR ops": {"kernel_config__ir_op_priority": SimpleNamespace(rms_norm=["native"])},
     "fp8 weights": {"model_config__quantization": "fp8"},
     "gpt-oss's MXFP4 weights": {"model_config__quantization": "gpt_oss_mxfp4"},
@@ -133,9 +136,7 @@ def changed(unprocessed, monkeypatch):
         for name, value in example.items():
             if name.isupper():
                 monkeypatch.setenv(name, value)
-        return Changed(
-            made, {path: value for path, value in example.items() if "__" in path or path.endswith("config")}
-        )
+        return Changed(made, {path: value for path, value in example.items() if not path.isupper()})
 
     return changed
 
@@ -170,7 +171,10 @@ UNSUPPORTED = {
         "another worker class", "weight offloading", "another linear backend", "quantised weights of another process",
         "activations that vLLM's Marlin kernels quantise", "batch invariance",
     ),
-    "ops": ("another worker class", "batch invariance"),
+    "ops": (
+        "another worker class", "optimisation levels 1 and 3 without a mode of torch.compile",
+        "passes of torch.compile without its mode", "batch invariance",
+    ),
     "moe": (
         "another worker class", "models without experts", "another backend for experts", "adapters (LoRA)",
         "data parallelism", "prefill context parallelism", "dual batch overlap (DBO)",

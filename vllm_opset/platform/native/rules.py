@@ -261,6 +261,9 @@ PARTS: Mapping[str, Part] = {
             _OTHER_WORKER,
             # opset's layers do not call the IR's ops.
             Rule("a priority of IR ops", "leave out --ir-op-priority, or switch this part off", _orders_ir_ops),
+            # The part switches torch.compile off unless users give a mode.
+            early_rules.LEVELS,
+            early_rules.PASSES,
             _BATCH_INVARIANT,
         ),
         kinds=_KINDS_OF_LAYERS,
