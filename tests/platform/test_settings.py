@@ -147,11 +147,15 @@ def test_what_vllm_refuses_is_refused(setting, rules_of, configure):
         ({"data_parallel_size": 2, "data_parallel_hybrid_lb": True}, "--tensor-parallel-size"),
         ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "--tensor-parallel-size"),
         ({"distributed_executor_backend": "ray"}, "--distributed-executor-backend"),
+        ({"enable_eplb": True}, "--enable-eplb"),
     ],
     ids=str,
 )
 def test_what_vllm_would_check_before_is_refused(arguments, cure, configure):
-    """vLLM would say that a rank is missing, that models without experts need none, or that Ray is not installed."""
+    """vLLM would say that a rank is missing, that models without experts need none, or that Ray is not installed.
+
+    It would say that experts are balanced on CUDA alone, also on an NVIDIA GPU.
+    """
     with pytest.raises(Refusal, match=cure):
         configure(LLAMA, **arguments)
 

@@ -292,5 +292,6 @@ def _balances_load(arguments: "EngineArgs") -> bool:
 # Rules about EngineArgs, which vLLM checks before it makes a configuration of them.
 ARGUMENTS: tuple[Rule, ...] = (
     Rule("data parallelism", WIDER, _balances_load),
+    Rule(EPLB.feature, EPLB.cure, lambda arguments: arguments.enable_eplb),
     Rule("Ray", WITHOUT_RAY, lambda arguments: arguments.distributed_executor_backend == "ray"),
 )
