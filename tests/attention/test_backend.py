@@ -226,6 +226,21 @@ def test_an_fp8_cache_is_scaled_by_what_vllm_keeps_with_the_layer():
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_a_model_that_drafts_writes_keys_and_values_as_they_are(kv_cache_dtype):
+    """Also where the layer's own steps rotate the keys while they write them."""
+    layer = SimpleNamespace(_k_scale=torch.tensor([0.25]), _v_scale=torch.tensor([4.0]))
+    plain, fused = impl(kv_cache_dtype=kv_cache_dtype), impl(kv_cache_dtype=kv_cache_dtype)
+    fused.deferred = SimpleNamespace(cache_write=lambda **problem: lambda *tensors, **scales: pytest.fail("not this"))
+    query, key, value, output = tensors(6)
+    dtype = torch.uint8 if kv_cache_dtype == "fp8" else torch.float32
+    expected, cache = (torch.zeros(empty_cache().shape, dtype=dtype) for _ in range(2))
+    step = builder(dataclasses.replace(specs()[0], dtype=dtype), plain, fused).build(0, metadata([6]))
+    plain.forward(layer, query, key, value, expected, step, output)
+    fused.do_kv_cache_update(layer, key, value, cache, step.slot_mapping)
+    assert expected.any() and torch.equal(cache, expected)
+
+
 def test_nothing_is_attended_while_vllm_measures():
     query, key, value, output = tensors(6)
     assert not impl().forward(None, query, key, value, torch.tensor([]), None, output).any()

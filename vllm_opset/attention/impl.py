@@ -91,9 +91,9 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
             "block_size": block_size,
         }
         split_kv_layout = self.split_kv_layout and self.attn_type == AttentionType.DECODER
+        self.cache_problem = ops.reshape_and_cache.problem(**cache, split_kv_layout=split_kv_layout)
         if self.deferred is None:
-            problem = ops.reshape_and_cache.problem(**cache, split_kv_layout=split_kv_layout)
-            write = selection.select(ops.reshape_and_cache, problem).run
+            write = selection.select(ops.reshape_and_cache, self.cache_problem).run
             self._write = lambda query, *rest, **scales: write(*rest, **scales)
         else:
             self._write = self.deferred.cache_write(**cache, num_heads=self.num_heads)
@@ -150,6 +150,22 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         if attn_metadata.images is not None:
             self.attend_within_images(layer, query, kv_cache, attn_metadata.images, output)
         return output
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write keys and values as they are. Models that draft by DFlash and DSpark call it for the target's tokens.
+
+        key, value: [num_tokens, num_kv_heads, head_size]. slot_mapping: int64 [num_tokens].
+        """
+        kv_cache, scales = self._stored(layer, kv_cache)
+        write = selection.select(ops.reshape_and_cache, self.cache_problem).run
+        write(key, value, kv_cache, slot_mapping, **scales)
 
     def attend(
         self,
