@@ -1,5 +1,6 @@
 """The rules for speculative decoding that several platforms share."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_opset.platform import drafts
@@ -17,6 +18,22 @@ def _quantises_otherwise(config: "VllmConfig") -> bool:
     draft = config.speculative_config.draft_model_config
     alike = draft.quantization == config.model_config.quantization
     return draft.quantization is not None and (not alike or any(unserved(draft)))
+
+
+# Settings of --speculative-config by which a model that drafts has other kernels than its target. Releases lack some.
+BACKENDS = ("moe_backend", "attention_backend", "draft_lm_head_quantization")
+AS_ITS_TARGET = (None, "auto", "CUSTOM")
+
+
+def given(config: "VllmConfig", names: Sequence[str]) -> list:
+    """The values of these settings of --speculative-config; none where no tokens are drafted."""
+    values = (getattr(config.speculative_config, name, None) for name in names)
+    return [getattr(value, "name", value) for value in values]
+
+
+def differs(config: "VllmConfig", names: Sequence[str], alike: Sequence[str | None] = AS_ITS_TARGET) -> bool:
+    """Whether one of these settings has another value than those with which a model drafts as its target runs."""
+    return any(value not in alike for value in given(config, names))
 
 
 ANOTHER_METHOD = Rule(

@@ -32,9 +32,9 @@ def config(configure):
     return config
 
 
-def drafts(method: str, quantization: str | None = None) -> SimpleNamespace:
+def drafts(method: str, quantization: str | None = None, **settings: str) -> SimpleNamespace:
     """A speculative configuration."""
-    return SimpleNamespace(method=method, draft_model_config=SimpleNamespace(quantization=quantization))
+    return SimpleNamespace(method=method, draft_model_config=SimpleNamespace(quantization=quantization), **settings)
 
 
 FP8 = {"model_config.quantization": "fp8"}
@@ -43,6 +43,8 @@ REFUSED = [
     ("speculative decoding by another method", {"speculative_config": SimpleNamespace(method="dflash")}),
     ("a model that drafts with vLLM's first model runner", {"speculative_config": drafts("eagle")}),
     ("a model that drafts with quantised weights of its own", {"speculative_config": drafts("mtp", "fp8")}),
+    ("another backend or LM head for", {"speculative_config": drafts("eagle", attention_backend="FLASH_ATTN")}),
+    ("other than fp8 e4m3 for a model that drafts", {"speculative_config": drafts("mtp", kv_cache_dtype="fp8_e5m2")}),
     ("a KV cache in a dtype other than the model's and fp8 e4m3", {"cache_config.cache_dtype": "fp8_e5m2"}),
     ("weight offloading by a view", {"offload_config.uva.cpu_offload_gb": 4.0}),
     ("quantised weights with the method quark", {"model_config.quantization": "quark"}),

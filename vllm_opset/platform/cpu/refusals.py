@@ -1,6 +1,5 @@
 """The features that opset does not support on a CPU."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_opset.model.weights import offloads
@@ -66,17 +65,9 @@ EARLY_RULES: tuple[Rule | Settings, ...] = (
     NVTX,
 )
 
-# Settings by which a model that drafts differs from its target, and values with which it does not. Releases lack some.
-OF_ITS_OWN = ("moe_backend", "attention_backend", "kv_cache_dtype", "draft_lm_head_quantization")
-AS_ITS_TARGET = (None, "auto", "CUSTOM")
+OF_ITS_OWN = (*draft_rules.BACKENDS, "kv_cache_dtype")
 # vLLM takes its first runner for these.
 FOR_FIRST_RUNNER = ("parallel_drafting", "use_heterogeneous_vocab")
-
-
-def _given(config: "VllmConfig", names: Sequence[str]) -> list:
-    """The values of these settings of --speculative-config; none where no tokens are drafted."""
-    values = (getattr(config.speculative_config, name, None) for name in names)
-    return [getattr(value, "name", value) for value in values]
 
 
 def _may_adapt_head(config: "VllmConfig") -> bool:
@@ -95,7 +86,7 @@ DRAFTS = (
     Rule(
         "parallel drafting, or a model that drafts with another vocabulary",
         f"leave {' and '.join(FOR_FIRST_RUNNER)} out of --speculative-config",
-        lambda config: any(_given(config, FOR_FIRST_RUNNER)),
+        lambda config: any(draft_rules.given(config, FOR_FIRST_RUNNER)),
     ),
     Rule(
         "speculative decoding with vLLM's first model runner",
@@ -112,7 +103,7 @@ DRAFTS = (
     Rule(
         "another backend, KV cache or LM head for a model that drafts",
         f"leave {', '.join(OF_ITS_OWN)} out of --speculative-config",
-        lambda config: any(value not in AS_ITS_TARGET for value in _given(config, OF_ITS_OWN)),
+        lambda config: draft_rules.differs(config, OF_ITS_OWN),
     ),
     Rule(
         "MTP by several modules",

@@ -90,6 +90,16 @@ RULES: tuple[Rule, ...] = (
     ),
     draft_rules.QUANTISED_OTHERWISE,
     Rule(
+        "another backend or LM head for a model that drafts",
+        f"leave {', '.join(draft_rules.BACKENDS)} out of --speculative-config",
+        lambda config: draft_rules.differs(config, draft_rules.BACKENDS),
+    ),
+    Rule(
+        "a KV cache in a dtype other than fp8 e4m3 for a model that drafts",
+        "leave kv_cache_dtype out of --speculative-config, or give fp8_e4m3",
+        lambda config: draft_rules.differs(config, ["kv_cache_dtype"], (None, "auto", "fp8", "fp8_e4m3")),
+    ),
+    Rule(
         "a KV cache in a dtype other than the model's and fp8 e4m3",
         "leave out --kv-cache-dtype, or give fp8_e4m3",
         caches_neither_alike_nor_in_fp8,
