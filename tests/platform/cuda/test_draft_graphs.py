@@ -53,6 +53,7 @@ def worker(monkeypatch):
         most_tokens: int = 8192,
         captured: Sequence[int] = SIZES,
         quantization: str | None = None,
+        eager: bool | None = None,
     ) -> SimpleNamespace:
         speculator = kind.__new__(kind)
         speculator.attn_groups = [[SimpleNamespace(backend=OpsetAttentionBackend)], [SimpleNamespace(backend=backend)]]
@@ -60,7 +61,9 @@ def worker(monkeypatch):
             compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode], cudagraph_capture_sizes=captured),
             scheduler_config=SimpleNamespace(max_num_seqs=most_requests, max_num_batched_tokens=most_tokens),
             speculative_config=SimpleNamespace(
-                num_speculative_tokens=DRAFTS, draft_model_config=SimpleNamespace(quantization=quantization)
+                num_speculative_tokens=DRAFTS,
+                draft_model_config=SimpleNamespace(quantization=quantization),
+                enforce_eager=eager,
             ),
             parallel_config=SimpleNamespace(world_size_across_dp=world_size),
             lora_config=adapters,
@@ -119,6 +122,7 @@ def test_no_graph_is_larger_than_a_step(limits, expected, worker):
         {"adapters": "two"},
         {"sleep_mode": True},
         {"quantization": "awq_marlin"},
+        {"eager": True},
     ],
     ids=lambda changes: "-".join(map(str, changes)),
 )

@@ -52,6 +52,7 @@ def _may_capture(worker: Worker) -> bool:
         and config.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         and config.parallel_config.world_size_across_dp == 1
         and config.lora_config is None
+        and not config.speculative_config.enforce_eager
         and config.speculative_config.draft_model_config.quantization is None
         and not config.model_config.enable_sleep_mode
         # vLLM derives further backends from this one, which write to buffers of their own.
