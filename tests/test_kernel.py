@@ -74,6 +74,16 @@ def test_without_limits_a_kernel_supports_everything():
     assert kernels_of("rms_norm")["mine"].supports("whatever the problem") is None
 
 
+def test_supports_is_a_function_that_returns_none_or_a_reason():
+    """Whoever writes True means that the kernel supports the problem, and the choice would take it as a reason."""
+    with pytest.raises(ValueError, match="rms_norm=mine: supports=True is no function"):
+        kernel(ops.rms_norm, name="mine", supports=True)(ops.rms_norm.reference)
+    kernel(ops.rms_norm, name="mine", supports=lambda result: result)(ops.rms_norm.reference)
+    for result in (True, False, ""):
+        with pytest.raises(ValueError, match=f"rms_norm=mine: supports returned {result!r}. Return None, or in words"):
+            kernels_of("rms_norm")["mine"].supports(result)
+
+
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_a_name_is_given_once(name):
     with pytest.raises(ValueError, match=f"rms_norm already has a kernel named '{name}', from {name}"):

@@ -14,6 +14,7 @@ and `run` gets only the result, which keeps the argument's shape. The op declare
 The function gets the others of these by name, if they are given: to pack a quantised weight takes its scale.
 """
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -106,8 +107,9 @@ def kernel(
 
     The function may have further parameters after those of the reference, if these have defaults. The function of a
     kernel with variants takes the name of the wanted one as `variant`. Raises ValueError if its signature differs
-    otherwise, if the op already has a kernel of that name, or if `prepare` names a parameter that the op's callers do
-    not prepare.
+    otherwise, if the op already has a kernel of that name, if `prepare` names a parameter that the op's callers do not
+    prepare, or if `supports` is no function. The kernel's `supports` raises it for a result that is neither None nor a
+    reason.
     """
     unprepared = set(prepare or {}) - set(op.prepared)
     if unprepared:
@@ -125,10 +127,28 @@ def kernel(
             raise ValueError(f"{op.name}={name} has variants and no parameter `variant: str | None = None`")
         provider = _provider_of(run)
         devices = _package(provider).DEVICES if provider in PROVIDERS else ()
-        _registry[op.name][name] = Kernel(op.name, name, provider, devices, supports, run, prepare or {}, variants)
+        checked = _with_reasons(supports, f"{op.name}={name}")
+        _registry[op.name][name] = Kernel(op.name, name, provider, devices, checked, run, prepare or {}, variants)
         return run
 
     return register
+
+
+def _with_reasons(supports: Supports, kernel: str) -> Supports:
+    """The function, which raises ValueError for a result such as True. Its callers would take that as a reason."""
+    if not callable(supports):
+        raise ValueError(f"{kernel}: supports={supports!r} is no function. Leave it out for a kernel without limits")
+
+    @functools.wraps(supports)
+    def checked(problem: Problem) -> str | None:
+        reason = supports(problem)
+        if reason is None or (isinstance(reason, str) and reason):
+            return reason
+        raise ValueError(
+            f"{kernel}: supports returned {reason!r}. Return None, or in words why it cannot do the problem"
+        )
+
+    return checked
 
 
 def _differences(op: inspect.Signature, kernel: inspect.Signature) -> Iterator[str]:
