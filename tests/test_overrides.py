@@ -244,6 +244,13 @@ def test_a_users_module_that_fails_is_an_error_that_names_it(module, monkeypatch
     assert isinstance(error.value.__cause__, ZeroDivisionError)
 
 
+def test_a_users_module_that_ends_the_process_is_an_error_that_names_it(module, monkeypatch):
+    module("a_script", "import sys; sys.exit()")
+    monkeypatch.setenv("OPSET_IMPORT", "a_script")
+    with pytest.raises(OverrideError, match="importing 'a_script' raised SystemExit: "):
+        configure()
+
+
 # Variables and keys.
 
 

@@ -206,7 +206,7 @@ def _import_users_kernels() -> None:
     for module in overrides.comma_separated("OPSET_IMPORT"):
         try:
             importlib.import_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script may end at its import
             raise OverrideError(
                 f"OPSET_IMPORT: importing {module!r} raised {type(error).__name__}: {error}. "
                 "Fix it, put its folder on PYTHONPATH, or take it out of OPSET_IMPORT"
