@@ -105,6 +105,17 @@ def test_a_compiler_that_fails_without_a_word_is_named(cache, monkeypatch):
     assert why_not() == f"false cannot build them (status 1): {CURE}"
 
 
+def test_a_compiler_that_cannot_be_read_is_named(cache, monkeypatch):
+    monkeypatch.setenv("CXX", "g++ '-O2")
+    assert why_not() == f"""CXX="g++ '-O2" cannot be read (No closing quotation): {CURE}"""
+
+
+@NEEDS_COMPILER
+def test_a_blank_name_of_a_compiler_names_none(cache, monkeypatch):
+    monkeypatch.setenv("CXX", " ")
+    assert load().answer() == 42
+
+
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
     ("instead_of_building", "reason"),

@@ -68,7 +68,7 @@ def function(name: str, *argument_types, returns=None) -> Callable:
 
 def _loaded() -> ctypes.CDLL:
     """The loaded library. Raises Missing if it cannot be built, and OSError if it cannot be loaded."""
-    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    compiler = _compiler()
     if not shutil.which(compiler[0]):
         raise Missing(f"there is no C++ compiler {compiler[0]!r}: {CURE}")
     # The macros describe the compiler, including its version, and the processor that it compiles for.
@@ -84,6 +84,15 @@ def _loaded() -> ctypes.CDLL:
         logger.info("Compiling the C++ kernels, which may take half a minute and happens once: %s", path)
         _build(compiler, sources, path)
         return ctypes.CDLL(str(path))
+
+
+def _compiler() -> list[str]:
+    """The compiler, with the options that CXX gives it. Raises Missing if CXX cannot be read."""
+    words = os.environ.get("CXX", "")
+    try:
+        return shlex.split(words) or ["g++"]
+    except ValueError as error:
+        raise Missing(f"CXX={words!r} cannot be read ({error}): {CURE}") from error
 
 
 def _kept(path: Path) -> ctypes.CDLL | None:
