@@ -194,6 +194,27 @@ def test_log_probabilities_of_given_tokens_are_vllms(mode):
     torch.testing.assert_close(*columns, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("number", [1, 5, -1], ids=["fewer", "more", "all"])
+def test_log_probabilities_of_given_tokens_leave_other_requests_theirs(number):
+    """A batch of both kinds has the rows of batches of one kind."""
+    given, both = {0: [3, 4], 5: [9]}, {"max_num_logprobs": number}
+    mixed, specific, likeliest = (
+        opset_sampler()(logits(), metadata(temperature=torch.zeros(ROWS), **asked)).logprobs_tensors
+        for asked in (
+            {"logprob_token_ids": given, **both},
+            {"logprob_token_ids": given},
+            {"max_num_logprobs": VOCABULARY if number == -1 else number},
+        )
+    )
+    for row in range(ROWS):
+        alone = specific if row in given else likeliest
+        width = alone.logprobs.shape[1]
+        assert torch.equal(mixed.logprobs[row, :width], alone.logprobs[row])
+        assert torch.equal(mixed.logprob_token_ids[row, :width], alone.logprob_token_ids[row])
+        assert mixed.logprobs[row, width:].eq(-torch.inf).all()
+    assert torch.equal(mixed.selected_token_ranks, likeliest.selected_token_ranks)
+
+
 @pytest.mark.parametrize(
     "asked", [{"max_num_logprobs": 5}, {"logprob_token_ids": {0: [3, 4], 5: [9]}}], ids=["likeliest", "given"]
 )
