@@ -35,6 +35,12 @@ def test_each_row_is_one_line_in_a_pipe(capsys):
     assert all(line == line.rstrip() for line in lines[1:])
 
 
+def test_no_columns_are_an_unset_variable(capsys, monkeypatch):
+    """Some shells export COLUMNS=0 where they have no terminal."""
+    monkeypatch.setenv("COLUMNS", "0")
+    assert LONG in printed(capsys, {"op": "linear", "why": LONG})
+
+
 def test_a_narrow_terminal_shows_the_whole_name_of_an_op(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")
     out = printed(capsys, {"op": "silu_and_mul_with_clamp", "why": LONG})

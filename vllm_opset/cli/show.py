@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -32,12 +33,18 @@ def print_table(
     listed_if_narrow: print a list instead of a table where fewer than NARROW characters fit into a line.
     """
     cells = [{column: "" if row[column] is None else str(row[column]) for column in columns} for row in rows]
-    fits = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if fits else UNLIMITED)
+    console = Console(width=_width())
     if listed_if_narrow and console.width < NARROW:
         console.print(Text(title, style="bold"), *_listed(columns, cells), sep="\n")
     else:
         console.print(_table(title, columns, cells))
+
+
+def _width() -> int:
+    """The width of the terminal or of COLUMNS. COLUMNS=0 counts as unset, since rich would print nothing."""
+    asked = os.environ.get("COLUMNS", "")
+    fits = sys.stdout.isatty() or (asked.isdecimal() and int(asked) > 0)
+    return shutil.get_terminal_size().columns if fits else UNLIMITED
 
 
 def _table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, str]]) -> Table:
