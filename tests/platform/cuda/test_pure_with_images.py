@@ -41,7 +41,7 @@ REFUSED = [
     ("CUDA graphs of multimodal", "cudagraph_mode", QWEN2_VL, {"compilation_config": DECODE}),
     ("workers share by images", "--mm-encoder-tp-mode", QWEN3_VL, {"mm_encoder_tp_mode": "data"}),
     ("decoding videos", "--mm-ipc-gpu-memory-gb", QWEN3_VL, {"mm_ipc_gpu_memory_gb": 1.0}),
-    # Of the rules that it shares with the CPU, whose own tests have them all.
+    # The CPU's tests have all rules that both platforms share.
     ("adapters", "--enable-lora", QWEN3_VL, {"enable_lora": True}),
     ("without a mode", "cudagraph_mm_encoder", QWEN3_VL, {"compilation_config": {"cudagraph_mm_encoder": True}}),
 ]

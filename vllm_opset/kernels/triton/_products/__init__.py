@@ -1,1 +1,1 @@
-"""What matrix products share: those of `linear` and of `grouped_gemm`, and the loading warps also `paged_attention`."""
+"""What products of `linear` and `grouped_gemm` share. `paged_attention` takes its loading warps from here, too."""
