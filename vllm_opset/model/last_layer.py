@@ -59,10 +59,10 @@ class ReadRows:
         if not isinstance(metadata, dict) or context.cudagraph_runtime_mode != CUDAGraphMode.NONE:
             return None
         of_layer: OpsetMetadata = metadata[layer_name]
-        ends = of_layer.batch.query_start_loc[1:]
-        if num_tokens < LEAST_TOKENS_OF_REQUEST * len(ends) or _is_capturing(ends.device):
+        starts = of_layer.batch.query_start_loc
+        if num_tokens < LEAST_TOKENS_OF_REQUEST * (len(starts) - 1) or _is_capturing(starts.device):
             return None
-        return (ends - 1).clamp_(min=0).long()
+        return (starts[1:] - 1).clamp_(min=0).long()
 
 
 def _is_capturing(device: torch.device) -> bool:
