@@ -17,6 +17,7 @@ MAMBA = "Mamba, state-space and linear attention"
 # By a pattern of kernels below `vllm.v1.worker`: the features without which the runner launches none of them. The rules
 # of a device refuse these features.
 OUT_OF_REACH = {
+    "gpu.sample.batch_shard.*": ["batch-sharded sampling"],
     "gpu.sample.watermark.*": ["watermarks"],
     "gpu.cp_utils.*": ["decode context parallelism"],
     "gpu.model_states.prompt_embeds.*": ["prompt embeddings"],
@@ -36,14 +37,11 @@ DRAFTS = {
 }
 if not second_runner.drafts_without_triton():
     DRAFTS = {"gpu.spec_decode.*": ["speculative decoding before vLLM 0.32"]}
-# Workers of a tensor-parallel group share the rows of a batch.
-BATCH_SHARDS = "gpu.sample.batch_shard.*"
 OUT_OF_REACH_ON = {
-    "cpu": OUT_OF_REACH | DRAFTS | {BATCH_SHARDS: ["batch-sharded sampling"]},
+    "cpu": OUT_OF_REACH | DRAFTS,
     "npu": OUT_OF_REACH
     | {
         "gpu.spec_decode.*": ["speculative decoding"],
-        BATCH_SHARDS: ["tensor parallelism"],
         # Qwen3.5's models of text have such positions, and linear attention.
         "gpu.mm.rope.*": ["multimodal models", MAMBA],
     },

@@ -240,6 +240,11 @@ RULES: tuple[Rule, ...] = (
         "unset VLLM_BATCH_INVARIANT; seeded requests draw the same tokens in any batch as it is",
         lambda config: environment("VLLM_BATCH_INVARIANT"),
     ),
+    Rule(
+        "batch-sharded sampling",
+        "leave out --enable-batch-sharded-sampling",
+        lambda config: getattr(config.parallel_config, "enable_batch_sharded_sampling", False),
+    ),
     # opset's sampler keeps processed logits only for requests that want log-probabilities, and a mask needs them.
     Rule(
         "sampling masks",

@@ -129,11 +129,6 @@ RULES: tuple[Rule, ...] = (
     *multimodal.RULES,
     VALUES_APART,
     second_runner.UNAVAILABLE,
-    Rule(
-        "batch-sharded sampling",
-        "leave out --enable-batch-sharded-sampling",
-        lambda config: getattr(config.parallel_config, "enable_batch_sharded_sampling", False),
-    ),
     ADAPTED_EXPERTS,
     Rule(
         "weight offloading",
