@@ -149,13 +149,24 @@ def test_int8_activations_by_the_largest_scale_of_a_layers_parts(multiply, monke
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize(("group", "is_served"), [(GROUP, True), (48, False), (16, False), (-1, True), (IN, True)])
+def test_groups_that_are_no_power_of_two_are_left_to_vllm(group, is_served):
+    """They may be as long as a row, whatever its length is."""
+    can, why = OpsetInt4LinearKernel.can_implement(int4_config(group))
+    assert can is is_served and (can or f"not of {group}" in why)
+
+
 @pytest.mark.parametrize(("group", "is_served"), [(GROUP, False), (-1, True), (IN, True)])
 def test_weights_in_activation_order_by_groups_are_left_to_vllm(group, is_served):
     """The order of a single group changes nothing. vLLM 0.30 and later refuse such weights, and do not say it."""
-    sizes = {"full_weight_shape": (IN, OUT), "partition_weight_shape": (IN, OUT), "group_size": group}
-    given = sizes | {"weight_type": scalar_types.uint4b8, "act_type": torch.float16, "zero_points": False}
-    says = {"has_g_idx": True} if "has_g_idx" in MPLinearLayerConfig.__annotations__ else {}
-    config = MPLinearLayerConfig(**given, **says)
+    config = int4_config(group)
     config.has_g_idx = True
     can, why = OpsetInt4LinearKernel.can_implement(config)
     assert can is is_served and (can or "act-order" in why)
+
+
+def int4_config(group: int) -> MPLinearLayerConfig:
+    sizes = {"full_weight_shape": (IN, OUT), "partition_weight_shape": (IN, OUT), "group_size": group}
+    given = sizes | {"weight_type": scalar_types.uint4b8, "act_type": torch.float16, "zero_points": False}
+    says = {"has_g_idx": False} if "has_g_idx" in MPLinearLayerConfig.__annotations__ else {}
+    return MPLinearLayerConfig(**given, **says)

@@ -13,7 +13,17 @@ from vllm.scalar_type import scalar_types
 
 from vllm_opset.model.loading import prefix_of
 from vllm_opset.model.scaled_linear import ScaledLinear, call_of_layers
-from vllm_opset.ops.schemes import PER_ROW, UINT4, UINT4_BLOCK, GroupShape, Scheme, check_scale, packed, quantised
+from vllm_opset.ops.schemes import (
+    PER_ROW,
+    UINT4,
+    UINT4_BLOCK,
+    GroupShape,
+    Scheme,
+    check_scale,
+    is_int4_group,
+    packed,
+    quantised,
+)
 
 # The order in which AWQ packs eight outputs in an int32: output i is at the place AWQ_ORDER[i], from the low bits up.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -38,6 +48,8 @@ class OpsetInt4LinearKernel(MPLinearKernel):
         if in_features % UINT4_BLOCK:
             return False, f"it serves multiples of {UINT4_BLOCK} input features, not {in_features}"
         by_groups = 0 < c.group_size < c.full_weight_shape[0]
+        if by_groups and not is_int4_group(c.group_size):
+            return False, f"it serves groups of a power of two from {UINT4_BLOCK} columns up, not of {c.group_size}"
         if by_groups and getattr(c, "has_g_idx", False):  # vLLM 0.30 and later refuse such weights
             return False, "it does not serve activation ordering by groups (act-order)"
         return True, None

@@ -151,6 +151,11 @@ def unpacked(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat((halves & 15, halves >> 4), -2).flatten(-3)
 
 
+def is_int4_group(columns: int | None) -> bool:
+    """Whether so many columns of int4 weights may share a scale: WHOLE for all, or a power of two from 32 up."""
+    return columns == WHOLE or (columns is not None and columns >= UINT4_BLOCK and not columns & (columns - 1))
+
+
 def group_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> GroupShape:
     """The values of a matrix of this shape that share a scale. scales: the shape of its scales.
 

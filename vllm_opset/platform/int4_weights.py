@@ -2,16 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 
+from vllm_opset.ops.schemes import WHOLE, is_int4_group
+
 AWQ = ("awq", "auto_awq", "awq_marlin")
 GPTQ = ("gptq", "auto_gptq", "gptq_marlin")
-WHOLE_ROW = -1
-LEAST_GROUP = 32  # the fewest weights that share a scale
 ACTIVATION_ORDER = "activation ordering by groups (act-order; static ordering is served)"
-
-
-def is_group(size: int | None) -> bool:
-    """Whether so many weights may share a scale: a whole row, or a power of two from 32 up."""
-    return size == WHOLE_ROW or (size is not None and size >= LEAST_GROUP and not size & (size - 1))
 
 
 def unserved_by_awq(checkpoint: Mapping) -> Iterator[str]:
@@ -42,7 +37,7 @@ def unserved_by_gptq(checkpoint: Mapping) -> Iterator[str]:
     for settings in ({}, *rules):
         layers = {**checkpoint, **settings}
         yield from _unserved_sizes("GPTQ", layers.get("bits"), layers.get("group_size"))
-        if layers.get("desc_act") and layers.get("group_size") != WHOLE_ROW:
+        if layers.get("desc_act") and layers.get("group_size") != WHOLE:
             yield f"GPTQ's {ACTIVATION_ORDER}"
 
 
@@ -51,7 +46,7 @@ def _unserved_sizes(method: str, bits: int | None, group: int | None) -> Iterato
         yield f"{method} whose quantization_config is not in config.json"
     elif bits != 4:
         yield f"{bits}-bit {method}"
-    elif not is_group(group):
+    elif not is_int4_group(group):
         yield f"{method} groups of {group}"
 
 
@@ -66,12 +61,12 @@ def is_int4(weights: Mapping) -> bool:
 def unserved_by_compressed_tensors(group: Mapping, layout: str) -> Iterator[str]:
     """Names each feature of int4 weights that is not served. layout: the format of the whole checkpoint."""
     weights, layout = group["weights"], group.get("format") or layout
-    size = weights.get("group_size") if weights["strategy"] == "group" else WHOLE_ROW
+    size = weights.get("group_size") if weights["strategy"] == "group" else WHOLE
     if layout != "pack-quantized":
         yield f"int4 weights in the layout {layout}"
     if any(group.get(name) for name in ("input_activations", "output_activations")):
         yield "int4 weights for quantised activations"
-    if not is_group(size):
+    if not is_int4_group(size):
         yield f"int4 weights in groups of {size}"
     if weights.get("actorder") not in (None, False, "static", "weight"):
         yield f"int4 weights with {ACTIVATION_ORDER}"

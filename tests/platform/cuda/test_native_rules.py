@@ -66,6 +66,7 @@ EXAMPLES: dict[str, dict] = {
         "load_config__load_format": "ipc_cache",
         "model_config__quantization": "fp8",
     },
+    "FBGEMM's fp8 weights": {"model_config__quantization": "fbgemm_fp8"},
     "optimisation levels 1 and 3 without a mode of torch.compile": {"optimization_level": 3},
     "passes of torch.compile without its mode": {"compilation_config__pass_config": PassConfig(fuse_norm_quant=True)},
     "a priority of IR ops": {"kernel_config__ir_op_priority": SimpleNamespace(rms_norm=["native"])},

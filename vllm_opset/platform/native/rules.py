@@ -251,6 +251,12 @@ PARTS: Mapping[str, Part] = {
                 "leave out --load-format ipc_cache, or switch this part off",
                 _maps_quantised_weights,
             ),
+            # FBGEMM's checkpoints limit the scales of activations.
+            Rule(
+                "FBGEMM's fp8 weights",
+                "switch this part off",
+                of_model(lambda model: model.quantization == "fbgemm_fp8"),
+            ),
             *early_rules.MARLIN_INPUTS,
             _BATCH_INVARIANT,
         ),
