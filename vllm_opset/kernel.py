@@ -107,9 +107,9 @@ def kernel(
 
     The function may have further parameters after those of the reference, if these have defaults. The function of a
     kernel with variants takes the name of the wanted one as `variant`. Raises ValueError if its signature differs
-    otherwise, if the op already has a kernel of that name, if `prepare` names a parameter that the op's callers do not
-    prepare, or if `supports` is no function. The kernel's `supports` raises it for a result that is neither None nor a
-    reason.
+    otherwise, or if the op already has a kernel of that name. It also raises it if `prepare` names a parameter that the
+    op's callers do not prepare, or if `supports` is no function. The kernel's `supports` raises it for a result that is
+    neither None nor a reason.
     """
     unprepared = set(prepare or {}) - set(op.prepared)
     if unprepared:
