@@ -98,8 +98,8 @@ def _reads_last_tokens(vllm_config: VllmConfig) -> bool:
     return (
         runs_together(vllm_config)
         and model.runner_type == "generate"
-        and not model.is_multimodal_model  # images change what is between the layers
-        and not getattr(model, "enable_return_routed_experts", False)  # of each token
+        and not model.is_multimodal_model  # Qwen3-VL adds features of images between layers
+        and not getattr(model, "enable_return_routed_experts", False)  # it records those of each token
         and vllm_config.speculative_config is None  # drafts are made of hidden states, and verified by them
         and vllm_config.lora_config is None  # the adapter of each row is known for all tokens
         and not vllm_config.cache_config.kv_sharing_fast_prefill  # vLLM's own way to leave out rows
