@@ -103,6 +103,21 @@ def test_smaller_models_have_longer_steps_captured(hidden_size, beyond, configur
     assert [size for size in compilation.cudagraph_capture_sizes if size > 512] == [*BEYOND, *beyond]
 
 
+@pytest.mark.parametrize(
+    ("hidden_size", "beyond"),
+    [
+        (5120, [2304, 2560]),
+        (4096, [*range(2304, 4097, 256)]),
+        (2048, [*range(2304, 4097, 256), *range(4608, 8193, 512)]),
+    ],
+)
+def test_models_in_fp8_have_longer_steps_captured(hidden_size, beyond, configured, configure):
+    shape = LLAMA | WIDE | {"hidden_size": hidden_size}
+    arguments = {"dtype": "bfloat16", "quantization": "fp8", "max_num_batched_tokens": 16384}
+    sizes = configure(shape, **arguments).compilation_config.cudagraph_capture_sizes
+    assert [size for size in sizes if size > 512] == [*BEYOND, *beyond]
+
+
 @pytest.mark.parametrize(("enable_sp", "largest"), [(True, 64), (False, 2048)])
 def test_sizes_of_sequence_parallelism_stay(enable_sp, largest, configured, configure):
     """Without its setting, as from 0.33 on, vLLM has no such sizes."""

@@ -79,21 +79,24 @@ def note_named_sizes(config: "VllmConfig") -> None:
     _sizes_are_named = any(named)
 
 
-def capture_longer_steps(config: "VllmConfig") -> None:
-    """Add sizes to those that vLLM has chosen, if there are piecewise graphs."""
+def capture_longer_steps(config: "VllmConfig", in_fp8: bool = False) -> None:
+    """Add sizes to those that vLLM has chosen, if there are piecewise graphs.
+
+    in_fp8: whether opset's kernels multiply the model's weights in fp8.
+    """
     compilation = config.compilation_config
     sizes = compilation.cudagraph_capture_sizes
     # Sequence parallelism in vLLM up to 0.31 needs sizes that are multiples of its own number.
     own_sizes = _sizes_are_named or getattr(compilation.pass_config, "enable_sp", False)
     if own_sizes or not sizes or not compilation.cudagraph_mode.has_piecewise_cudagraphs():
         return
-    longest = min(captured_tokens(config.model_config.get_hidden_size()), _longest_step(config))
+    longest = min(captured_tokens(config.model_config.get_hidden_size(), in_fp8), _longest_step(config))
     if longest > sizes[-1]:
         compilation.cudagraph_capture_sizes = [*sizes, *_sizes_between(sizes[-1], longest), longest]
         compilation.max_cudagraph_capture_size = longest
 
 
-def captured_tokens(hidden_size: int) -> int:
+def captured_tokens(hidden_size: int, in_fp8: bool = False) -> int:
     """The most tokens of a step that is captured, for the first GPU. limits.yaml has the rule."""
     from vllm_opset.platform.cuda import nvml
 
@@ -101,6 +104,8 @@ def captured_tokens(hidden_size: int) -> int:
     gpu = nvml.gpu(0)
     limit = targets.nearest(gpu.target, table) if gpu else next(iter(table.values()))
     launched = limit["of_hidden_size_4096"] * 4096**2 // hidden_size**2
+    if in_fp8:
+        launched *= limit["fp8_factor"]
     return min(limit["most"], max(limit["least"], launched // ROWS * ROWS))
 
 

@@ -52,7 +52,8 @@ class OpsetCudaPlatform(OpsetPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
         super().check_and_update_config(vllm_config)
-        graphs.capture_longer_steps(vllm_config)
+        model = vllm_config.model_config
+        graphs.capture_longer_steps(vllm_config, in_fp8=model is not None and quantised_weights.in_fp8(model))
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: "VllmConfig") -> "IrOpPriorityConfig":
