@@ -71,7 +71,7 @@ NOT_MEASURED = "not measured"
 def measured_rates() -> set[tuple[str, str, str]]:
     """(stock's tokens/s, ratio on vLLM's own wheel, ratio without compiled kernels) as the README writes them."""
     found = set()
-    for file in ("benchmarks/h200-engines.json", "log/kinds-h200-2211f74.json"):
+    for file in ("benchmarks/h200-engines.json", "log/engines-fb7cb48.json"):
         for run in json.loads((DOCS / file).read_text()):
             for results in Report(run).by_case().values():
                 rates = {name: statistics.median(one["metrics"][RATE]) for name, one in results.items()}
