@@ -179,7 +179,14 @@ class RunningEngine:
 
     def _cpu_seconds(self) -> float:
         family = psutil.Process(self._process.pid)
-        return sum(sum(process.cpu_times()[:2]) for process in (family, *family.children(recursive=True)))
+        return sum(map(_cpu_seconds, (family, *family.children(recursive=True))))
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    """The CPU time of a process and of the children that it has waited for. A process that has ended has none left."""
+    with suppress(psutil.NoSuchProcess):  # it may end after it was listed, and its time then counts as its parent's
+        return sum(process.cpu_times()[:4])
+    return 0.0
 
 
 def _is_alive_in(group: int, process: psutil.Process) -> bool:
