@@ -41,11 +41,18 @@ def commit() -> str | None:
     """
     if "OPSET_COMMIT" in os.environ:
         return os.environ["OPSET_COMMIT"]
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        # The environment of an installed copy may lie in the repository of another project, which does not track it.
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
+        return _git("describe", "--always", "--dirty", "--abbrev=12")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _git(*words: str) -> str:
+    """What git prints in the folder of this module. Raises CalledProcessError if it fails."""
+    command = ["git", "-C", str(Path(__file__).parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def today() -> str:
