@@ -43,8 +43,9 @@ def remember(config: "VllmConfig") -> None:
     if config.speculative_config is not None:
         _drafting.append(weakref.ref(config))
     if config.use_v2_model_runner and config.model_config is not None:
-        ends = config.model_config.try_get_generation_config().get("eos_token_id") or []
-        _served.append((weakref.ref(config), frozenset([ends] if isinstance(ends, int) else ends)))
+        ends = config.model_config.try_get_generation_config().get("eos_token_id")
+        tokens = [ends] if isinstance(ends, int) else ends or []
+        _served.append((weakref.ref(config), frozenset(tokens)))
 
 
 def check_integers(params: "SamplingParams") -> None:
