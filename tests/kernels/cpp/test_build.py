@@ -5,6 +5,7 @@ import ctypes
 import logging
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -287,15 +288,13 @@ def test_built_anew_for_another_source_compiler_or_flag(change, cache, tmp_path,
     assert len([*cache.iterdir()]) == 2
 
 
-@NEEDS_COMPILER
-def test_a_compiler_that_does_not_end_is_given_up(cache, monkeypatch, tmp_path):
+@pytest.fixture
+def endless(monkeypatch, tmp_path) -> str:
+    """A compiler that does not end. Another process that it has started must end by the end of the test."""
     child = tmp_path / "child"
     compiler = compiler_that(tmp_path, f"sleep 600 &\necho $! >{child}\nwait")
     monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setattr(_build, "TIME_LIMIT", 1)
-    assert why_not().startswith(
-        f"{compiler} has not built them in 1 s: see whether this command ends by itself, or name "
-    )
+    yield compiler
     state = Path(f"/proc/{child.read_text().strip()}/stat")
     for _ in range(50):  # until it is gone, or waits for the process that adopted it
         if not state.exists() or state.read_text().split()[2] == "Z":
@@ -303,3 +302,23 @@ def test_a_compiler_that_does_not_end_is_given_up(cache, monkeypatch, tmp_path):
         time.sleep(0.1)
     else:
         pytest.fail("what the compiler had started goes on")
+
+
+@NEEDS_COMPILER
+def test_a_compiler_that_does_not_end_is_given_up(cache, monkeypatch, endless):
+    monkeypatch.setattr(_build, "TIME_LIMIT", 1)
+    assert why_not().startswith(
+        f"{endless} has not built them in 1 s: see whether this command ends by itself, or name "
+    )
+
+
+@NEEDS_COMPILER
+def test_a_compiler_ends_if_the_build_is_interrupted(cache, endless):
+    """Ctrl-C reaches the processes of the terminal's foreground, and the compiler is not among them."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            why_not()
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -129,7 +129,7 @@ def _run(command: list[str]) -> str:
     """Runs the compiler and returns its output. Raises Missing with its first error, or if it takes too long."""
     # The compiler gets its own process group, because the processes that it starts must end with it. It writes English,
     # in which its errors are found, and it may quote a source that Python's encoding lacks.
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -137,16 +137,17 @@ def _run(command: list[str]) -> str:
         text=True,
         errors="replace",
         process_group=0,
-    )
-    try:
-        printed, errors = process.communicate(timeout=TIME_LIMIT)
-    except subprocess.TimeoutExpired as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        raise Missing(
-            f"{shlex.join(command[:1])} has not built them in {TIME_LIMIT} s: see whether this command ends by itself, "
-            f"or name another compiler by CXX: {shlex.join(command)}"
-        ) from error
+    ) as process:
+        try:
+            printed, errors = process.communicate(timeout=TIME_LIMIT)
+        except subprocess.TimeoutExpired as error:
+            raise Missing(
+                f"{shlex.join(command[:1])} has not built them in {TIME_LIMIT} s: see whether this command ends by "
+                f"itself, or name another compiler by CXX: {shlex.join(command)}"
+            ) from error
+        finally:
+            if process.returncode is None:  # also after Ctrl-C, which does not reach the compiler's group
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         lines = errors.splitlines()
         first = next((line for line in lines if "error" in line), f"status {process.returncode}")
