@@ -21,7 +21,7 @@ WGMMA = "wgmma"  # Hopper's matrix instructions and copy engine
 AMX = "amx"  # Intel's matrix instructions, in which oneDNN multiplies bf16
 # The dtypes in which oneDNN multiplies matrices on the processor. Without fp32, PyTorch has no oneDNN.
 ONEDNN = {torch.float32: "onednn_fp32", torch.bfloat16: "onednn_bf16", torch.float16: "onednn_fp16"}
-# The families of Ascend NPUs by the prefixes of their names. 910B and 910_93 come before the older 910.
+# The families of Ascend NPUs by the prefixes of their names. The older 910 has none: its name stays as it is.
 SOC_NAMES = {"Ascend910B": "A2", "Ascend910_93": "A3", "Ascend950": "A5", "Ascend310P": "310P"}
 
 Value = TypeVar("Value")
