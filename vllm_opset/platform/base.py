@@ -111,9 +111,11 @@ class OpsetPlatform(Platform):
             logger.warning_once("%s", message)
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker
+        # vLLM's own all-reduce is one of its compiled kernels.
         vllm_config.parallel_config.disable_custom_all_reduce = True
         compile_cache.keep_apart(vllm_config, cls.__qualname__)
         if vllm_config.model_config is not None:
+            # opset's attention does not attend a prefix that all requests share apart from the rest.
             vllm_config.model_config.disable_cascade_attn = True
         multimodal.schedule_whole_images(vllm_config)
         logger.info_once("%s", runners.which(vllm_config, cls.why_no_second_runner()))
