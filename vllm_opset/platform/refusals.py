@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
+# Ops that vLLM calls before it replays the model's graph, or after it. Their references may read from the device.
 OUTSIDE_GRAPHS = {"compute_slot_mapping", "apply_penalties", "top_k_top_p_sample"}
 CAPTURABLE_REFERENCES = {"linear"}  # PyTorch's own operator
 
@@ -92,6 +93,7 @@ def check_graphs(choices: Iterable[selection.Choice]) -> None:
 
 
 def of_model(is_so: Callable) -> Callable[["VllmConfig"], bool]:
+    """A condition of a rule: whether a ModelConfig `is_so`. It is False for a configuration without a model."""
     return lambda config: config.model_config is not None and bool(is_so(config.model_config))
 
 
@@ -125,10 +127,12 @@ def has_square_root_alibi(model) -> bool:
 
 
 def several(name: str) -> Callable[["VllmConfig"], bool]:
+    """A condition of a rule: whether this number of the parallel configuration is above 1."""
     return lambda config: getattr(config.parallel_config, name) > 1
 
 
 def returns_experts(config: "VllmConfig") -> bool:
+    """Whether vLLM is to return the experts that each token was sent to."""
     # 0.33 has the setting in a part of its own, which earlier releases lack.
     parts = (config.model_config, getattr(config, "aux_output_config", None))
     return any(getattr(part, "enable_return_routed_experts", False) for part in parts)
@@ -139,24 +143,29 @@ def two_batches(config: "VllmConfig") -> bool:
 
 
 def given(name: str) -> Callable[["VllmConfig"], bool]:
-    # Releases add and drop parts of the configuration. A part that is missing needs no refusal.
+    """A condition of a rule: whether a user gave this part of the configuration.
+
+    Releases add and drop parts. A part that is missing needs no refusal.
+    """
     return lambda config: getattr(config, name, None) is not None
 
 
 def captures(config: "VllmConfig") -> bool:
+    """Whether graphs are captured. It is False as long as neither a user nor the platform has set a mode."""
     from vllm.config import CUDAGraphMode
 
     return config.compilation_config.cudagraph_mode not in (None, CUDAGraphMode.NONE)
 
 
 def wants_quick_start(config: "VllmConfig") -> bool:
-    """-O0: no compiler, no graphs."""
+    """Whether a user gave -O0, which asks for no compiler and no graphs."""
     from vllm.config.vllm import OptimizationLevel
 
     return config.optimization_level == OptimizationLevel.O0
 
 
 def compiles(config: "VllmConfig") -> bool:
+    """Whether torch.compile is on. It is True as long as neither a user nor the platform has set a mode."""
     from vllm.config import CompilationMode
 
     return config.compilation_config.mode != CompilationMode.NONE
@@ -169,6 +178,7 @@ def fusions(config: "VllmConfig") -> list[str]:
 
 
 def caches_in_another_dtype(config: "VllmConfig") -> bool:
+    """Whether the KV cache has another dtype than the model."""
     same = () if config.model_config is None else (str(config.model_config.dtype).removeprefix("torch."),)
     return config.cache_config.cache_dtype not in ("auto", *same)
 
