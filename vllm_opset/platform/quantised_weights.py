@@ -17,7 +17,7 @@ METHODS = ("fp8", "compressed-tensors", GPT_OSS, *int4_weights.AWQ, *int4_weight
 # The types of 8 bits in compressed-tensors, and the groups of weights that share a scale.
 STRATEGIES = {"float": ("tensor", "channel", "block"), "int": ("tensor", "channel")}
 TENSORS = ("weights", "input_activations", "output_activations")  # of a group of compressed-tensors
-# Those of weights and activations of experts, which vLLM loads.
+# For experts, vLLM loads these pairs of strategies alone: of the weights, and of the activations.
 OF_EXPERTS = {
     "float": (("tensor", "tensor"), ("channel", "token"), ("block", "group")),
     "int": (("channel", "token"),),
@@ -82,6 +82,7 @@ def _groups(checkpoint: Mapping) -> dict[str, dict]:
 
 
 def _is_of_attention(targets: Sequence[str]) -> bool:
+    """Whether a group is of attention layers alone. targets: the names that the group gives of its layers."""
     return len(targets) == 1 and targets[0].endswith("Attention")
 
 
@@ -159,7 +160,7 @@ def _described(tensor: Mapping) -> str:
 
 
 def rule(feature: str, cure: str, named: Callable[["ModelConfig"], Iterator[str]]) -> QuantisedWeights:
-    """The rule that refuses models of which `named` gives a name."""
+    """A rule that refuses a model if `named` gives a name of what is not served. The message has the first name."""
     return QuantisedWeights(feature, cure, of_model(lambda model: any(named(model))), named)
 
 
