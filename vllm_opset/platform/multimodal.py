@@ -24,7 +24,10 @@ def is_multimodal(model) -> bool:
 
 
 def has_torchvision() -> bool:
-    """transformers and the modules of many models import it. One that does not fit PyTorch fails in all of vLLM."""
+    """Whether torchvision is installed, which transformers and the modules of many models import.
+
+    One that does not fit PyTorch needs no check, because it fails in all of vLLM.
+    """
     return importlib.util.find_spec("torchvision") is not None
 
 
