@@ -19,7 +19,7 @@ SHARE = 32768
 # Says that vLLM, and not the user, set OMP_NUM_THREADS (0.28 and later).
 VLLMS_MARK = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
 
-# The choice that this process made of OMP_NUM_THREADS when it configured an engine.
+# What this process set OPSET_NUM_THREADS to when it configured an engine; empty before.
 _remembered = ""
 # Threads that sleep, and how many of OpenMP's each has beside itself.
 _sleepers: list[tuple[threading.Thread, int]] = []
@@ -30,9 +30,14 @@ def remember_users_choice() -> None:
 
     vLLM sets it for several workers (up to 0.27: to 1). If it is a list, which OpenMP uses for nested loops, the first
     number counts. A value that is not a number is ignored, as OpenMP ignores it too.
+
+    The choice goes to the workers by OPSET_NUM_THREADS, unless the user has set that.
     """
     global _remembered
-    if os.environ.get(VARIABLE, "") not in ("", _remembered) or (_remembered and _is_vllms()):
+    user_has_chosen = os.environ.get(VARIABLE, "") not in ("", _remembered)
+    # An earlier engine of this process has the user's value, and vLLM has overwritten the variable since.
+    is_kept = _remembered and _is_vllms()
+    if user_has_chosen or is_kept:
         return
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     _remembered = os.environ[VARIABLE] = first if first.isdecimal() and int(first) else AUTO
