@@ -51,7 +51,10 @@ class ReadRows:
                 self.requests.add(request.req_id)
 
     def of_step(self, layer_name: str, num_tokens: int) -> torch.Tensor | None:
-        """int64 [num_reqs]; None if all rows are computed: in CUDA graphs, too, which serve all kinds of requests."""
+        """The rows of the requests' last tokens, int64 [num_reqs]; None if the last layer is to compute all rows.
+
+        It computes all in CUDA graphs, which serve all kinds of requests. layer_name: of the last attention.
+        """
         if self.requests or not is_forward_context_available():
             return None
         context = get_forward_context()
