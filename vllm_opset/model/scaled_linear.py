@@ -33,8 +33,11 @@ def activation(dtype: torch.dtype, group: GroupShape) -> Quantised | None:
 
 
 class ScaledLinear:
-    """weight: [out_features, in_features] with its `scale`, a matrix that was checked. dtype: of x and the result.
+    """The product of one linear layer: called with x [..., in_features] and the bias, it gives [..., out_features].
 
+    It quantises x first if the scheme does, unless the layer before has done so.
+
+    weight: [out_features, in_features] with its `scale`, a matrix that was checked. dtype: of x and the result.
     x_scale: [1, 1], of activations whose scale the checkpoint gives. zero_point: of a packed weight, or None.
     call: see `call_of_layers`. before: this layer's product until its weights were loaded again, or None. Its memory
     takes the new values.
@@ -75,7 +78,7 @@ class ScaledLinear:
         return out.view(*x.shape[:-1], out.shape[1])
 
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The values and scales of an input, in which it is multiplied."""
+        """The values [rows, in_features] and the scales by which an input [..., in_features] is multiplied."""
         return self._quantise(x.reshape(-1, x.shape[-1]))
 
 
