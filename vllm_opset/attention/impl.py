@@ -16,7 +16,7 @@ from vllm_opset.ops.attention.paged_batch import PagedBatch, packed_cache
 from vllm_opset.ops.schemes import FP8
 from vllm_opset.unsupported import Refusal
 
-NO_LIMIT = -1  # of a window's side
+NO_LIMIT = -1  # for one side of a window, in ops.paged_attention
 NO_CHUNKS = -1  # vLLM's chunk_lookback of a layer that does not attend in chunks
 
 
@@ -208,6 +208,7 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
 
 
 def _window(sliding_window: int | None, attn_type: str) -> int | tuple[int, int] | None:
+    """The window of ops.paged_attention, which for an encoder reaches as far to the right as to the left."""
     if sliding_window is None or attn_type == AttentionType.DECODER:
         return sliding_window
     return sliding_window - 1, sliding_window - 1
