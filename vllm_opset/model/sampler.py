@@ -26,7 +26,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 # The golden ratio in 64 bits. Its multiples are far apart, so the keys of two requests with small seeds never collide.
 KEY_STEP = 0x9E3779B97F4A7C15 - 2**64
-# The names of vLLM's parameters for the request of each row, the same on the host by request, and the rows' positions.
+# The parameters of vLLM's `sample` that `_sampled` takes beside the logits: the request of each row on the device, the
+# requests of the batch on the host, and the position of each row.
 USED = ("expanded_idx_mapping", "idx_mapping_np", "pos")
 # Attributes of vLLM's sampler by which it does more than to draw tokens.
 MORE_THAN_TOKENS = ("compute_nans", "trace_replay_state", "return_sampling_mask")
@@ -122,6 +123,11 @@ class OpsetSampler(Sampler):
     def _sampled(
         self, logits: torch.Tensor, rows: torch.Tensor, requests: np.ndarray, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The results of `sample` for logits [num_rows, vocab_size] that are ready for the draw.
+
+        rows, positions: int [num_rows], the request of each row and the position of its token. requests: int
+        [num_reqs], those of the batch.
+        """
         draw, states = self._draw[logits.dtype], self.sampling_states
         if states.all_greedy(requests):  # vLLM gives such requests no filters, so the processed logits are the logits
             return draw(logits, None)[0], logits
