@@ -16,7 +16,17 @@ from vllm_opset.model.experts import Experts, MonolithicMethod, experts_of
 from vllm_opset.model.int4_linear import nibbles, nibbles_of_awq
 from vllm_opset.model.loading import check_columns, check_experts, watch
 from vllm_opset.model.reloading import refilled
-from vllm_opset.ops.schemes import PER_ROW, UINT4, UINT4_BLOCK, GroupShape, Scheme, check_scale, packed, quantised
+from vllm_opset.ops.schemes import (
+    PER_ROW,
+    UINT4,
+    UINT4_BLOCK,
+    WHOLE,
+    GroupShape,
+    Scheme,
+    check_scale,
+    packed,
+    quantised,
+)
 from vllm_opset.unsupported import Refusal
 
 Parameter = tuple[str, tuple[int, ...], torch.dtype | None]  # its name, its shape and its dtype
@@ -27,9 +37,9 @@ LOADED_BIASES = "_loaded_expert_biases"
 
 
 class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
-    """The method of one layer's experts, for all formats. group_size: the columns that share a scale, or −1 for all."""
+    """The method of one layer's experts, for all formats. group_size: the columns that share a scale, or WHOLE."""
 
-    # Of the parameters, after "w13_" and "w2_".
+    # The names of the parameters, after "w13_" and "w2_".
     weight_name = "qweight"
     scale_name = "scales"
     zero_point_name = "qzeros"
@@ -65,7 +75,7 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
         if self.moe.has_bias:
             raise Refusal("vllm-opset does not support int4 experts with biases: choose another model.")
         attributes |= {"is_transposed": self.is_transposed}
-        attributes["quant_method"] = "channel" if self.group_size == -1 else "group"
+        attributes["quant_method"] = "channel" if self.group_size == WHOLE else "group"
         halves = 2 if self.moe.is_act_and_mul else 1
         sizes = (halves * intermediate_size_per_partition, hidden_size), (hidden_size, intermediate_size_per_partition)
         for weight, (outputs, inputs) in zip(ARGUMENTS, sizes, strict=True):
@@ -84,11 +94,11 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
     @property
     def multiple(self) -> int:
         """The number of columns is a multiple of this."""
-        return UINT4_BLOCK if self.group_size == -1 else self.group_size
+        return UINT4_BLOCK if self.group_size == WHOLE else self.group_size
 
     def _groups(self, inputs: int) -> int:
         check_columns("int4 experts", inputs, self.multiple)
-        return 1 if self.group_size == -1 else inputs // self.multiple
+        return 1 if self.group_size == WHOLE else inputs // self.multiple
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Convert the weights and choose the kernels.
@@ -147,7 +157,7 @@ class OpsetCompressedExpertsMethod(Int4ExpertsMethod):
     is_transposed = False
 
     def __init__(self, weight_quant, input_quant, moe: FusedMoEConfig, layer_name: str | None = None) -> None:
-        super().__init__(moe, weight_quant.group_size or -1, not weight_quant.symmetric)
+        super().__init__(moe, weight_quant.group_size or WHOLE, not weight_quant.symmetric)
 
     def shapes(self, outputs: int, inputs: int, groups: int) -> Iterator[Parameter]:
         yield self.weight_name, (outputs, inputs // IN_INT32), torch.int32

@@ -104,7 +104,7 @@ def _stored(
     """The arguments of ScaledLinear for a weight with these values. Raises ValueError for a damaged scale, by its name.
 
     values: uint8 [out_features, in_features]. scale, and zeros in uint8: [out_features, groups]. group_size: the number
-    of columns that share a scale, or -1 for all.
+    of columns that share a scale, or WHOLE.
     """
     group = GroupShape(1, group_size) if 0 < group_size < values.shape[1] else PER_ROW
     check_scale(scale_name, scale, values.shape, group)

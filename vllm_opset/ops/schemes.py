@@ -30,12 +30,12 @@ FP8, INT8, FP4 = torch.float8_e4m3fn, torch.int8, torch.float4_e2m1fn_x2
 UINT4 = torch.uint4  # PyTorch has no such tensors, only the name
 # Tensors of two values a byte. Their scales are bytes for MXFP4, and floating-point numbers for int4.
 PACKED = torch.uint8
-UINT4_BLOCK = 32
+UINT4_BLOCK = 32  # the columns of int4 values that are packed together
 # How many columns the value in the high bits of a byte is after the one in the low bits.
 DISTANCES = {FP4: 1, UINT4: UINT4_BLOCK // 2}
 # The zero point of int4 weights that have none of their own.
 MIDDLE = 8
-WHOLE = -1
+WHOLE = -1  # in place of a number of rows or columns that share a scale: all of them
 # The magnitudes of e2m1, by its three low bits. The fourth bit is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NO_SCALE = 255  # NaN in e8m0
