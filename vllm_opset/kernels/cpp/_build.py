@@ -32,8 +32,6 @@ TIME_LIMIT = 300  # seconds; a build takes 35 of one core of an AMD EPYC
 OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-# The numbers of the types for `with_type` in _types.h.
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ import functools
 
 import torch
 
-from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, TYPES, function
-from vllm_opset.kernels.cpp.rms_norm import supports_type, type_and_address
+from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, function
+from vllm_opset.kernels.cpp._types import TYPES, supports_type, type_and_address
 from vllm_opset.ops.rope._fused_rope import FusedRopeProblem
 
 run = function("rope_cache", *[POINTER] * 7, INT, INT, returns=INT)

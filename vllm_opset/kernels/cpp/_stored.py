@@ -4,7 +4,8 @@ import ctypes
 
 import torch
 
-from vllm_opset.kernels.cpp._build import INT, POINTER, TYPES
+from vllm_opset.kernels.cpp._build import INT, POINTER
+from vllm_opset.kernels.cpp._types import LANES, TYPES
 from vllm_opset.ops.schemes import (
     FP4,
     FP8,
@@ -19,7 +20,6 @@ from vllm_opset.ops.schemes import (
     values_shape,
 )
 
-LANES = 16  # as in _vector.h
 PLAIN = 0
 FORMATS = {FP8: 1, INT8: 2, UINT4: 3, FP4: 4}  # as in _stored.h
 # Scales of fp8 are multiplied by 2^120, and must stay finite.

@@ -4,8 +4,8 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.cpp._build import TYPES
-from vllm_opset.kernels.cpp.rms_norm import norm, supports, type_and_address
+from vllm_opset.kernels.cpp._types import TYPES, type_and_address
+from vllm_opset.kernels.cpp.rms_norm import norm, supports
 from vllm_opset.kernels.cpu import fused_add_rms_norm as in_torch
 from vllm_opset.ops.norm.fused_add_rms_norm import check_arguments
 

@@ -10,9 +10,9 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.cpp._build import INT, POINTER, TYPES, function
+from vllm_opset.kernels.cpp._build import INT, POINTER, function
 from vllm_opset.kernels.cpp._stored import Weight, can_stay, described
-from vllm_opset.kernels.cpp.rms_norm import supports_type
+from vllm_opset.kernels.cpp._types import TYPES, supports_type
 from vllm_opset.kernels.cpp.silu_and_mul import silu_and_mul
 from vllm_opset.kernels.cpu import fused_experts as in_torch
 from vllm_opset.ops.moe._fused_experts_arguments import FusedExpertsArguments, takes_arguments

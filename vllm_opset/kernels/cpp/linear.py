@@ -14,8 +14,9 @@ import torch.nn.functional as F
 
 from vllm_opset import ops, targets
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.cpp._build import INT, POINTER, TYPES, function
-from vllm_opset.kernels.cpp._stored import LANES, Weight, can_stay, described, is_stored, panels, stored_panels
+from vllm_opset.kernels.cpp._build import INT, POINTER, function
+from vllm_opset.kernels.cpp._stored import Weight, can_stay, described, is_stored, panels, stored_panels
+from vllm_opset.kernels.cpp._types import LANES, TYPES
 from vllm_opset.kernels.cpu import linear as in_torch
 from vllm_opset.ops.gemm.linear import LinearProblem, check_arguments
 from vllm_opset.ops.schemes import PACKED, dequantise, quantised, values_shape

@@ -13,15 +13,13 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, TYPES, function
-from vllm_opset.kernels.cpp.rms_norm import supports_type
+from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, function
+from vllm_opset.kernels.cpp._types import LANES, TYPES, supports_type
 from vllm_opset.kernels.cpu import paged_attention as in_torch
 from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
 from vllm_opset.ops.attention.paged_batch import PagedBatch, refuse_split_kv, window_sides
 from vllm_opset.variants import Variant, Variants
 
-# As in _vector.h.
-LANES = 16
 # Up to this many query tokens of a request, reading its keys for each token costs less than gathering them once
 # (docs/log/cpu.md).
 DECODE_TOKENS = 6

@@ -4,16 +4,11 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, TYPES, function
-from vllm_opset.ops.contract import Problem
+from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, function
+from vllm_opset.kernels.cpp._types import TYPES, supports_type, type_and_address
 from vllm_opset.ops.norm.rms_norm import RMSNormProblem, check_parameter
 
 norm = function("rms_norm", INT, INT, *[POINTER] * 4, *[INT] * 5, FLOAT, FLOAT)
-
-
-def supports_type(problem: Problem) -> str | None:
-    """fp32 and bf16."""
-    return None if problem.dtype in TYPES else f"not built for {problem.dtype}"
 
 
 def supports(problem: RMSNormProblem) -> str | None:
@@ -41,7 +36,3 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, weigh
         outer, inner, size, x_outer, x_inner, epsilon, weight_offset,
     )  # fmt: skip
     return y
-
-
-def type_and_address(weight: torch.Tensor | None) -> tuple[int, int | None]:
-    return (0, None) if weight is None else (TYPES[weight.dtype], weight.data_ptr())

@@ -4,8 +4,8 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.cpp._build import INT, POINTER, TYPES, function
-from vllm_opset.kernels.cpp.rms_norm import supports_type
+from vllm_opset.kernels.cpp._build import INT, POINTER, function
+from vllm_opset.kernels.cpp._types import TYPES, supports_type
 from vllm_opset.kernels.cpu import rotary_embedding as in_torch
 from vllm_opset.ops.rope.rotary_embedding import check_arguments
 

@@ -4,8 +4,8 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, TYPES, function
-from vllm_opset.kernels.cpp.rms_norm import supports_type
+from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, function
+from vllm_opset.kernels.cpp._types import TYPES, supports_type
 from vllm_opset.ops.moe.route import check_arguments
 
 run = function("route", INT, *[POINTER] * 4, *[INT] * 8, FLOAT)

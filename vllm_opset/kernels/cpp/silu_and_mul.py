@@ -4,8 +4,8 @@ import torch
 
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
-from vllm_opset.kernels.cpp._build import INT, POINTER, TYPES, function
-from vllm_opset.kernels.cpp.rms_norm import supports_type
+from vllm_opset.kernels.cpp._build import INT, POINTER, function
+from vllm_opset.kernels.cpp._types import TYPES, supports_type
 from vllm_opset.ops.activation._gated import check_width
 
 run = function("silu_and_mul", INT, POINTER, POINTER, INT, INT, INT)
