@@ -22,8 +22,9 @@ from vllm_opset.bench.report import commit, generated
 
 GIB = 2**30
 BASELINE = "stock"
+# The digits after the point of each metric, and of fewer output tokens per second than this.
 DIGITS = {"TTFT, s": 4, "TPOT, ms": 3, RATE: 0, ACCEPTANCE: 2}
-MORE_DIGITS_BELOW = 100  # of output tokens per second
+FEW_PER_SECOND, DIGITS_OF_FEW = 100, 2
 LEGEND = (
     "A case is requests x prompt tokens / output tokens, greedy unless sampled. TTFT is the time until every request "
     "has its first token. TPOT is the rest of the time over the rest of the tokens. The mean acceptance length is the "
@@ -199,7 +200,8 @@ class Report:
         for metric, values in results[baseline]["metrics"].items():
             if metric == ACCEPTANCE and not drafts:
                 continue
-            digits = DIGITS[metric] or 2 * (statistics.median(values) < MORE_DIGITS_BELOW)
+            is_few = metric == RATE and statistics.median(values) < FEW_PER_SECOND
+            digits = DIGITS_OF_FEW if is_few else DIGITS[metric]
             row = [text(values, digits)]
             for other in others:
                 theirs = results[other]["metrics"][metric]
