@@ -1,7 +1,8 @@
 """Triton kernels for NVIDIA GPUs. For tests, they also run on a CPU in Triton's interpreter (TRITON_INTERPRET=1).
 
-A file or folder without an underscore implements the op of its name, and those with one are shared code. Files in
-`_sm90` are kernels in Gluon for Hopper GPUs. Launch parameters are plain data in launch.yaml; see `_launch`.
+A file or folder whose name begins with no underscore implements the op of that name. The others are shared code. Files
+whose names end in `_sm90` are kernels in Gluon for Hopper GPUs. Launch parameters are plain data in launch.yaml; see
+`_launch`.
 """
 
 import importlib
