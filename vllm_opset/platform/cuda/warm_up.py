@@ -28,7 +28,8 @@ from vllm_opset.ops.attention.paged_batch import BatchSizes, PagedBatch
 from vllm_opset.ops.sampling.top_k_top_p_sample import TopKTopPSampleProblem
 from vllm_opset.variants import Limits, powers_up_to
 
-# In a step: longer ones run long, and beyond it only one activation's launch parameters change.
+# The most tokens of the steps whose kernels are compiled ahead. A longer step takes long to run, and only one
+# activation has other launch parameters there.
 PRECOMPILED_TOKENS = 2048
 
 
@@ -93,7 +94,10 @@ def _experts(loaded: torch.nn.Module, most_tokens: int) -> None:
 
 
 def takes_any_values(runner) -> bool:
-    """Whether a step may compute on memory that no kernel wrote: some layers would pick experts or states by it."""
+    """Whether a step may compute on values that no kernel wrote, as where kernels are compiled and not launched.
+
+    Layers other than attention may choose experts or states by such values.
+    """
     return all(isinstance(layer, Attention) for layer in runner.compilation_config.static_forward_context.values())
 
 
@@ -121,7 +125,10 @@ def _step(runner, num_tokens: int) -> None:
 
 
 def _attention(worker: Worker) -> None:
-    """Attends the batches that reach all that the layers' kernels compile while they serve."""
+    """Attend the batches that reach all that attention launches while it serves, by one layer of each kind.
+
+    Layers are of one kind if they have the same problem and the same width of the block table.
+    """
     if worker.model_runner.is_pooling_model:
         return
     runner, scheduler = worker.model_runner, worker.scheduler_config
@@ -138,7 +145,7 @@ def _attention(worker: Worker) -> None:
 
 
 def _attend(layer: torch.nn.Module, sizes: BatchSizes, width: int, device: torch.device) -> None:
-    """width: of the block table."""
+    """Attend a batch of these sizes by a layer, on zeros. width: of the block table."""
     impl, query_lens = layer.impl, sizes.query_lens
     query = torch.zeros(sum(query_lens), impl.num_heads, impl.head_size, dtype=impl.dtype, device=device)
     starts, lens = (
