@@ -95,6 +95,7 @@ def has(name: str) -> Probe:
 
 
 def lacks(name: str) -> Probe:
+    """Whether vLLM has no module or attribute of this name."""
     return lambda: find(name) is _MISSING
 
 
@@ -109,7 +110,7 @@ def uses(function: str, name: str) -> Probe:
 
 
 def find(name: str) -> object:
-    """What a qualified name stands for."""
+    """The module or attribute of this qualified name, imported if need be; `_MISSING` if there is none."""
     path, value = "", None
     for part in name.split("."):
         parent, path = value, f"{path}.{part}".lstrip(".")
