@@ -45,4 +45,5 @@ def evidence(family: int) -> list[Evidence]:
 
 
 def of_kind(part: str, kind: str, family: int) -> Evidence | None:
+    """The row of a part and a kind; None if they were not measured together on this GPU family."""
     return next((row for row in evidence(family) if (row.part, row.kind) == (part, kind)), None)
