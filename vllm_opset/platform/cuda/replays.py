@@ -1,4 +1,4 @@
-"""Leaves out attention metadata of a step that one CUDA graph replays, if only layers in the graph would read it."""
+"""Steps that one CUDA graph replays get no attention metadata, since the graph has the addresses of what it reads."""
 
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -17,6 +17,7 @@ def build_no_metadata(worker: Worker) -> None:
 
 
 def _only_layers_read_it(worker: Worker) -> bool:
+    """Whether all metadata is opset's, and neither a KV connector nor a model that drafts reads it as well."""
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
     config, runner = worker.vllm_config, worker.model_runner
