@@ -104,7 +104,11 @@ PropertyCheck = Callable[[Callable, str, torch.dtype], None]
 
 
 class Op:
-    """A contract. Call it to run the reference."""
+    """A contract. Call it to run the reference.
+
+    Its methods are decorators. They set the attributes `problem_for`, `samples`, `bench_samples` and `cost_of`, which
+    every op has, and `draw`, which an op without random problems lacks.
+    """
 
     def __init__(
         self,
