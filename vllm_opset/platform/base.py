@@ -114,9 +114,6 @@ class OpsetPlatform(Platform):
         # vLLM's own all-reduce is one of its compiled kernels.
         vllm_config.parallel_config.disable_custom_all_reduce = True
         compile_cache.keep_apart(vllm_config, cls.__qualname__)
-        if vllm_config.model_config is not None:
-            # opset's attention does not attend a prefix that all requests share apart from the rest.
-            vllm_config.model_config.disable_cascade_attn = True
         multimodal.schedule_whole_images(vllm_config)
         logger.info_once("%s", runners.which(vllm_config, cls.why_no_second_runner()))
         runners.remember(vllm_config)
