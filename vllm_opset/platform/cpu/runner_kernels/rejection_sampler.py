@@ -21,7 +21,7 @@ def gather_draft_sampled(
     logits_indices: torch.Tensor,
     expanded_idx_mapping: torch.Tensor,
     expanded_local_pos: torch.Tensor,
-    prefill_len: torch.Tensor | None = None,
+    prefill_len: torch.Tensor,
 ) -> None:
     """The input token of each row of the logits, and its position. Drafts before the end of a prefill are none."""
     torch.index_select(positions, 0, logits_indices, out=pos)
