@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from vllm_opset.platform.cpu.runner_kernels._memory import ragged
+from vllm_opset.platform.cpu.runner_kernels._memory import differences, ragged
 from vllm_opset.platform.cpu.runner_kernels._registry import implements
 
 
@@ -17,7 +17,7 @@ def prompt_logprobs_token_ids(
 ) -> None:
     """The token after each input of this step. Behind a request's last place for tokens, that is any token."""
     requests, known = idx_mapping.numpy(), all_token_ids.numpy()
-    rows, places = ragged(np.diff(query_start_loc.numpy()[: len(requests) + 1]))
+    rows, places = ragged(differences(query_start_loc[: len(requests) + 1]))
     following = num_computed_tokens.numpy()[requests][rows] + places + 1
     tokens = known[requests[rows], np.minimum(following, known.shape[1] - 1)]
     prompt_logprobs_token_ids.numpy()[: len(rows)] = tokens
