@@ -105,7 +105,10 @@ def rejection(
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Triton's `tl.rand` of each seed at a position, both int64, but for 0: fp32, above 0 and below 1."""
+    """Triton's `tl.rand` of each seed at a position, both int64: fp32, from UNIFORM_STEP to below 1.
+
+    Where Triton gives 0, whose logarithm is infinite, this is UNIFORM_STEP.
+    """
     words = (positions & philox.MASK, positions >> 32 & philox.MASK, 0, 0)
     first, *_ = philox.block(*words, seeds & philox.MASK, seeds >> 32 & philox.MASK)
     return (torch.minimum(first, philox.MASK - first).float() * UNIFORM_STEP).clamp(min=UNIFORM_STEP)
