@@ -196,7 +196,7 @@ def test_parity_of_nothing_is_an_error(command_here, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "variables", "message"),
     [
-        (["parity", "silu_and_mull"], {}, "unknown op 'silu_and_mull'; did you mean 'silu_and_mul'?"),
+        (["parity", "silu_and_mull"], {}, "OP: unknown: 'silu_and_mull'; did you mean 'silu_and_mul'?"),
         (["parity", "--kernel", "mine"], {}, "no kernel named 'mine' runs on cpu"),
         (["parity", "rms_norm", "--kernel", "cp"], {}, "no kernel named 'cp' runs on cpu; did you mean 'cp"),
         (["parity", "rms_norm", "--dtype", "float61"], {}, "unknown: 'float61'; did you mean 'float16'?"),

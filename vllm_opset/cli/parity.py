@@ -107,10 +107,9 @@ def _in_processes(chosen: list[tuple[str, str, torch.dtype]], device: str, jobs:
 
 
 def _chosen(names: list[str], device: str, kernel_name: str | None) -> Iterator[tuple[Op, Kernel]]:
+    """The kernels of these ops that run on a device; only those of a name, unless it is None."""
     for name in names:
-        if name not in ops.BY_NAME:
-            raise typer.BadParameter(f"unknown op {name!r}; {nearest(name, ops.BY_NAME)}")
-        for kernel in kernels_of(name).values():
+        for kernel in kernels_of(known(name, ops.BY_NAME, "OP")).values():
             if kernel.runs_on(device) and kernel_name in (None, kernel.name):
                 yield ops.BY_NAME[name], kernel
 
