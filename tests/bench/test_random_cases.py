@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from vllm_opset import ops
 from vllm_opset.bench.measure import Candidate, Result
-from vllm_opset.bench.plan import Plan, _call
+from vllm_opset.bench.plan import Plan
 from vllm_opset.bench.random_cases import comparisons, kind_of, random_cases, tables
 from vllm_opset.bench.report import Report
 from vllm_opset.cli.bench import bench
+from vllm_opset.cli.jobs import in_processes
 from vllm_opset.kernel import Kernel
 from vllm_opset.ops import _draws
 from vllm_opset.ops.attention import _paged_draws
@@ -207,14 +208,15 @@ def test_each_measurement_is_called_once_ahead_of_all(monkeypatch):
 
     mine = Candidate(Kernel("linear", "mine", "mine", (), lambda problem: None, run), peer=False)
     monkeypatch.setattr("vllm_opset.bench.plan.candidates", lambda *_: [mine])
-    failures = [failure for first in range(2) for failure in _call(plan("linear"), first, 2)]
+    failures = [failure for first in range(2) for failure in plan("linear").call_ahead(first, 2)]
     assert len(called) == 5
     (failure,) = failures
     assert failure.startswith("linear, mine, #2 ") and failure.endswith("out of memory")
 
 
 def test_calls_ahead_are_made_in_other_processes():
-    assert plan("rms_norm", drawn=None, pattern="T1 *").call_ahead(2) == []
+    ahead = plan("rms_norm", drawn=None, pattern="T1 *").call_ahead
+    assert list(in_processes(ahead, [(0, 2), (1, 2)], 2)) == [[], []]
 
 
 def test_the_command_compares_and_writes_what_it_found(tmp_path, given_ceilings, monkeypatch):

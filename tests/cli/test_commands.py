@@ -119,10 +119,11 @@ def test_parity_agrees_with_a_right_kernel():
 INTERRUPTED = """
 import signal, torch
 from vllm_opset.cli import parity
+from vllm_opset.cli.jobs import in_processes
 
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 signal.alarm(3)
-list(parity._in_processes([("paged_attention", "cpu", torch.float32)] * 40, "cpu", 2))
+list(in_processes(parity._list_of_checks, [("paged_attention", "cpu", torch.float32, "cpu")] * 40, 2))
 """
 
 

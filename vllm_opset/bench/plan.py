@@ -1,13 +1,11 @@
 """What `vllm-opset bench` measures: cases and implementations, and their calls ahead of the measurement."""
 
-import multiprocessing
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
-from vllm_opset import ops, selection
+from vllm_opset import ops
 from vllm_opset.bench.measure import Candidate, by_variant, candidates, cases, dtype_of
 from vllm_opset.bench.random_cases import random_cases
 from vllm_opset.kernel import REFERENCE
@@ -51,36 +49,28 @@ class Plan:
         """The candidate with the variant that runs the sample, and with others unless one was named."""
         return by_variant(op, candidate, sample, others=self.kernel is None and self.drawn is None)
 
-    def call_ahead(self, jobs: int) -> list[str]:
-        """Call each measurement once, in `jobs` processes, which leaves compiled kernels in the caches on disk.
+    def call_ahead(self, first: int, step: int) -> list[str]:
+        """Call every `step`-th measurement once, from number `first` on. Returns the exceptions that were raised.
 
-        Returns what was raised.
+        It leaves compiled kernels in the caches on disk, so that processes with other numbers share the work.
         """
-        # Processes are spawned, because a child that is forked from a process that has used a GPU cannot use the GPU.
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), selection.configure) as pool:
-            shares = [pool.submit(_call, self, first, jobs) for first in range(jobs)]
-            return [failure for share in shares for failure in share.result()]
+        failures = []
+        for op, sample, candidate in self.work()[first::step]:
+            try:
+                for one in self.variants(op, sample, candidate):
+                    args, kwargs = sample.make()
+                    if one.kernel.supports(op.problem_for(*args, **kwargs)) is None:
+                        one.kernel.call(*args, **kwargs)
+                _settle(self.device)
+            except Exception as error:  # the measurement will raise it again, and say what it means
+                failures.append(f"{op.name}, {candidate.kernel.name}, {sample.name}: {error}")
+        return failures
 
     def _samples(self, op: Op) -> list[Sample]:
         dtype = dtype_of(op, self.dtype)
         if self.drawn is None:
             return cases(op, self.device, dtype, self.pattern)
         return random_cases(op, self.device, dtype, self.drawn["number"], self.drawn["seed"], self.pattern)
-
-
-def _call(plan: Plan, first: int, step: int) -> list[str]:
-    """Call every `step`-th measurement, the first of them being `first`. Returns the exceptions."""
-    failures = []
-    for op, sample, candidate in plan.work()[first::step]:
-        try:
-            for one in plan.variants(op, sample, candidate):
-                args, kwargs = sample.make()
-                if one.kernel.supports(op.problem_for(*args, **kwargs)) is None:
-                    one.kernel.call(*args, **kwargs)
-            _settle(plan.device)
-        except Exception as error:  # the measurement will raise it again, and say what it means
-            failures.append(f"{op.name}, {candidate.kernel.name}, {sample.name}: {error}")
-    return failures
 
 
 def _settle(device: str) -> None:

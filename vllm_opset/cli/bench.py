@@ -20,7 +20,8 @@ from vllm_opset.bench.plan import Plan, Work
 from vllm_opset.bench.report import LEGEND, Report, device_name, page
 from vllm_opset.cli import outputs
 from vllm_opset.cli.arguments import DTYPES, device_here, given, known, require_device
-from vllm_opset.cli.ended import results_kept
+from vllm_opset.cli.ended import ended_by_sigterm, results_kept
+from vllm_opset.cli.jobs import in_processes
 from vllm_opset.cli.show import print_table
 from vllm_opset.kernel import kernels_of
 from vllm_opset.ops.contract import Op
@@ -107,8 +108,8 @@ def _measured(
     work = plan.work()
     if not work:
         raise typer.BadParameter(f"no case matches {case!r}", param_hint="--case")
-    if jobs > 1 and (failures := plan.call_ahead(jobs)):
-        typer.echo(f"{len(failures)} calls failed ahead of the measurement; the first: {failures[0]}", err=True)
+    if jobs > 1:
+        _call_ahead(plan, jobs)
     limits = ceilings.measure(device, in_dtype)
     results, left = _results(plan, work, in_dtype, limits)
     if left:
@@ -118,6 +119,14 @@ def _measured(
     results = [dataclasses.replace(result, reproduce=result.reproduce + again) for result in results]
     command = f"vllm-opset {command_line(outputs.OUTPUTS)}"
     return Report(device_name(device), limits, results, missing, command, conditions, drawn), left
+
+
+def _call_ahead(plan: Plan, jobs: int) -> None:
+    """Let that many processes call all cases, so that kernels are compiled before they are timed."""
+    with ended_by_sigterm():
+        shares = list(in_processes(plan.call_ahead, [(first, jobs) for first in range(jobs)], jobs))
+    if failures := [failure for share in shares for failure in share]:
+        typer.echo(f"{len(failures)} calls failed ahead of the measurement; the first: {failures[0]}", err=True)
 
 
 def _results(plan: Plan, work: list[Work], dtype: torch.dtype, limits: Ceilings) -> tuple[list[Result], int]:

@@ -1,8 +1,6 @@
 """`vllm-opset parity`: checks kernels against the reference on all sample inputs and properties of the contracts."""
 
-import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from typing import Annotated
 
 import torch
@@ -10,9 +8,10 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from vllm_opset import ops, selection
+from vllm_opset import ops
 from vllm_opset.cli.arguments import DTYPES, device_here, known, missing, require_device
 from vllm_opset.cli.ended import results_kept
+from vllm_opset.cli.jobs import in_processes
 from vllm_opset.cli.show import AsJson, print_json, print_table
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.ops.contract import Op
@@ -61,7 +60,8 @@ def check(
             param_hint="OP",
         )
     require_device(device, DEVICES)  # after kernels are loaded, because that also loads PyTorch's extension for NPUs
-    results = _in_processes(chosen, device, jobs) if jobs > 1 else (_checks(*one, device) for one in chosen)
+    calls = [(*one, device) for one in chosen]
+    results = in_processes(_list_of_checks, calls, jobs) if jobs > 1 else (_checks(*call) for call in calls)
     checks, left = [], len(chosen)
     with results_kept(checks):
         for of_one in track(results, "checking", total=len(chosen), console=Console(stderr=True), transient=True):
@@ -90,20 +90,6 @@ def _checks(op: str, kernel: str, dtype: torch.dtype, device: str) -> Iterator[C
 
 def _list_of_checks(*checked) -> list[Check]:
     return list(_checks(*checked))
-
-
-def _in_processes(chosen: list[tuple[str, str, torch.dtype]], device: str, jobs: int) -> Iterator[list[Check]]:
-    """The checks of each kernel and dtype, in the given order."""
-    # Processes are spawned, because a child that is forked from a process that has used a GPU cannot use the GPU.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), selection.configure) as pool:
-        futures = [pool.submit(_list_of_checks, *one, device) for one in chosen]
-        try:
-            yield from (future.result() for future in futures)
-        except BaseException:  # such as Ctrl-C: without this, the pool first does what its processes have taken
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.terminate()
-            raise
 
 
 def _chosen(names: list[str], device: str, kernel_name: str | None) -> Iterator[tuple[Op, Kernel]]:
