@@ -24,6 +24,8 @@ MODEL = Path("examples/tiny-qwen3")
 PATIENCE = 300
 # The programs that the tests start do not inherit these settings of vLLM and the plugin.
 OURS = ("VLLM_", "OPSET_", "OMP_", "GOMP_", "PYTHONPATH")
+# They import the package that the tests import, which may be in another folder than the installed one.
+PACKAGES = str(Path(vllm_opset.__file__).parents[1])
 
 # A traceback line that runs through the plugin contains this.
 OUR_FRAME = f'File "{Path(vllm_opset.__file__).parent}/'
@@ -33,7 +35,9 @@ def environment(**variables: object) -> dict[str, str]:
     """This process's environment without the variables that configure vLLM or the plugin, and with `variables`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     ours = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PATH": f"{PROGRAMS}{os.pathsep}{kept['PATH']}"}
-    return kept | ours | {name: str(value) for name, value in variables.items()}
+    given = {name: str(value) for name, value in variables.items()}
+    paths = os.pathsep.join(filter(None, (given.get("PYTHONPATH"), PACKAGES)))
+    return kept | ours | given | {"PYTHONPATH": paths}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Commands that call kernels in several processes, which end with the command."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -8,7 +7,6 @@ import sys
 import psutil
 import pytest
 from processes import environment, kill_group, wait_until
-from readme import ROOT
 
 SLOW = """
 import os, pathlib, time
@@ -27,10 +25,9 @@ def test_a_command_that_is_terminated_ends_its_processes(command, tmp_path):
     (tmp_path / "slow_kernel.py").write_text(SLOW)
     called = tmp_path / "called"
     called.mkdir()
-    paths = os.pathsep.join([str(ROOT), str(tmp_path)])
     process = subprocess.Popen(
         [sys.executable, "-m", "vllm_opset", *command, "silu_and_mul", "--kernel", "slow", "--jobs", "2"],
-        env=environment(PYTHONPATH=paths, OPSET_IMPORT="slow_kernel", CALLED=called, OMP_NUM_THREADS=1),
+        env=environment(PYTHONPATH=tmp_path, OPSET_IMPORT="slow_kernel", CALLED=called, OMP_NUM_THREADS=1),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
