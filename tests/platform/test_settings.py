@@ -240,6 +240,14 @@ def test_what_is_off_or_default_is_not_refused(platform, rules_of, configure, mo
     )
 
 
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_number_of_zero_is_another_value_than_the_default(platform, rules_of, configure):
+    """A number is not off at 0: this one lets FlashAttention choose."""
+    rules_of(platform)
+    with pytest.raises(Refusal, match="flash_attn_max_num_splits_for_cuda_graph"):
+        configure(LLAMA, attention_config={"flash_attn_max_num_splits_for_cuda_graph": 0})
+
+
 def test_a_copy_of_a_complete_configuration_is_not_refused(configure):
     """vLLM copies a configuration for a model within a model, and for one that drafts, whose copy names no worker.
 

@@ -7,21 +7,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-OFF = (None, False)
-
 
 def changed(config: "VllmConfig", part: str) -> list[str]:
-    """Names of the settings that a user turned on: their value is neither vLLM's default nor off.
+    """Names of the settings that a user turned on: their value is neither vLLM's default nor off (None or False).
 
     part: the path to the settings in the configuration, such as "compilation_config.pass_config".
     """
     settings = attrgetter(part)(config)
     defaults = type(settings)()
-    return [
-        field.name
-        for field in fields(settings)
-        if field.init and getattr(settings, field.name) not in (*OFF, getattr(defaults, field.name))
-    ]
+    values = {field.name: getattr(settings, field.name) for field in fields(settings) if field.init}
+    return [name for name, value in values.items() if not _is_off(value) and value != getattr(defaults, name)]
+
+
+def _is_off(value: object) -> bool:
+    return value is None or value is False  # 0 equals False, but is a number that a user chose
 
 
 def flag(part: str, name: str) -> str:

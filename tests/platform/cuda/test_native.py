@@ -204,6 +204,7 @@ def test_a_backend_and_a_switch_of_attention_that_contradict_each_other_are_refu
         {"attention_config__flash_attn_version": 3},
         {"attention_config__use_trtllm_attention": True},
         {"attention_config__flash_attn_max_num_splits_for_cuda_graph": 16},
+        {"attention_config__flash_attn_max_num_splits_for_cuda_graph": 0},
         {"attention_config__backend_per_kind": {"sliding_window": AttentionBackendEnum.TRITON_ATTN}},
     ],
 )
