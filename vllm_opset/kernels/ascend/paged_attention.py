@@ -37,7 +37,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.ascend import _cache, _constraints
 from vllm_opset.kernels.ascend._operators import atb, npu
-from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
+from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_inputs
 from vllm_opset.ops.attention.paged_batch import PagedBatch, window_sides
 
 CAUSAL, BAND = 3, 4  # sparse modes
@@ -76,7 +76,7 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    key_cache, value_cache, lengths = _checked(query, kv_cache, batch, out, alibi_slopes, sinks)
+    key_cache, value_cache, lengths = _checked(query, kv_cache, batch, out, scale, alibi_slopes, sinks)
     left, _ = window_sides(window, batch.causal)
     if not lengths.query_ends:
         return
@@ -133,7 +133,7 @@ def paged_attention_atb(
     if batch.max_query_len > 1:
         paged_attention(query, kv_cache, batch, out, scale=scale, alibi_slopes=alibi_slopes, sinks=sinks)
         return
-    key_cache, value_cache, lengths = _checked(query, kv_cache, batch, out, alibi_slopes, sinks)
+    key_cache, value_cache, lengths = _checked(query, kv_cache, batch, out, scale, alibi_slopes, sinks)
     if not lengths.seq_lens:
         return
     rows, pages = query[: len(lengths.seq_lens)].contiguous(), lengths.block_table
@@ -152,9 +152,9 @@ def paged_attention_atb(
     out[: len(rows)] = attended
 
 
-def _checked(query, kv_cache, batch, out, alibi_slopes, sinks) -> tuple[torch.Tensor, torch.Tensor, "Lengths"]:
+def _checked(query, kv_cache, batch, out, scale, alibi_slopes, sinks) -> tuple[torch.Tensor, torch.Tensor, "Lengths"]:
     """The key cache, the value cache and the step's lengths. Raises ValueError for arguments the operators refuse."""
-    check_shapes(query, kv_cache, out, alibi_slopes, sinks)
+    check_inputs(query, kv_cache, out, scale, alibi_slopes, sinks)
     if not batch.causal:
         raise ValueError("the layer was built for causal attention, and this batch is not causal")
     key_cache, value_cache = _cache.caches(kv_cache)

@@ -16,7 +16,7 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpp._build import FLOAT, INT, POINTER, function
 from vllm_opset.kernels.cpp._types import LANES, TYPES, supports_type
 from vllm_opset.kernels.cpu import paged_attention as in_torch
-from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
+from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_inputs
 from vllm_opset.ops.attention.paged_batch import PagedBatch, refuse_split_kv, window_sides
 from vllm_opset.variants import Variant, Variants
 
@@ -96,7 +96,7 @@ def paged_attention(
         )  # fmt: skip
     if variant == "torch":
         return
-    check_shapes(query, kv_cache, out, alibi_slopes, sinks)
+    check_inputs(query, kv_cache, out, scale, alibi_slopes, sinks)
     left, right = window_sides(window, batch.causal)
     slopes, sinks = (None if values is None else values.float().contiguous() for values in (alibi_slopes, sinks))
     query_start_loc, seq_lens, block_table = batch.once(addressable)

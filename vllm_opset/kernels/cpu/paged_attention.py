@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from vllm_opset import ops
 from vllm_opset.kernel import kernel
 from vllm_opset.kernels.cpu._paged_plan import Chunk, geometry, make_plan
-from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
+from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_inputs
 from vllm_opset.ops.attention.paged_batch import PagedBatch, refuse_split_kv, window_sides
 
 # The most bytes of scores at a time with a soft cap or sinks. They fit the second-level cache of a core.
@@ -45,7 +45,7 @@ def paged_attention(
     least_tokens: int = 1,
 ) -> None:
     """least_tokens: requests with fewer query tokens are left out, for a kernel that serves them by itself."""
-    check_shapes(query, kv_cache, out, alibi_slopes, sinks)
+    check_inputs(query, kv_cache, out, scale, alibi_slopes, sinks)
     left, right = window_sides(window, batch.causal)
     cache = geometry(kv_cache.shape, kv_cache.stride())
     _, num_kv_heads, _, width = kv_cache.shape

@@ -89,6 +89,8 @@ def paged_attention(
     `window` (see `window_sides`). If batch.causal, it sees no key after its own position. query_len may exceed seq_len
     only if the batch is not causal and there is no window.
 
+    scale: above zero, so that the largest product has the largest score.
+
     soft_cap: cap(s) = soft_cap * tanh(s / soft_cap), 0 for none.
 
     alibi_slopes: fp32 [num_heads]; the bias is slope * (key position − query position).
@@ -99,9 +101,10 @@ def paged_attention(
 
     A query of a request without keys gives zeros, as in vLLM's and PyTorch's kernels, because a NaN would spread.
     Memory that no query of a request sees may hold NaN: pages beyond the sequence or before the window, slots of the
-    last page after the end of the sequence, and unused pages. Raises ValueError if shapes or strides do not fit.
+    last page after the end of the sequence, and unused pages. Raises ValueError if shapes or strides do not fit, or if
+    the scale is not above zero.
     """
-    check_shapes(query, kv_cache, out, alibi_slopes, sinks)
+    check_inputs(query, kv_cache, out, scale, alibi_slopes, sinks)
     sides = window_sides(window, batch.causal)
     starts = batch.query_start_loc.tolist()
     for request, seq_len in enumerate(batch.seq_lens.tolist()):
@@ -158,14 +161,17 @@ def _visible(distance: torch.Tensor, sides: tuple[int | None, int | None]) -> to
     return visible
 
 
-def check_shapes(
+def check_inputs(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     out: torch.Tensor,
+    scale: float,
     alibi_slopes: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Raises ValueError if shapes, dtypes or strides do not fit."""
+    """Raises ValueError if shapes, dtypes or strides do not fit, or if the scale is not above zero."""
+    if scale <= 0:
+        raise ValueError(f"a scale of {scale}: it must be above zero")
     num_heads, head_size = query.shape[1:]
     if out.shape != query.shape or out.dtype != query.dtype:
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, query {query.dtype} {tuple(query.shape)}")
@@ -258,6 +264,8 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("strided sinks", sinks=lambda given: torch.ones(8, device=device)[::2])
     yield sample("an empty window", window=lambda given: 0)
     yield sample("a negative window", window=lambda given: (-2, 0))
+    yield sample("a scale of zero", scale=lambda given: 0.0)
+    yield sample("a negative scale", scale=lambda given: -0.125)
 
 
 @paged_attention.bench_inputs

@@ -16,7 +16,7 @@ from vllm_opset.kernel import kernel
 from vllm_opset.kernels.triton import _launch, _supports
 from vllm_opset.kernels.triton.paged_attention import _call, _warm, decode, prefill, prefill_sm90
 from vllm_opset.kernels.triton.paged_attention._call import Call, tile_columns, tile_rows
-from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_shapes
+from vllm_opset.ops.attention.paged_attention import PagedAttentionProblem, check_inputs
 from vllm_opset.ops.attention.paged_batch import PagedBatch, refuse_split_kv, window_sides
 from vllm_opset.targets import WGMMA
 from vllm_opset.variants import Variant, Variants
@@ -87,9 +87,7 @@ def paged_attention(
     v_scale: torch.Tensor | None = None,
     variant: str | None = None,
 ) -> None:
-    check_shapes(query, kv_cache, out, alibi_slopes, sinks)
-    if scale <= 0:
-        raise ValueError(f"a scale of {scale}: it must be above zero")
+    check_inputs(query, kv_cache, out, scale, alibi_slopes, sinks)
     if query.shape[0] == 0 or batch.seq_lens.shape[0] == 0:
         return
     call = describe(
