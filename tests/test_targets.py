@@ -24,6 +24,10 @@ from vllm_opset.targets import AMX, FP8, INT8, ONEDNN, PDL, WGMMA, Target
         ("amd/gfx90a", {INT8}),
         ("amd/gfx942", {INT8}),
         ("amd/gfx950", {INT8, FP8}),
+        ("amd/gfx1100", {INT8}),
+        ("amd/gfx1201", {INT8, FP8}),
+        ("huawei/npu", set()),
+        ("cpu/x86_64", set()),
     ],
 )
 def test_features_follow_from_vendor_and_architecture(name, features):

@@ -61,8 +61,14 @@ class Target:
         return 64 if self.vendor == "amd" and self.architecture.startswith("gfx9") else 32
 
 
+def _converts_fp8(vendor: str, generation: int) -> bool:
+    if vendor == "amd":  # generations between these two are RDNA's before its fourth
+        return generation == 0x950 or generation >= 0x1200
+    return vendor == "nvidia" and generation >= 89
+
+
 _FEATURES = {
-    FP8: lambda target: target.generation >= {"nvidia": 89, "amd": 0x950}.get(target.vendor, 0),
+    FP8: lambda target: _converts_fp8(target.vendor, target.generation),
     INT8: lambda target: target.vendor in ("nvidia", "amd"),
     PDL: lambda target: target.vendor == "nvidia" and target.generation >= 90,
     WGMMA: lambda target: target.vendor == "nvidia" and target.generation == 90,
