@@ -37,6 +37,15 @@ print(json.dumps([
 ]))
 """
 
+ASKED = """
+import os
+from vllm_opset.platform.cuda import nvml
+
+for visible in ("0", "1", "1,0"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    print([found and found.name for found in (nvml.gpu(0), nvml.gpu(1))])
+"""
+
 
 @pytest.fixture
 def emulated(tmp_path):
@@ -60,3 +69,10 @@ def test_cuda_is_not_initialised_before_processes_are_forked(platform, visible, 
     assert found.code == 0, found
     answer = json.loads(found.out.splitlines()[-1])
     assert answer == [f"Opset{platform.title()}Platform", "Emulated GPU", 80 << 30, 0, "cuda"]
+
+
+def test_a_gpu_is_the_one_that_is_visible_now(emulated):
+    """NVML has one GPU here, with the number 0. A number beyond the visible GPUs is unknown."""
+    found = run("python", "-c", ASKED, OPSET_PLATFORM="cpu", LD_LIBRARY_PATH=emulated)
+    assert found.code == 0, found
+    assert found.out.splitlines()[-3:] == ["['Emulated GPU', None]", "[None, None]", "[None, 'Emulated GPU']"]

@@ -25,15 +25,21 @@ class Gpu(NamedTuple):
     target: Target
 
 
-@functools.cache
 def gpu(device_id: int) -> Gpu | None:
-    """The GPU of that number among the visible ones. None if NVML does not know it, as on systems without NVML.
+    """The GPU of that number among the visible ones. None if there is none, or NVML does not know it or is missing.
 
     NVML numbers GPUs by PCI bus. CUDA does so too under CUDA_DEVICE_ORDER=PCI_BUS_ID, or if all GPUs are of one kind.
     """
     names = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    if not names:
+        return _named(str(device_id))
+    return _named(names[device_id]) if device_id < len(names) else None
+
+
+@functools.cache
+def _named(name: str) -> Gpu | None:
     try:
-        with _handle(names[device_id] if names else str(device_id)) as handle:
+        with _handle(name) as handle:
             target = Target("nvidia", "sm{}{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(handle)))
             return Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetMemoryInfo(handle).total, target)
     except pynvml.NVMLError:
