@@ -106,7 +106,7 @@ def compact_sampling_mask(random):
     several = bool(ints(random, 0, 2, 1)) and "ROWS_PER_REQUEST" in parameters(find(name))  # since 0.32
     of_request = 3 if several else 1
     number = batch.size * of_request
-    logits = some(random, floats(random, number, VOCABULARY), -math.inf)
+    logits = some(random, floats(random, number, VOCABULARY + 3), -math.inf)  # padded
     logits[::2, 10:] = -math.inf
     sampled = ints(random, 0, of_request + 1, batch.size)
     values = {

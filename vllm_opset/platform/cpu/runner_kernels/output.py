@@ -27,7 +27,7 @@ def compact_sampling_mask(
         counts[row] = 0
         if place < int(num_sampled_tokens[request]):
             source = row if cu_num_logits is None else int(cu_num_logits[request]) + place
-            kept = logits[source].isfinite().numpy()
+            kept = logits[source, :vocab_size].isfinite().numpy()
             tokens = np.flatnonzero(kept)
             counts[row] = len(tokens)
             token_ids.numpy()[row, : len(tokens)] = tokens[:max_num_kept]

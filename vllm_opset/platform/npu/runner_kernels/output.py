@@ -28,7 +28,7 @@ def compact_sampling_mask(
     if cu_num_logits is not None:
         sources = cu_num_logits[: len(num_sampled_tokens), None] + places
         logits = logits[sources.view(-1).clamp_(max=len(logits) - 1)]
-    kept = (logits.isfinite() & drawn).int()
+    kept = (logits[:, :vocab_size].isfinite() & drawn).int()
 
     seen = kept.cumsum(1, dtype=torch.int32)
     counts.copy_(seen[:, -1])
