@@ -7,6 +7,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import override_forward_context
 
+from vllm_opset.model import last_layer
 from vllm_opset.model.last_layer import ReadRows
 
 LAYER = "model.layers.1.self_attn.attn"
@@ -60,3 +61,18 @@ def test_requests_with_logprobs_of_their_prompt_are_known_until_they_end():
     assert read.requests == {"scored"}
     read.before_step(SimpleNamespace(scheduled_new_reqs=[], finished_req_ids={"scored"}))
     assert not read.requests
+
+
+def test_a_step_without_a_residual_does_not_take_the_rows_of_an_earlier_step():
+    def norm(x, residual=None):
+        return x if residual is None else (x, residual)
+
+    forwards = (norm, lambda x: x, norm)
+    ends = last_layer.Ends(*(SimpleNamespace(forward=forward) for forward in forwards))
+    last_layer._leave_out(ends, lambda num_tokens: torch.tensor([1]))
+    x = torch.ones(3, 2)
+    ends.begin.forward(x, x)
+    assert len(ends.projection.forward(x)) == 1
+    ends.begin.forward(x)
+    assert len(ends.projection.forward(x)) == 3
+    assert torch.equal(ends.end.forward(x), x)

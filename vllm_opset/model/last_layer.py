@@ -138,6 +138,7 @@ def _leave_out(ends: Ends, rows_of_step: Callable[[int], torch.Tensor | None]) -
 
     def norm_at_begin(x: torch.Tensor, residual: torch.Tensor | None = None):
         nonlocal rows, num_tokens
+        rows = None
         if residual is None:
             return begin(x)
         x, residual = begin(x, residual)
