@@ -48,7 +48,7 @@ def command_line(outputs: Collection[str]) -> str:
 
 
 def describe_cpu() -> str:
-    """The number of cores, the processor with its vector and matrix instructions, and the memory."""
-    cores, memory = psutil.cpu_count(), round(psutil.virtual_memory().total / 2**30)
+    """The cores that this process may use, the processor with its vector and matrix instructions, and the memory."""
+    cores, memory = machine.physical_cores(), round(psutil.virtual_memory().total / 2**30)
     found = machine.processor()
     return f"{cores} cores of an {found.name} with {found.vectors}, {memory} GiB"

@@ -21,6 +21,7 @@ from vllm_opset.cli.show import AsJson, print_json, print_missing, print_table
 from vllm_opset.kernel import unavailable
 from vllm_opset.kernels import ascend
 from vllm_opset.platform import PluginError, stock
+from vllm_opset.platform.cpu import machine
 from vllm_opset.platform.cuda import device as gpu
 from vllm_opset.platform.native import evidence
 from vllm_opset.platform.native import parts as native_parts
@@ -101,7 +102,7 @@ def _machine() -> dict[str, str]:
         "torch_npu": _version("torch_npu"),
         "CANN": ascend.cann(),
         "Python": platform.python_version(),
-        "CPU": f"{len(os.sched_getaffinity(0))} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "CPU": f"{machine.physical_cores()} cores, {torch.backends.cpu.get_cpu_capability()}",
         "accelerator": _accelerator(),
     }
 

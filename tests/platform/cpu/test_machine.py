@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_opset.bench.format import describe_cpu
+from vllm_opset.cli import doctor
 from vllm_opset.platform.cpu import kv_memory, machine
 from vllm_opset.platform.cpu.machine import Memory
 
@@ -127,6 +128,7 @@ def test_threads_of_one_core_count_once(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     assert machine.physical_cores() == 2
+    assert describe_cpu().startswith("2 cores of an ") and doctor._machine()["CPU"].startswith("2 cores, ")
 
 
 # Excerpt of Linux's /proc/cpuinfo: the lines that are read, with the flags for vectors and some others.
