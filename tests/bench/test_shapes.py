@@ -74,6 +74,7 @@ def test_all_requests_of_a_case_fit_into_the_cache(name):
     for case in shape.cases:
         tokens = shape.kv_cache_bytes([case]) // (KV_BYTES[name] * KIB)
         assert tokens >= max(sum(case.lengths_at_once()), shape.max_model_len)
+    assert shape.kv_cache_bytes([]) // (KV_BYTES[name] * KIB) >= shape.max_model_len
 
 
 def test_a_shape_has_what_it_shares_with_its_base():

@@ -44,7 +44,7 @@ class Shape:
         itemsize = getattr(torch, self.dtype).itemsize
         bytes_per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_size * itemsize
         blocks = [sum(map(_blocks, case.lengths_at_once())) for case in cases]
-        return bytes_per_token * BLOCK * (max(*blocks, _blocks(self.max_model_len)) + SPARE_BLOCKS)
+        return bytes_per_token * BLOCK * (max([*blocks, _blocks(self.max_model_len)]) + SPARE_BLOCKS)
 
     @property
     def max_model_len(self) -> int:
