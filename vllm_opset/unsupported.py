@@ -1,4 +1,6 @@
-"""The error for what the plugin does not support."""
+"""The error for what the plugin does not support, and a cure that many of these errors name."""
+
+ANOTHER_MODEL = "choose another model"
 
 
 class Refusal(NotImplementedError):

@@ -14,7 +14,7 @@ from vllm_opset.attention.images import ImageTokens
 from vllm_opset.attention.metadata import OpsetMetadata
 from vllm_opset.ops.attention.paged_batch import PagedBatch, packed_cache
 from vllm_opset.ops.schemes import FP8
-from vllm_opset.unsupported import Refusal
+from vllm_opset.unsupported import ANOTHER_MODEL, Refusal
 
 NO_LIMIT = -1  # for one side of a window, in ops.paged_attention
 NO_CHUNKS = -1  # vLLM's chunk_lookback of a layer that does not attend in chunks
@@ -53,7 +53,7 @@ class OpsetAttentionImpl(AttentionImpl[OpsetMetadata]):
         if chunk_lookback != NO_CHUNKS:  # vLLM 0.33 asks its own Triton backend alone, and would raise before
             raise Refusal(
                 f"vllm-opset does not support attention in chunks that look back (chunk_lookback={chunk_lookback}): "
-                "choose another model."
+                f"{ANOTHER_MODEL}."
             )
         self.num_heads = num_heads
         self.head_size = head_size

@@ -21,10 +21,8 @@ from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_expert_map, sizes_of
 from vllm_opset.ops.moe.route import SCORING_FUNCS
 from vllm_opset.ops.schemes import NONE, Scheme, values_shape
-from vllm_opset.unsupported import Refusal
+from vllm_opset.unsupported import ANOTHER_MODEL, Refusal
 from vllm_opset.variants import powers_up_to
-
-ANOTHER_MODEL = "choose another model"
 
 
 class Experts:

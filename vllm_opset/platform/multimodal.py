@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from vllm_opset.platform import drafts
-from vllm_opset.platform.refusals import ANOTHER_MODEL, MERGE_ADAPTER, Rule, Settings, of_model
+from vllm_opset.platform.refusals import MERGE_ADAPTER, Rule, Settings, of_model
+from vllm_opset.unsupported import ANOTHER_MODEL
 
 if TYPE_CHECKING:
     from vllm.config import MultiModalConfig, VllmConfig

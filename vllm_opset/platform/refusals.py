@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vllm_opset import selection
 from vllm_opset.kernel import REFERENCE
 from vllm_opset.platform import settings
-from vllm_opset.unsupported import Refusal
+from vllm_opset.unsupported import ANOTHER_MODEL, Refusal
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -194,7 +194,6 @@ def environment(name: str):
     return getattr(envs, name)
 
 
-ANOTHER_MODEL = "choose another model"
 WIDER = "use --tensor-parallel-size instead"
 WITHOUT_RAY = "leave out --distributed-executor-backend, or give mp or uni"
 
