@@ -25,9 +25,6 @@ from vllm_opset.targets import AMX, ONEDNN
 onednn = torch.ops.mkldnn
 # The most tokens for which reading the plain weight once was faster than PyTorch, with weights that come from memory.
 FEW_TOKENS = 32
-# The bytes of a weight that stays in the cache of a core. For one token in fp32, MKL is as fast with such a weight. In
-# bf16, oneDNN takes longer to begin than to multiply few tokens by it.
-CACHED_BYTES = 512 << 10
 # The bytes of the rows that are dequantised at a time for many tokens.
 BLOCK_BYTES = 4 << 20
 
@@ -54,9 +51,10 @@ def _refuse_packed(problem: LinearProblem) -> str | None:
     rows, columns, target = problem.out_features, problem.in_features, problem.target
     if rows % LANES or columns % 2:
         return f"{rows} rows and {columns} columns are no multiples of {LANES} and 2"
-    # Processors beyond x86 have matrix instructions for bf16 too.
+    # Processors beyond x86 have matrix instructions for bf16 too. With a cached weight, oneDNN takes longer to begin
+    # than to multiply few tokens.
     has_matrix_instructions = AMX in target.features or target.architecture != "x86_64"
-    if has_matrix_instructions and rows * columns * problem.dtype.itemsize > CACHED_BYTES:
+    if has_matrix_instructions and rows * columns * problem.dtype.itemsize > in_torch.CACHED_BYTES:
         return "the packed weights of kernels/cpu use the processor's matrix instructions, which pays for large weights"
     return None
 
@@ -103,7 +101,7 @@ def linear(
         return F.linear(x, weight, bias).contiguous()
     if num_tokens > FEW_TOKENS:
         return _plain(x, weight, bias)
-    if num_tokens == 1 and weight.nbytes <= CACHED_BYTES:
+    if num_tokens == 1 and weight.nbytes <= in_torch.CACHED_BYTES:  # MKL is as fast
         return F.linear(x, weight, bias).contiguous()
     return _called(run, x, weight.data_ptr(), bias, weight.shape[0])
 

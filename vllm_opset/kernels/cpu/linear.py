@@ -16,8 +16,7 @@ onednn = torch.ops.mkldnn
 # The number of tokens that oneDNN packs for. The packed weight works for any number, but a weight packed for one token
 # is slower with more.
 PACKED_FOR_TOKENS = 16
-# The bytes of an fp32 weight that stays in the cache of a core. For such a weight, oneDNN takes longer to begin than
-# MKL to finish.
+# The bytes of a weight that stays in the cache of a core.
 CACHED_BYTES = 512 << 10
 
 
@@ -49,6 +48,7 @@ def pack(
     """
     if weight_scale is not None and out_dtype is not None:
         weight = dequantise(weight, weight_scale, out_dtype, weight_zero_point)
+    # For a cached weight in fp32, oneDNN takes longer to begin than MKL to finish.
     in_cache = weight.dtype is torch.float32 and weight.nbytes <= CACHED_BYTES
     if in_cache or ONEDNN.get(weight.dtype) not in targets.of(weight.device.type).features:
         return weight
