@@ -17,6 +17,7 @@ from vllm_opset.kernel import REFERENCE, Kernel
 from vllm_opset.ops.contract import DTYPES, Op, Problem, Sample, Tolerance
 
 Tensors = Mapping[str, torch.Tensor]
+Outcome = Literal["passed", "failed", "skipped"]
 
 # Devices that have fp64 and all of PyTorch's operators. Results from other devices are checked on the CPU.
 CHECKED_ON = ("cpu", "cuda")
@@ -39,7 +40,7 @@ class Check:
     skipped: str | None = None
 
     @property
-    def outcome(self) -> Literal["passed", "failed", "skipped"]:
+    def outcome(self) -> Outcome:
         if self.failure is not None:
             return "failed"
         return "passed" if self.skipped is None else "skipped"

@@ -1,7 +1,7 @@
 """`vllm-opset parity`: checks kernels against the reference on all sample inputs and properties of the contracts."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, get_args
 
 import torch
 import typer
@@ -16,10 +16,10 @@ from vllm_opset.cli.show import AsJson, print_json, print_table
 from vllm_opset.kernel import Kernel, kernels_of
 from vllm_opset.ops.contract import Op
 from vllm_opset.overrides import nearest
-from vllm_opset.parity import Check, check_kernel
+from vllm_opset.parity import Check, Outcome, check_kernel
 
 DEVICES = ("cpu", "cuda", "npu")
-OUTCOMES = ("passed", "failed", "skipped")
+OUTCOMES = get_args(Outcome)
 
 
 def check(
