@@ -1,4 +1,4 @@
-"""vLLM's V1 model runner on an NPU, without vLLM's Triton kernels, and with separate keys and values in the cache."""
+"""vLLM's first model runner on an NPU, without Triton kernels, and with separate keys and values in the cache."""
 
 import torch
 from vllm.config import VllmConfig

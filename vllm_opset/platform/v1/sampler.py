@@ -1,4 +1,4 @@
-"""vLLM's V1 sampler with opset's kernels: penalties, and all steps from the temperature to the drawn token.
+"""The sampler of vLLM's first model runner, with opset's penalties, and its steps from the temperature to the token.
 
 The other steps of `Sampler.forward` stay vLLM's: raw log-probabilities, allowed tokens, bad words, logits processors,
 and gathering the log-probabilities that a request asked for.
@@ -208,7 +208,7 @@ def _next_key(generator: torch.Generator) -> int:
 
 
 def install(runner: "GPUModelRunner") -> None:
-    """Replace the sampler of a V1 model runner that was just built."""
+    """Replace the sampler of vLLM's first model runner, which was just built."""
     model_config = runner.model_config
     runner.sampler = OpsetSampler(model_config.logprobs_mode, model_config.get_vocab_size(), runner.device)
     if hasattr(runner, "rejection_sampler"):  # for drafts; its sampler draws the token after the last draft
