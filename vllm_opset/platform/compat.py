@@ -22,6 +22,8 @@ ACTIVATIONS = "_ACTIVATION_REGISTRY", "_ACTIVATION_AND_MUL_REGISTRY"
 # The names of torch.cuda that vLLM's model runner uses.
 NAMES_OF_CUDA = ("Event", "Stream", "stream", "current_stream", "default_stream", "set_stream", "synchronize")
 
+_library = torch.library.Library("_C", "FRAGMENT")  # of vLLM's compiled kernels
+
 
 @patch(
     uses("vllm.distributed.parallel_state.cleanup_dist_env_and_memory", "empty_cache"),
@@ -202,9 +204,6 @@ def define_weak_ref_tensor(dispatch_key: str = "CUDA", weak: Callable | None = N
     if not hasattr(torch.ops._C, "weak_ref_tensor"):
         _library.define("weak_ref_tensor(Tensor input) -> Tensor")
         _library.impl("weak_ref_tensor", weak or _weak_ref_tensor, dispatch_key)
-
-
-_library = torch.library.Library("_C", "FRAGMENT")
 
 
 def _weak_ref_tensor(tensor: torch.Tensor) -> torch.Tensor:
