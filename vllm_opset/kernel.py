@@ -5,8 +5,9 @@ A kernel file declares
     @kernel(ops.rms_norm, name="triton", supports=supports)
     def rms_norm(x, weight, epsilon, ...): ...
 
-`supports(problem)` returns None, or in a few words the reason why the kernel does not support the problem. `vllm-opset
-ops` shows its docstring. It reads only the problem: no environment, no data. `selection` decides which kernel runs.
+`supports(problem)` returns None, or in a few words the reason why the kernel does not support the problem. The function
+reads only the problem: no environment, no data. `vllm-opset ops` shows the function's docstring. `selection` decides
+which kernel runs.
 
 A kernel may need an argument in its own format, for example a weight that is packed for its processor. It then names a
 function for the conversion: `@kernel(…, prepare={"weight": pack})`. The conversion runs once, when a model is loaded,
