@@ -18,7 +18,7 @@ from vllm_opset.bench import peers
 from vllm_opset.bench.ceilings import Ceilings
 from vllm_opset.bench.format import command_line
 from vllm_opset.bench.measure import Candidate, Result, candidates, cases, measure
-from vllm_opset.bench.report import Report
+from vllm_opset.bench.report import OpsReport
 from vllm_opset.bench.timing import CPU_SWEEP_BYTES, time_call
 from vllm_opset.cli.bench import bench
 from vllm_opset.cli.outputs import OUTPUTS
@@ -42,7 +42,7 @@ def candidate(function, name="mine", peer=True):
 
 
 def notes(*results) -> list[str]:
-    return Report("a CPU", CEILINGS, [*results], {}).notes()
+    return OpsReport("a CPU", CEILINGS, [*results], {}).notes()
 
 
 def test_command_writes_table_json_page_and_picture(run, tmp_path):
@@ -248,11 +248,11 @@ def test_a_time_that_says_little_is_marked_and_noted(seconds, spread, cell, doub
         seconds=seconds,
         spread=spread,
     )
-    report = Report("a CPU", CEILINGS, [result], {})
+    report = OpsReport("a CPU", CEILINGS, [result], {})
     ((_, _, (row,)),) = report.tables()
     assert row["mine"] == cell
     assert [doubt in note and note.endswith("(T1)") for note in report.notes()] == ([True] if doubt else [])
-    assert Report.from_json(json.loads(json.dumps(report.as_json()))) == report
+    assert OpsReport.from_json(json.loads(json.dumps(report.as_json()))) == report
 
 
 def test_a_speed_up_is_over_vllms_compiled_kernel_or_the_fastest_peer():
@@ -261,10 +261,10 @@ def test_a_speed_up_is_over_vllms_compiled_kernel_or_the_fastest_peer():
 
     ours = [timed(name, s, peer=False) for name, s in {"triton": 2.0, "triton:other": 1.0, "reference": 0.5}.items()]
     theirs = [timed("torch_eager", 4.0), timed("vllm_triton", 3.0), timed("vllm_triton", 9.0, case="T2")]
-    assert Report("a GPU", None, ours + theirs, {}).speed_ups("rms_norm") == (False, [1.5])
+    assert OpsReport("a GPU", None, ours + theirs, {}).speed_ups("rms_norm") == (False, [1.5])
     compiled = [timed("vllm_compiled", 5.0), timed("vllm_compiled", 5.0, op="relu2")]
-    assert Report("a GPU", None, ours + theirs + compiled, {}).speed_ups("rms_norm") == (True, [2.5])
-    assert Report("a GPU", None, compiled, {}).speed_ups("relu2") == (True, [])
+    assert OpsReport("a GPU", None, ours + theirs + compiled, {}).speed_ups("rms_norm") == (True, [2.5])
+    assert OpsReport("a GPU", None, compiled, {}).speed_ups("relu2") == (True, [])
 
 
 def test_calls_do_not_share_their_operands():

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from vllm_opset.bench.compare_report import Report
 from vllm_opset.bench.pictures import RATE, _rows, _speed_ups
-from vllm_opset.bench.report import COMPILED
-from vllm_opset.bench.report import Report as OpsReport
+from vllm_opset.bench.report import COMPILED, OpsReport
 from vllm_opset.cli import app
 
 FOLDER = ROOT / "docs" / "benchmarks"

@@ -15,7 +15,7 @@ from vllm_opset import ops
 from vllm_opset.bench.measure import Candidate, Result
 from vllm_opset.bench.plan import Plan
 from vllm_opset.bench.random_cases import comparisons, kind_of, random_cases, tables
-from vllm_opset.bench.report import Report
+from vllm_opset.bench.report import OpsReport
 from vllm_opset.cli.bench import bench
 from vllm_opset.cli.jobs import in_processes
 from vllm_opset.kernel import Kernel
@@ -233,7 +233,7 @@ def test_the_command_compares_and_writes_what_it_found(tmp_path, given_ceilings,
     kernel = run["comparisons"][0]["kernel"]
     shares = [row["floor"] / row["seconds"] for row in run["results"] if row["implementation"] == kernel]
     assert run["comparisons"][0]["geometric_mean"] == pytest.approx(statistics.geometric_mean(shares))
-    again = Report.from_json(run)
+    again = OpsReport.from_json(run)
     assert again.as_json() == run and f"### paged_attention, {kernel} beside others" in page.read_text()
 
 

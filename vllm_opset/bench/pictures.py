@@ -9,7 +9,7 @@ from pathlib import Path
 from vllm_opset.bench.cases import RATE
 from vllm_opset.bench.compare_report import BASELINE, Report, cases_in_order
 from vllm_opset.bench.format import TIMES
-from vllm_opset.bench.report import Report as OpsReport
+from vllm_opset.bench.report import OpsReport
 
 # Inches; a picture is shown 800 pixels wide, at 100 pixels an inch. SHARPNESS: pixels an inch in the file.
 WIDTH, ROW, HEADER, OP_BAR, SHARPNESS = 8.0, 0.19, 1.4, 0.24, 200

@@ -60,7 +60,7 @@ def today() -> str:
 
 
 @dataclass(frozen=True)
-class Report:
+class OpsReport:
     """The report of one run.
 
     ceilings: None if they are not known. skipped: peers that were not used, and why. command: repeats the run.
@@ -80,7 +80,7 @@ class Report:
     versions: dict[str, str] = field(default_factory=versions)
 
     @classmethod
-    def from_json(cls, run: Mapping) -> "Report":
+    def from_json(cls, run: Mapping) -> "OpsReport":
         """The report that `as_json` was made of."""
         known, limits = dict(run), run["ceilings"]
         known.pop("comparisons", None)  # made of the results
@@ -198,7 +198,7 @@ LEGEND = (
 )
 
 
-def page(reports: list[Report], sources: Sequence[str], picture: str | None) -> str:
+def page(reports: list[OpsReport], sources: Sequence[str], picture: str | None) -> str:
     """A page of documentation with all runs. sources, picture: the names of files beside it."""
     lines = [
         f"# Kernels: {reports[0].device}",

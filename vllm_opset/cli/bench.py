@@ -17,7 +17,7 @@ from vllm_opset.bench.format import command_line
 from vllm_opset.bench.measure import Result, dtype_of, measure
 from vllm_opset.bench.pictures import draw_ops
 from vllm_opset.bench.plan import Plan, Work
-from vllm_opset.bench.report import LEGEND, Report, device_name, page
+from vllm_opset.bench.report import LEGEND, OpsReport, device_name, page
 from vllm_opset.cli import outputs
 from vllm_opset.cli.arguments import DTYPES, device_here, given, known, require_device
 from vllm_opset.cli.ended import ended_by_sigterm, results_kept
@@ -72,7 +72,7 @@ def bench(
     """
     files = outputs.Outputs(from_files or [], json_file, markdown_file, plot)
     if files.sources:
-        reports = [Report.from_json(run) for run in files.read("device", context)]
+        reports = [OpsReport.from_json(run) for run in files.read("device", context)]
     else:
         if random is None and "seed" in given(context):
             raise typer.BadParameter("only random problems have a seed: add --random", param_hint="--seed")
@@ -91,7 +91,7 @@ def bench(
 def _measured(
     names: list[str], against: list[str], alone: bool, kernel: str | None, case: str, dtype: str, device: str | None,
     conditions: str | None, drawn: Mapping[str, int] | None, jobs: int,
-) -> tuple[Report, int]:  # fmt: skip
+) -> tuple[OpsReport, int]:  # fmt: skip
     """Measure, as the options of `bench` say. Returns the number of measurements that were left, too."""
     again = f" --device {device}" if device else ""
     device = device or device_here(DEVICES)
@@ -118,7 +118,7 @@ def _measured(
         again += f" --random {drawn['number']} --seed {drawn['seed']}"
     results = [dataclasses.replace(result, reproduce=result.reproduce + again) for result in results]
     command = f"vllm-opset {command_line(outputs.OUTPUTS)}"
-    return Report(device_name(device), limits, results, missing, command, conditions, drawn), left
+    return OpsReport(device_name(device), limits, results, missing, command, conditions, drawn), left
 
 
 def _call_ahead(plan: Plan, jobs: int) -> None:
@@ -167,7 +167,7 @@ def _op(name: str, inputs: str) -> Op:
     return op
 
 
-def _print(report: Report) -> None:
+def _print(report: OpsReport) -> None:
     for op, columns, rows in report.tables():
         print_table(op, columns, rows)
     if report.random is None:
