@@ -16,7 +16,7 @@ from vllm_opset.kernels.triton.paged_attention._load_sm90 import (
     steps_of,
 )  # fmt: skip
 from vllm_opset.kernels.triton.paged_attention._queries_sm90 import as_scores, coalesced, in_two_fp8
-from vllm_opset.kernels.triton.paged_attention._tile import FP16_PEAK, LOG2E, LOWEST, is_visible
+from vllm_opset.kernels.triton.paged_attention._tile import FP16_PEAK, LOG2E, LOWEST, STATS, is_visible
 
 WGMMA_BITS = gl.constexpr(256)  # of each row, which an instruction multiplies
 CLEARING_WARPGROUPS = gl.constexpr(2)  # the first ones of a program
@@ -192,8 +192,8 @@ def _store_partial(
 ):  # fmt: skip
     """Stores a partial result, for combine_rows. row: of each of m_i. partial: its index among all of a launch."""
     first_row = partial.to(gl.int64) * rows_of_tile(BLOCK_D)
-    gl.store(stats + (first_row + row) * 2, m_i, row < num_rows)
-    gl.store(stats + (first_row + row) * 2 + 1, l_i, row < num_rows)
+    gl.store(stats + (first_row + row) * STATS, m_i, row < num_rows)
+    gl.store(stats + (first_row + row) * STATS + 1, l_i, row < num_rows)
     LAYOUT: gl.constexpr = acc.type.layout
     row = WARPGROUP_INDEX * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, LAYOUT))

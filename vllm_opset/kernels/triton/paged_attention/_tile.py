@@ -7,6 +7,9 @@ all of them. Scores and their stats are in units of log2, for exp2.
 import triton
 import triton.language as tl
 
+from vllm_opset.kernels.triton.paged_attention import _call
+
+STATS = tl.constexpr(_call.STATS)
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e38)  # the maximum of no scores; finite, so that differences of stats are never NaN
 # The log2 of the largest probability in fp16, whose numbers end at 2^16 and 2^-24: so those of rare keys do not vanish.

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST
+from vllm_opset.kernels.triton.paged_attention._tile import LOG2E, LOWEST, STATS
 
 # Elements of partial results that are loaded at a time: 64 in the registers of each of 128 threads.
 COMBINED_ELEMENTS = tl.constexpr(8192)
@@ -38,8 +38,8 @@ def store_partial(
     row, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     place = partial.to(tl.int64) * BLOCK_M + row
     tl.store(partials + place[:, None] * BLOCK_D + column[None, :], acc, (row < num_rows)[:, None])
-    tl.store(stats + place * 2, m_i, row < num_rows)
-    tl.store(stats + place * 2 + 1, l_i, row < num_rows)
+    tl.store(stats + place * STATS, m_i, row < num_rows)
+    tl.store(stats + place * STATS + 1, l_i, row < num_rows)
 
 
 @triton.jit
@@ -72,8 +72,8 @@ def combine_rows(
     for first in range(0, num_partials, AT_A_TIME):
         exists = (first + partial < num_partials)[:, None] & (row < num_rows)[None, :]
         place = (first_partial.to(tl.int64) + first + partial)[:, None] * BLOCK_M + row[None, :]
-        m_parts = tl.load(stats + place * 2, exists, LOWEST, cache_modifier=".cg")
-        l_parts = tl.load(stats + place * 2 + 1, exists, 0.0, cache_modifier=".cg")
+        m_parts = tl.load(stats + place * STATS, exists, LOWEST, cache_modifier=".cg")
+        l_parts = tl.load(stats + place * STATS + 1, exists, 0.0, cache_modifier=".cg")
         accs = partials + place[:, :, None] * BLOCK_D + column[None, None, :]
         accs = tl.load(accs, exists[:, :, None], 0.0, cache_modifier=".cg")
         m_new = tl.maximum(m_i, tl.max(m_parts, 0))
