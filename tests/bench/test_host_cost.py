@@ -33,6 +33,12 @@ def test_every_kernel_of_a_layer_is_timed():
     assert all(0 < float(each) < 1e4 for _, number, each, *_ in rows if number)
 
 
+def test_products_in_fp8_are_timed():
+    rows = rows_of(SCRIPT, 128, 2, "--quantization", "fp8", COLUMNS=100)
+    calls = {op: number for op, number, *_ in rows}
+    assert (calls["linear"], calls["quantise"]) == ("145", "144")
+
+
 def test_a_layer_of_attention_is_timed():
     (times,) = rows_of(LAYER, 1, "decode, 1", OPSET_PLATFORM="cpu")
     assert len(times) == 7 and all(float(time) > 0 for time in times[1:])
