@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from processes import run
+from processes import Finished, run
 from small_models import LLAMA
 
 pytestmark = [
@@ -22,11 +22,10 @@ def initialised(): raise SystemExit("CUDA was initialised")
 
 wheel, gpus = sys.argv[2] == "native", int(sys.argv[3])
 torch.version.cuda, torch.cuda.device_count, torch.cuda._lazy_init = "13.0", lambda: gpus, initialised
-from vllm_opset.platform import compat, stock
+from vllm_opset.platform import stock
 stock.has_kernels_for_cuda = lambda: wheel
 if wheel:
     sys.modules |= {name: types.ModuleType(name) for name in ("vllm._C", "vllm._C_stable_libtorch")}
-    compat.inspect_models_in_this_process()  # another one would find no such wheel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform as platform
 
@@ -56,19 +55,22 @@ def emulated(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("platform", "visible", "gpus"),
-    [("cuda", UUID, 1), ("native", "", 0)],  # the second one as in a driver of Ray, whose workers have the GPUs
-    ids=["cuda", "native in Ray"],
-)
-def test_cuda_is_not_initialised_before_processes_are_forked(platform, visible, gpus, emulated, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    (tmp_path / "script.py").write_text(SCRIPT)
+def configured(platform: str, visible: str, gpus: int, emulated: Path, folder: Path) -> Finished:
+    """A process that configures an engine of a model in this folder, where vLLM's cache is, too."""
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "script.py").write_text(SCRIPT)
     settings = {"OPSET_PLATFORM": platform, "CUDA_VISIBLE_DEVICES": visible, "LD_LIBRARY_PATH": emulated}
-    found = run("python", tmp_path / "script.py", tmp_path, platform, gpus, **settings)
-    assert found.code == 0, found
-    answer = json.loads(found.out.splitlines()[-1])
-    assert answer == [f"Opset{platform.title()}Platform", "Emulated GPU", 80 << 30, 0, "cuda"]
+    return run("python", folder / "script.py", folder, platform, gpus, VLLM_CACHE_ROOT=folder, **settings)
+
+
+def test_cuda_is_not_initialised_before_processes_are_forked(emulated, tmp_path):
+    # The second one is as in a driver of Ray, whose workers have the GPUs. Nothing can import the models of a wheel
+    # that is not here. So the first one has to inspect the model's class, and vLLM remembers that for the second.
+    for platform, visible, gpus in (("cuda", UUID, 1), ("native", "", 0)):
+        found = configured(platform, visible, gpus, emulated, tmp_path)
+        assert found.code == 0, found
+        answer = json.loads(found.out.splitlines()[-1])
+        assert answer == [f"Opset{platform.title()}Platform", "Emulated GPU", 80 << 30, 0, "cuda"]
 
 
 def test_a_gpu_is_the_one_that_is_visible_now(emulated):
