@@ -78,6 +78,8 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
         attributes["quant_method"] = "channel" if self.group_size == WHOLE else "group"
         halves = 2 if self.moe.is_act_and_mul else 1
         sizes = (halves * intermediate_size_per_partition, hidden_size), (hidden_size, intermediate_size_per_partition)
+        for inputs, workers in ((hidden_size, 1), (intermediate_size_per_partition, self.moe.tp_size)):
+            check_columns("int4 experts", inputs, self.multiple, workers)
         for weight, (outputs, inputs) in zip(ARGUMENTS, sizes, strict=True):
             parameters = {
                 name: torch.empty(num_experts, *shape, dtype=dtype or params_dtype)
@@ -97,7 +99,6 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
         return UINT4_BLOCK if self.group_size == WHOLE else self.group_size
 
     def _groups(self, inputs: int) -> int:
-        check_columns("int4 experts", inputs, self.multiple)
         return 1 if self.group_size == WHOLE else inputs // self.multiple
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:

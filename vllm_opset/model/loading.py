@@ -55,15 +55,18 @@ def check_blocks(layer: torch.nn.Module, block: Sequence[int], widths: Sequence[
     )
 
 
-def check_columns(weights: str, columns: int, multiple: int) -> None:
+def check_columns(weights: str, columns: int, multiple: int, workers: int = 1) -> None:
     """Raise Refusal for weights of experts whose rows are no whole groups of one scale.
 
-    weights: what the message calls them. multiple: the number of columns must be one of this.
+    weights: what the message calls them. columns: those in this worker. multiple: their number must be one of this.
+    workers: how many share the columns of each expert.
     """
     if columns % multiple:
+        is_cut = columns * workers % multiple == 0
+        fewer = "give a smaller --tensor-parallel-size, or --enable-expert-parallel"
         raise Refusal(
-            f"vllm-opset does not support {weights} with {columns} columns, which are no multiple of {multiple}: give "
-            "a smaller --tensor-parallel-size, or --enable-expert-parallel."
+            f"vllm-opset does not support {weights} with {columns} columns, which are no multiple of {multiple}: "
+            f"{fewer if is_cut else 'choose another checkpoint'}."
         )
 
 
