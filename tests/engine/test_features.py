@@ -15,6 +15,7 @@ from engines import NUM_TOKENS, counter, generate, is_first_runner, report, toke
 from vllm_opset.platform import second_runner
 from vllm_opset.platform.v1 import input_batch
 from vllm_opset.selection import PREFERENCE
+from vllm_opset.unsupported import Refusal
 
 REPLACED = Path(__file__).with_name("replaced.py")
 # Functions that an engine on a CPU replaces, and the code that replaces them.
@@ -268,6 +269,17 @@ def test_a_wrong_override_is_an_error(qwen, engine):
         engine(qwen[0], additional_config={"opset": {"kernels": {"rms_nom": "cpu"}}}),
     ):
         pass
+
+
+def test_requests_beyond_the_rotary_embedding_are_refused_at_the_start(engine, tmp_path):
+    """vLLM goes by model_max_length. Without the refusal, the first request of such a length ends the engine."""
+    models.build("qwen3", tmp_path, model_max_length=1024)
+    refused = pytest.raises(Refusal, match="embedding has 512 positions: give --max-model-len 512")
+    with refused, engine(tmp_path, max_model_len=1024) as llm:
+        generate(llm, models.prompts([600]), max_tokens=1)
+    with engine(tmp_path, max_model_len=512) as llm:
+        (output,) = generate(llm, models.prompts([500]), max_tokens=12)
+    assert len(tokens([output])[0]) == 12
 
 
 def test_encoder_only_models_embed_as_transformers_does(engine, tmp_path):

@@ -11,6 +11,7 @@ import torch
 
 from vllm_opset import operators, ops, selection
 from vllm_opset.ops.contract import Op
+from vllm_opset.unsupported import Refusal
 
 
 class Kernels(dict[torch.dtype, Callable]):
@@ -246,6 +247,27 @@ def bind(model: torch.nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         if isinstance(module, OpsetLayer):
             module.bind(dtype)
+
+
+def check_positions(model: torch.nn.Module, max_model_len: int) -> None:
+    """Raise Refusal if a rotary embedding of a model's attention has no row for some position of a request.
+
+    A kernel would raise for the first request of such a length and end the engine, or read memory behind the table.
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    for module in model.modules():
+        rotary = getattr(module, "rotary_emb", None)
+        # A derived class may find its rows by other numbers than positions.
+        is_plain = getattr(type(rotary), "forward_oot", None) is RotaryEmbeddingLayer.forward_oot
+        if not is_plain or not isinstance(getattr(module, "attn", None), Attention):
+            continue
+        rows = len(rotary.cos_sin_cache)
+        if rows < max_model_len:
+            raise Refusal(
+                f"vllm-opset does not support requests of {max_model_len} tokens where a model's rotary embedding has "
+                f"{rows} positions: give --max-model-len {rows}, or a longer embedding by --hf-overrides."
+            )
 
 
 def _dtype(tensor: torch.Tensor | None) -> torch.dtype | None:

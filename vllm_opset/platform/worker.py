@@ -32,6 +32,7 @@ class OpsetWorker(Reporting, PackingWorker):
             experts.register()
             expert_loading.check_shapes(self.model_config)
         super().load_model(**kwargs)
+        layers.check_positions(self.model_runner.get_model(), self.model_config.max_model_len)
         self.bind_quantised_experts()
         with set_current_vllm_config(self.vllm_config):
             for model in self.models:
