@@ -19,7 +19,7 @@ SHARE = 32768
 # Says that vLLM, and not the user, set OMP_NUM_THREADS (0.28 and later).
 VLLMS_MARK = "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"
 
-# What this process set OPSET_NUM_THREADS to when it configured an engine; empty before.
+# This process set OPSET_NUM_THREADS to this value when it configured an engine. It is empty before.
 _remembered = ""
 # Threads that sleep, and how many of OpenMP's each has beside itself.
 _sleepers: list[tuple[threading.Thread, int]] = []
