@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.sample import logprob
 from vllm_opset.attention.images import ImageTokens
 from vllm_opset.attention.impl import OpsetAttentionImpl
 from vllm_opset.ops.attention.paged_batch import PagedBatch
+from vllm_opset.ops.schemes import FP8
 from vllm_opset.platform.cuda import warm_up
 
 pytestmark = pytest.mark.skipif(
@@ -60,16 +61,19 @@ def launched(monkeypatch):
     return variants
 
 
-def layer(num_kv_heads: int, group: int, images: bool = False) -> SimpleNamespace:
+def layer(
+    num_kv_heads: int, group: int, images: bool = False, cache_dtype: torch.dtype = torch.bfloat16
+) -> SimpleNamespace:
     from vllm_opset.kernels.triton.paged_attention import VARIANTS, paged_attention
 
     impl = OpsetAttentionImpl(num_kv_heads * group, HEAD_SIZE, HEAD_SIZE**-0.5, num_kv_heads)
     impl.dtype, impl.problem, impl.variants = torch.bfloat16, "one of a kind", VARIANTS
     impl._attend = functools.partial(paged_attention, scale=impl.scale, window=impl.window)
     impl._attend_within_images, impl.attends_within_images = impl._attend, images
-    cache = torch.zeros(4, num_kv_heads, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=torch.bfloat16)
+    impl.caches_fp8 = cache_dtype == FP8
+    cache = torch.zeros(4, num_kv_heads, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=cache_dtype)
     assert impl.attn_type == AttentionType.DECODER
-    return SimpleNamespace(impl=impl, kv_cache=cache)
+    return SimpleNamespace(impl=impl, kv_cache=cache, _k_scale=torch.ones(1), _v_scale=torch.ones(1))
 
 
 def worker(served: SimpleNamespace, most_tokens: int, most_requests: int, longest: int) -> SimpleNamespace:
@@ -123,10 +127,13 @@ def test_images_launch_what_was_launched_before(launched):
         assert launched == warm, f"{images} images of {tokens} tokens"
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_all_that_serving_launches_was_launched_before(setting, launched):
+@pytest.mark.parametrize(
+    ("setting", "cache_dtype"),
+    [*((setting, torch.bfloat16) for setting in SETTINGS), ("usual", FP8), ("two KV heads, no groups", FP8)],
+)
+def test_all_that_serving_launches_was_launched_before(setting, cache_dtype, launched):
     num_kv_heads, group, *limits = SETTINGS[setting]
-    served = layer(num_kv_heads, group)
+    served = layer(num_kv_heads, group, cache_dtype=cache_dtype)
     warm_up._attention(worker(served, *limits))
     warm = set(launched)
     for requests in batches(*limits):
@@ -139,9 +146,14 @@ def test_all_that_serving_launches_was_launched_before(setting, launched):
         assert launched == warm, f"{len(requests)} requests, up to {max(queries)} of {max(contexts)} tokens"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "head_size"),
+    [(torch.bfloat16, torch.bfloat16, HEAD_SIZE), (torch.float32, torch.float32, HEAD_SIZE), (torch.bfloat16, FP8, 64)],
+)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_partial_results_fit_the_memory_that_is_kept_free(setting, dtype, launched, monkeypatch):
+def test_partial_results_fit_the_memory_that_is_kept_free(
+    setting, dtype, cache_dtype, head_size, launched, monkeypatch
+):
     """Covers steps of requests with drafts too, whose tiles are the largest."""
     from vllm_opset.kernels.triton import paged_attention
 
@@ -155,12 +167,12 @@ def test_partial_results_fit_the_memory_that_is_kept_free(setting, dtype, launch
     monkeypatch.setattr(paged_attention._call, "workspace", workspace)
     heads = num_kv_heads * group
     num_reqs, cpu = min(most_requests, most_tokens), torch.device("cpu")
-    kept = paged_attention.most_workspace(heads, num_kv_heads, HEAD_SIZE, dtype, num_reqs, cpu)
-    cache = torch.zeros(4, num_kv_heads, BLOCK_SIZE, 2 * HEAD_SIZE, dtype=dtype)
+    kept = paged_attention.most_workspace(heads, num_kv_heads, head_size, dtype, num_reqs, cpu)
+    cache = torch.zeros(4, num_kv_heads, BLOCK_SIZE, 2 * head_size, dtype=cache_dtype)
     drafted = ([(1 + n, longest)] * min(most_requests, most_tokens // (1 + n)) for n in range(64))
     for requests in itertools.chain(batches(most_tokens, most_requests, longest), drafted):
         queries, contexts = zip(*requests, strict=True)
-        query = torch.empty(sum(queries), heads, HEAD_SIZE, dtype=dtype)
+        query = torch.empty(sum(queries), heads, head_size, dtype=dtype)
         starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32)
         lens, table = torch.tensor(contexts, dtype=torch.int32), torch.zeros(len(requests), 1, dtype=torch.int32)
         batch = PagedBatch(starts, lens, table, max(queries), max(contexts))

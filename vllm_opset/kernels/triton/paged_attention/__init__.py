@@ -116,7 +116,8 @@ def most_workspace(
         partial_rows.append(programs("paged_attention_prefill_sm90") * prefill_sm90.rows_of_tile(columns))
     verify_rows = _call.thresholds(device)["verify_rows"]
     if group <= verify_rows:
-        for launch, wanted in (("paged_attention_decode", _call.MIN_ROWS), ("paged_attention_verify", verify_rows)):
+        of_decode = [(decode.launch_of_decode(columns, caches_fp8), _call.MIN_ROWS) for caches_fp8 in (False, True)]
+        for launch, wanted in (*of_decode, ("paged_attention_verify", verify_rows)):
             num_partials = (max(1, programs(launch) // num_kv_heads) + num_reqs) * num_kv_heads
             partial_rows.append(num_partials * tile_rows(wanted, group, dtype))
     return max(partial_rows) * (columns + _call.STATS) * torch.float32.itemsize

@@ -56,6 +56,10 @@ class Call:
         return max(MIN_ROWS, values["keys"] * ROW_BYTES // max(ROW_BYTES, self.row_bytes))
 
     @property
+    def caches_fp8(self) -> bool:
+        return self.kv_cache.dtype != self.query.dtype
+
+    @property
     def row_bytes(self) -> int:
         return self.block_d * self.query.element_size()
 

@@ -29,6 +29,8 @@ from vllm_opset.ops.attention.paged_batch import PagedBatch
 # Requests that are planned at a time, and programs whose first requests are searched at a time. Any numbers are right.
 REQUESTS, PROGRAMS = tl.constexpr(256), tl.constexpr(64)
 RANGE_FIELDS = tl.constexpr(8)  # 32 bytes, which one access of DRAM brings
+# The columns of tiles for which the launch table has parameters with an fp8 cache.
+LEAST_FP8_WIDTH, MOST_FP8_WIDTH = 64, 256
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_programs", "switch_cost", "whole_cost"])
@@ -274,7 +276,14 @@ def can_verify(call: Call) -> bool:
 
 
 def launch_decode(call: Call) -> None:
-    _launch_ranges(call, "paged_attention_decode")
+    _launch_ranges(call, launch_of_decode(call.block_d, call.caches_fp8))
+
+
+def launch_of_decode(block_d: int, caches_fp8: bool) -> str:
+    """The name of decode's launch parameters. An fp8 cache has its own for each width of a tile."""
+    if not caches_fp8:
+        return "paged_attention_decode"
+    return f"fp8_{min(max(block_d, LEAST_FP8_WIDTH), MOST_FP8_WIDTH)}_paged_attention_decode"
 
 
 def launch_verify(call: Call) -> None:
@@ -321,10 +330,10 @@ def _launch_ranges(call: Call, launch: str) -> None:
 
 
 def _warps(call: Call, values: _launch.Parameters) -> int:
-    """Fewer where programs attend few keys, and barriers take most of the time. An fp8 cache would spill with fewer."""
+    """Fewer where programs attend few keys, and barriers take most of the time. An fp8 cache has no such entries."""
     num_programs = values["programs"] * _launch.multiprocessors(call.query.device)
     keys = call.num_reqs * call.num_kv_heads * call.span(call.batch.max_query_len) / num_programs
-    short = "short_keys" in values and keys <= values["short_keys"] and call.kv_cache.dtype == call.query.dtype
+    short = "short_keys" in values and keys <= values["short_keys"]
     return values["short_warps"] if short else values["warps"]
 
 
