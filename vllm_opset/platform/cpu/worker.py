@@ -61,9 +61,15 @@ class OpsetCpuWorker(OpsetWorker):
             packed_linear.bind(model)
 
     def fuse(self) -> None:
-        """Let one kernel do the work of several layers, where it can."""
+        """Let one kernel do the work of several layers, where it can, and layers of experts do without an operator."""
         for model in self.models:
             fusion.bind(model, self.vllm_config)
+        if self.model_config.is_moe:
+            # Imported late: vLLM's module of experts imports thousands of others.
+            from vllm_opset.model import experts
+
+            for model in self.models:
+                experts.call_directly(model)
 
     def determine_available_memory(self) -> int:
         if self.lora_config is not None:
