@@ -32,6 +32,7 @@ from triton.compiler.compiler import CompiledKernel
 
 from vllm_opset import ops, targets
 from vllm_opset.kernel import kernels_of
+from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.targets import Target
 
 HOPPER = Target("nvidia", "sm90")
@@ -93,8 +94,11 @@ def main(
                     compiled.clear()
                     limited = at_most is not None and name not in (all_of or ())
                     triton.knobs.runtime.jit_cache_hook = _refuses_after(at_most) if limited else None
-                    _launch_samples(ops.BY_NAME[name], kernel)
+                    with precompile():  # in a thread for each core
+                        _launch_samples(ops.BY_NAME[name], kernel)
+                    _launch_samples(ops.BY_NAME[name], kernel)  # a kernel that did not compile raises now
                     resources = _amd_resources if wanted.vendor == "amd" else _resources
+                    compiled.sort(key=lambda variant: variant.name)  # threads end in any order
                     report[kernel.op] = report.get(kernel.op, []) + [resources(variant) for variant in compiled]
     if table:
         _print(report, target)
