@@ -1,12 +1,13 @@
 """Compiles Triton kernels for a GPU that is not there: every sample of their contracts runs with no-op launches.
 
     python tests/kernels/triton/compile_only.py [--target nvidia/sm90] [--table] [--may-spill] [--at-most N]
-        [--all-of OP] [OP ...]
+        [--by-types] [--all-of OP] [OP ...]
 
 Prints JSON: for each op the compiled variants, with their registers, their shared memory, the number of uses of
 spilled registers, and whether products and sums are fused. For NVIDIA GPUs it adds local memory, and the global loads
 and stores in the PTX. With --table, it prints the largest values of each kernel, and exits with 1 if one for Hopper
-spills, unless it --may-spill. With --at-most, it compiles only the first N variants of each kernel of an op, but all
+spills, unless it --may-spill. With --at-most, it compiles only the first N variants of each kernel of an op. With
+--by-types as well, it compiles the first N for each combination of the types of a kernel's arguments. It compiles all
 variants of an op that --all-of names. It needs only the stock Triton wheel.
 """
 
@@ -81,6 +82,7 @@ def main(
     table: bool = False,
     may_spill: bool = False,
     at_most: int | None = None,
+    by_types: bool = False,
     all_of: Annotated[list[str] | None, typer.Option(metavar="OP")] = None,
 ) -> None:
     wanted = Target(*target.split("/"))
@@ -93,7 +95,7 @@ def main(
                 if kernel.provider == "triton":
                     compiled.clear()
                     limited = at_most is not None and name not in (all_of or ())
-                    triton.knobs.runtime.jit_cache_hook = _refuses_after(at_most) if limited else None
+                    triton.knobs.runtime.jit_cache_hook = _refuses_after(at_most, by_types) if limited else None
                     with precompile():  # in a thread for each core
                         _launch_samples(ops.BY_NAME[name], kernel)
                     _launch_samples(ops.BY_NAME[name], kernel)  # a kernel that did not compile raises now
@@ -154,13 +156,18 @@ def _recorded() -> list[CompiledKernel]:
     return compiled
 
 
-def _refuses_after(number: int):
-    """A hook for Triton that refuses to compile a kernel which has this number of variants. Its launch does nothing."""
+def _refuses_after(number: int, by_types: bool):
+    """A hook for Triton that refuses to compile a kernel which has this number of variants. Its launch does nothing.
+
+    by_types: the number is of variants whose arguments have the same types. A constant counts as a type, whatever its
+    value.
+    """
     seen = collections.Counter()
 
-    def refuses(fn, **_) -> bool:
-        seen[fn.name] += 1
-        return seen[fn.name] > number
+    def refuses(fn, compile, **_) -> bool:
+        kind = fn.name, by_types and tuple(compile["signature"].values())
+        seen[kind] += 1
+        return seen[kind] > number
 
     return refuses
 
