@@ -91,11 +91,12 @@ window-second-runner: $(SECOND_RUNNERS:%=window-second-runner-%) ## engines with
 $(SECOND_RUNNERS:%=window-second-runner-%): window-second-runner-%: env-%
 	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) tests/engine/test_second_runner.py $(ARGS)
 
-# `make test` runs these on the default release.
-window-light: $(patsubst %,window-light-%,$(filter-out $(RELEASE),$(WINDOW))) ## what needs no engine, on every vLLM release that is served but the default one
+# `make test` runs these on the default release. Each release has one process, which imports vLLM once: -j2 keeps two cores
+# busy.
+window-light: $(patsubst %,window-light-%,$(filter-out $(RELEASE),$(WINDOW))) ## what needs no engine, on every vLLM release that is served but the default one (-j2 -O: two at a time)
 
 $(WINDOW:%=window-light-%): window-light-%: env-%
-	$(VENV)/bin/python -m pytest $(SIDE_BY_SIDE) -m "window and not engine and not serve" $(ARGS)
+	$(VENV)/bin/python -m pytest -m "window and not engine and not serve" $(ARGS)
 
 next-release: env-$(NEWEST) ## what drifts with the vLLM of SDIST=..., an sdist or a source tree; ARGS=--light starts no engines
 	@test -e "$(SDIST)" || { echo 'SDIST=... names no sdist or source tree of vLLM' >&2; exit 2; }
