@@ -9,10 +9,9 @@ import pytest
 from processes import Finished, run
 from small_models import LLAMA
 
-pytestmark = [
-    pytest.mark.window,
-    pytest.mark.skipif(not shutil.which("g++"), reason="no C compiler, until g++ is installed (.ci/run requires it)"),
-]
+pytestmark = pytest.mark.skipif(
+    not shutil.which("g++"), reason="no C compiler, until g++ is installed (.ci/run requires it)"
+)
 
 UUID = "GPU-00000000-1111-2222-3333-444444444444"
 SCRIPT = """
@@ -63,6 +62,7 @@ def configured(platform: str, visible: str, gpus: int, emulated: Path, folder: P
     return run("python", folder / "script.py", folder, platform, gpus, VLLM_CACHE_ROOT=folder, **settings)
 
 
+@pytest.mark.window
 def test_cuda_is_not_initialised_before_processes_are_forked(emulated, tmp_path):
     # The second one is as in a driver of Ray, whose workers have the GPUs. Nothing can import the models of a wheel
     # that is not here. So the first one has to inspect the model's class, and vLLM remembers that for the second.
@@ -74,7 +74,10 @@ def test_cuda_is_not_initialised_before_processes_are_forked(emulated, tmp_path)
 
 
 def test_a_gpu_is_the_one_that_is_visible_now(emulated):
-    """NVML has one GPU here, with the number 0. A number beyond the visible GPUs is unknown."""
+    """NVML has one GPU here, with the number 0. A number beyond the visible GPUs is unknown.
+
+    The other test asks the bindings of each vLLM release for a GPU by its UUID and by its number.
+    """
     found = run("python", "-c", ASKED, OPSET_PLATFORM="cpu", LD_LIBRARY_PATH=emulated)
     assert found.code == 0, found
     assert found.out.splitlines()[-3:] == ["['Emulated GPU', None]", "[None, None]", "[None, 'Emulated GPU']"]
