@@ -6,41 +6,53 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from readme import ROOT
 
 from vllm_opset.platform.cpu import machine, threads
 
 
+@pytest.fixture
+def unset(monkeypatch) -> None:
+    """No variable says a number of threads, and no engine of this process was configured."""
+    for name in (threads.VARIABLE, "OMP_NUM_THREADS", threads.VLLMS_MARK):
+        monkeypatch.setenv(name, "")  # so that what the test leaves there is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(threads, "_remembered", "")
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, "5 2 1"),
-        ({"OMP_NUM_THREADS": "1"}, "1 1 1"),
-        ({"OMP_NUM_THREADS": ""}, "5 2 1"),
-        ({"OMP_NUM_THREADS": "2,4"}, "2 2 2"),
-        ({"OMP_NUM_THREADS": "2", "OPSET_NUM_THREADS": "1"}, "1 1 1"),
-        ({"OMP_NUM_THREADS": "1", "OPSET_NUM_THREADS": "auto"}, "5 2 1"),
-        ({"OMP_NUM_THREADS": "2", "OPSET_NUM_THREADS": ""}, "2 2 2"),
+        ({}, [5, 2, 1]),
+        ({"OMP_NUM_THREADS": "1"}, [1, 1, 1]),
+        ({"OMP_NUM_THREADS": ""}, [5, 2, 1]),
+        ({"OMP_NUM_THREADS": "2,4"}, [2, 2, 2]),
+        ({"OMP_NUM_THREADS": "2", "OPSET_NUM_THREADS": "1"}, [1, 1, 1]),
+        ({"OMP_NUM_THREADS": "1", "OPSET_NUM_THREADS": "auto"}, [5, 2, 1]),
+        ({"OMP_NUM_THREADS": "2", "OPSET_NUM_THREADS": ""}, [2, 2, 2]),
     ],
 )
-def test_threads_of_a_worker(environment, expected):
+def test_threads_of_a_worker(environment, expected, unset, monkeypatch):
     """Covers one, two and eight workers on five cores. vLLM sets 3."""
-    script = (
-        "import os; from vllm_opset.platform.cpu import machine, threads; machine.physical_cores = lambda: 5\n"
-        "threads.remember_users_choice(); os.environ['OMP_NUM_THREADS'] = '3'\n"
-        "os.environ[threads.VLLMS_MARK] = '1'; threads.remember_users_choice()\n"
-        "print(*(threads.set_compute_threads(workers) for workers in (1, 2, 8)))"
-    )
-    process = run(script, environment)
-    assert process.stdout.strip() == expected, process.stderr
+    monkeypatch.setattr(machine, "physical_cores", lambda: 5)
+    monkeypatch.setattr(threads, "wait_asleep", lambda: None)  # which starts threads that never end
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    threads.remember_users_choice()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv(threads.VLLMS_MARK, "1")
+    threads.remember_users_choice()
+    before = torch.get_num_threads()
+    try:
+        assert [threads.set_compute_threads(workers) for workers in (1, 2, 8)] == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("marks", "expected"), [(True, ["auto", "1", "auto", "7"]), (False, ["auto"] * 3 + ["7"])])
-def test_each_engine_has_the_threads_that_were_asked_for_when_it_was_configured(marks, expected, monkeypatch):
+def test_each_engine_has_the_threads_that_were_asked_for_when_it_was_configured(marks, expected, unset, monkeypatch):
     """Where vLLM does not mark what it set itself, a later OMP_NUM_THREADS may be vLLM's."""
-    for name in (threads.VARIABLE, "OMP_NUM_THREADS", threads.VLLMS_MARK):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(threads, "_remembered", "")
     monkeypatch.setattr(threads, "lacks", lambda name: lambda: not marks)
     choices = []
     for variable, value in ((None, None), ("OMP_NUM_THREADS", "1"), ("OMP_NUM_THREADS", ""), (threads.VARIABLE, "7")):
@@ -52,11 +64,10 @@ def test_each_engine_has_the_threads_that_were_asked_for_when_it_was_configured(
 
 
 @pytest.mark.parametrize("word", ["all", "0"])
-def test_a_number_of_threads_that_is_none_is_an_error(word):
-    process = run(
-        "from vllm_opset.platform.cpu import threads; threads.set_compute_threads(1)", {threads.VARIABLE: word}
-    )
-    assert f"OPSET_NUM_THREADS='{word}' is neither a number of threads nor 'auto'" in process.stderr
+def test_a_number_of_threads_that_is_none_is_an_error(word, monkeypatch):
+    monkeypatch.setenv(threads.VARIABLE, word)
+    with pytest.raises(ValueError, match=f"OPSET_NUM_THREADS='{word}' is neither a number of threads nor 'auto'"):
+        threads.set_compute_threads(1)
 
 
 @pytest.mark.parametrize(
