@@ -33,11 +33,15 @@ def test_doctor_accounts_for_every_kernel_of_every_op_for_the_device():
         assert all(row["why"] and all(other["reason"] for other in row["others"]) for row in rows)
 
 
-def test_doctor_says_why_an_override_counts():
-    output = command("doctor", OPSET_KERNELS="silu_and_mul=reference", COLUMNS=240).output
-    (line,) = [line for line in output.splitlines() if "│ silu_and_mul " in line]
-    assert "asked for by OPSET_KERNELS" in line
-    assert "cpu: OPSET_KERNELS asks for reference" in line
+def test_doctor_says_why_an_override_counts_and_counts_what_it_cannot_do():
+    finished = command("doctor", OPSET_KERNELS="silu_and_mul=reference,paged_attention=cpu", COLUMNS=400)
+    assert finished.code == 0, finished.output
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in finished.out.splitlines() if "│" in line]
+    ((_, why, others),) = [row for op, *row in rows if op == "silu_and_mul"]
+    assert why == "asked for by OPSET_KERNELS" and "cpu: OPSET_KERNELS asks for reference" in others
+    reasons = {kernel: why for op, kernel, why, _ in filter(lambda row: row[0] == "paged_attention", rows)}
+    assert set(reasons) == {"cpu", "none"} and "sample problems)" in reasons["cpu"]
+    assert "asks for paged_attention=cpu, which cannot do it" in reasons["none"]
 
 
 @pytest.mark.parametrize(
@@ -105,13 +109,6 @@ def test_doctor_lists_measured_kinds_in_a_terminal_of_80_columns(capsys, monkeyp
     kind, part, *_ = lines
     assert kind == kinds[0]["kind"] and part.split() == [kinds[0]["part"], "on:", str(kinds[0]["on"])]
     assert all(len(line) <= 80 for line in lines if "cannot be had" not in line)
-
-
-def test_doctor_counts_what_an_override_cannot_do():
-    finished = command("doctor", "--json", OPSET_KERNELS="paged_attention=cpu")
-    assert finished.code == 0, finished.output
-    rows = {row["kernel"]: row for row in json.loads(finished.out)["kernels"] if row["op"] == "paged_attention"}
-    assert set(rows) == {"cpu", "none"} and "asks for paged_attention=cpu, which cannot do it" in rows["none"]["why"]
 
 
 @pytest.mark.parametrize(
