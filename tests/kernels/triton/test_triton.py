@@ -71,7 +71,6 @@ COMPILE = str(Path(__file__).with_name("compile_only.py"))
 # Fuses no product and sum unless a launch asks for it, as Triton does from 3.10 on.
 LATER_TRITON = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "0"}
 PROCESSES = {op: [op] for op in ALONE} | {"others": [op for op in OPS if op not in ALONE]}
-IN_PROCESSES = pytest.mark.parametrize("ops", PROCESSES.values(), ids=PROCESSES)
 
 pytestmark = pytest.mark.long
 
@@ -84,7 +83,7 @@ def _json_of(*arguments: str, **environment: str) -> dict:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="parity --device cuda does this here: runs where there is no GPU")
-@IN_PROCESSES
+@pytest.mark.parametrize("ops", PROCESSES.values(), ids=PROCESSES)
 def test_kernels_keep_their_contracts_in_the_interpreter(ops):
     every = EVERY if ops[0] in ALONE else 1
     checks = _json_of(INTERPRET, *ops, "--every", str(every), TRITON_INTERPRET="1")["checks"]
@@ -142,20 +141,18 @@ def test_a_kernel_that_spills_is_named():
     assert line.startswith("linear: spilled uses spilled registers 3 times on nvidia/sm90")
 
 
-@IN_PROCESSES
-def test_kernels_compile_for_hopper_without_spilling(ops, tmp_path):
+def test_kernels_compile_for_hopper_without_spilling(tmp_path):
     """Compiles variants that the ops' samples use. Triton's cache is empty, so each is compiled.
 
     The first variant of a kernel must do here. `make compile-tritons` compiles three of each kernel, and all of the ops
     with kernels in Gluon; `make compile-all` compiles those of every op.
     """
-    compiled = _json_of(COMPILE, *ops, "--at-most", "1", TRITON_CACHE_DIR=str(tmp_path), **LATER_TRITON)
-    assert compiled.keys() == set(ops)
-    kernels = {variant["kernel"] for variant in compiled.get("paged_attention", ())}
-    assert "attend_prefill_sm90" in kernels or "paged_attention" not in ops, "no sample is for the kernel in Gluon"
-    kernels = {variant["kernel"] for variant in compiled.get("linear", ())}
-    assert "_multiply_ring" in kernels or "linear" not in ops, "no sample is for int4's kernel in Gluon"
-    spilling = [variant for op in ops for variant in compiled[op] if variant["local"] or variant["spills"]]
+    compiled = _json_of(COMPILE, "--at-most", "1", TRITON_CACHE_DIR=str(tmp_path), **LATER_TRITON)
+    assert compiled.keys() == set(OPS)
+    kernels = {op: {variant["kernel"] for variant in compiled[op]} for op in OPS}
+    assert "attend_prefill_sm90" in kernels["paged_attention"], "no sample is for the kernel in Gluon"
+    assert "_multiply_ring" in kernels["linear"], "no sample is for int4's kernel in Gluon"
+    spilling = [variant for op in OPS for variant in compiled[op] if variant["local"] or variant["spills"]]
     assert not spilling, "registers are spilled to memory"
-    unfused = {variant["kernel"] for op in ops for variant in compiled[op] if not variant["fused"]}
+    unfused = {variant["kernel"] for op in OPS for variant in compiled[op] if not variant["fused"]}
     assert not unfused, "a launch leaves it to Triton's default whether products and sums are fused"
