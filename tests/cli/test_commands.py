@@ -77,8 +77,8 @@ def test_ops_can_be_read_in_a_terminal_of_80_columns(command_here):
     assert command_here("ops", "--help").stdout.split("\n")[1].rstrip().endswith("ops [OPTIONS] [OP]...")
 
 
-def test_ops_lists_the_kernels_for_other_machines_with_what_they_support():
-    found = json.loads(command("ops", "--json").out)
+def test_ops_lists_the_kernels_for_other_machines_with_what_they_support(command_here):
+    found = json.loads(command_here("ops", "--json").stdout)
     ascend = {f"{row['op']}={row['kernel']}": row for row in found["kernels"] if row["provider"] == "ascend"}
     assert found["unavailable"]["ascend"].startswith("torch_npu is not installed")
     assert len(ascend) == 21
@@ -105,10 +105,10 @@ def test_ops_shows_a_users_kernel_with_what_it_supports(users_kernels):
 # parity
 
 
-def test_parity_agrees_with_a_right_kernel():
-    finished = command("parity", "silu_and_mul", "rms_norm", "--dtype", "float32", "--dtype", "bfloat16", "--json")
-    assert finished.code == 0, finished.output
-    found = json.loads(finished.out)
+def test_parity_agrees_with_a_right_kernel(command_here):
+    finished = command_here("parity", "silu_and_mul", "rms_norm", "--dtype", "float32", "--dtype", "bfloat16", "--json")
+    assert finished.exit_code == 0, finished.output
+    found = json.loads(finished.stdout)
     kernels = {(check["op"], check["kernel"]) for check in found["checks"]}
     assert kernels >= {("silu_and_mul", "cpu"), ("rms_norm", "reference")}
     assert {check["dtype"] for check in found["checks"]} == {"float32", "bfloat16"}
