@@ -76,10 +76,11 @@ def checkouts(roots: Sequence[Path], device: str, dtype: str) -> Iterator[list[C
             one.end()
 
 
-def supported(roots: Sequence[Path], keys: Sequence[Key], jobs: int, device: str, dtype: str) -> list[Key]:
-    """The cases that both checkouts support. Every case is called once in each, by `jobs` processes at the same time.
+def supported(roots: Sequence[Path], case: str, jobs: int, device: str, dtype: str) -> list[Key]:
+    """The cases that both checkouts have and support, and that match the pattern.
 
-    So kernels are compiled into Triton's cache before any is timed.
+    Every case is called once in each checkout, by `jobs` processes at the same time. So kernels are compiled into
+    Triton's cache before any is timed.
     """
 
     def call(which: int, one: Checkout) -> set[Key]:
@@ -87,6 +88,10 @@ def supported(roots: Sequence[Path], keys: Sequence[Key], jobs: int, device: str
 
     processes = [root for root in roots for _ in range(jobs)]
     with checkouts(processes, device, dtype) as made, ThreadPoolExecutor(len(made)) as pool:
+        of_both = set(made[0].keys) & set(made[-1].keys)
+        keys = [key for key in made[0].keys if key in of_both and fnmatch(" ".join(key), case)]
+        if not keys:
+            raise typer.BadParameter(f"both checkouts have no case that matches {case!r}", param_hint="--case")
         unsupported = set().union(*pool.map(call, range(len(made)), made))
     return [key for key in keys if key not in unsupported]
 
@@ -117,11 +122,7 @@ def main(
 ) -> None:
     """Time the kernels of two checkouts by turns."""
     roots = (before.resolve(), HERE.parent)
-    with checkouts(roots, device, dtype) as both:
-        keys = [key for key in both[0].keys if key in set(both[1].keys) and fnmatch(" ".join(key), case)]
-    if not keys:
-        raise typer.BadParameter(f"both checkouts have no case that matches {case!r}", param_hint="--case")
-    keys = supported(roots, keys, jobs, device, dtype)
+    keys = supported(roots, case, jobs, device, dtype)
     with checkouts([*roots, roots[0]], device, dtype) as processes:
         found = measure(processes, keys, rounds)
     if json_file:
