@@ -159,15 +159,16 @@ def _recorded() -> list[CompiledKernel]:
 def _refuses_after(number: int, by_types: bool):
     """A hook for Triton that refuses to compile a kernel which has this number of variants. Its launch does nothing.
 
-    by_types: the number is of variants whose arguments have the same types. A constant counts as a type, whatever its
-    value.
+    A variant that did not compile is never refused, so that its next launch raises. by_types: the number is of variants
+    whose arguments have the same types. A constant counts as a type, whatever its value.
     """
-    seen = collections.Counter()
+    taken = collections.defaultdict(set)
 
-    def refuses(fn, compile, **_) -> bool:
-        kind = fn.name, by_types and tuple(compile["signature"].values())
-        seen[kind] += 1
-        return seen[kind] > number
+    def refuses(key, fn, compile, **_) -> bool:
+        variants = taken[fn.name, by_types and tuple(compile["signature"].values())]
+        if len(variants) < number:
+            variants.add(key)
+        return key not in variants
 
     return refuses
 

@@ -9,6 +9,7 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,6 +140,17 @@ def test_the_largest_and_the_smallest_tiles_of_experts_compile_for_consumer_gpus
 def test_a_kernel_that_spills_is_named():
     (line,) = _json_of("-c", SPILLING)["lines"]
     assert line.startswith("linear: spilled uses spilled registers 3 times on nvidia/sm90")
+
+
+@pytest.mark.parametrize("by_types", [True, False])
+def test_a_variant_that_does_not_compile_is_asked_for_again(by_types):
+    """Up to Triton 3.6, the next launch asks anew for a variant that did not compile in another thread."""
+    import compile_only
+
+    refuses = compile_only._refuses_after(1, by_types)
+    kernel, of = SimpleNamespace(name="kernel"), {"signature": {"x": "*bf16"}}
+    assert [refuses(key=key, fn=kernel, compile=of) for key in ("1", "2", "1")] == [False, True, False]
+    assert refuses(key="3", fn=kernel, compile={"signature": {"x": "*fp32"}}) is not by_types
 
 
 def test_kernels_compile_for_hopper_without_spilling(tmp_path):
