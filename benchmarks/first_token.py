@@ -20,7 +20,7 @@ from rich.table import Table
 
 from vllm_opset.bench import shapes
 from vllm_opset.bench.cases import Case, Request
-from vllm_opset.bench.compare import Plan
+from vllm_opset.bench.compare import ComparisonPlan
 from vllm_opset.bench.engines import Engine, RunningEngine
 
 LENGTHS = (16, 128, 256, 512, 768, 1024, 2048)
@@ -47,7 +47,7 @@ def main(shape_name: str = "qwen3-8b", repetitions: int = 15) -> None:
     table = Table("tokens", *(engine.name for engine in ENGINES))
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        args = Plan(shape, cases, ENGINES, repetitions, cold=False).engine_args(folder)
+        args = ComparisonPlan(shape, cases, ENGINES, repetitions, cold=False).engine_args(folder)
         (folder / "config.json").write_text(json.dumps(shape.config))
         engines = [stack.enter_context(RunningEngine(engine, args, folder)) for engine in track(ENGINES, "starting")]
         for engine in engines:

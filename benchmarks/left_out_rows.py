@@ -19,7 +19,7 @@ from trace_steps import ask
 
 from vllm_opset.bench import shapes
 from vllm_opset.bench.cases import Case
-from vllm_opset.bench.compare import Plan
+from vllm_opset.bench.compare import ComparisonPlan
 from vllm_opset.bench.format import TIMES
 from vllm_opset.cli.arguments import writable
 
@@ -54,7 +54,7 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(found.config))
-        settings = Plan(found, cases, (), repetitions, cold=False).engine_args(folder)
+        settings = ComparisonPlan(found, cases, (), repetitions, cold=False).engine_args(folder)
         llm = LLM(**settings | json.loads(arguments), worker_extension_cls=f"{Path(__file__).stem}.Switch")
         for of in cases:
             requests = of.rounds(found.text_config["vocab_size"])[-1]

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from vllm_opset.bench import shapes
 from vllm_opset.bench.cases import Request, Trace
-from vllm_opset.bench.compare import Plan
+from vllm_opset.bench.compare import ComparisonPlan
 from vllm_opset.cli.arguments import writable
 
 WARM_UP = 2  # runs that do not count
@@ -149,7 +149,9 @@ def main(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(found.config))
-        settings = Plan(found, [trace], (), repetitions, cold=False).engine_args(folder) | {"max_num_seqs": 256}
+        settings = ComparisonPlan(found, [trace], (), repetitions, cold=False).engine_args(folder) | {
+            "max_num_seqs": 256
+        }
         llm = LLM(**settings | json.loads(arguments), worker_extension_cls=f"{Path(__file__).stem}.Notes")
         llm.collective_rpc("note_steps")
         for _ in range(WARM_UP + repetitions):

@@ -4,7 +4,7 @@ import pytest
 
 from vllm_opset.bench import engines, shapes
 from vllm_opset.bench.cases import ACCEPTANCE, Run
-from vllm_opset.bench.compare import Comparison, Plan, Result
+from vllm_opset.bench.compare import Comparison, ComparisonPlan, EngineResult
 from vllm_opset.bench.compare_report import Report, as_plain, overview, page, record
 from vllm_opset.bench.format import TIMES
 
@@ -19,9 +19,11 @@ def comparison(steps: int | None = None, **seconds: float) -> Report:
     shape = shapes.load("tiny")
     case = shape.cases[0]
     steps = steps or case.batch * case.output
-    plan = Plan(shape, [case], [engines.Engine(name) for name in seconds], repetitions=1, cold=False)
+    plan = ComparisonPlan(shape, [case], [engines.Engine(name) for name in seconds], repetitions=1, cold=False)
     started = {name: engines.Started(1.0, **STARTED) for name in seconds}
-    results = [Result(case, name, run := Run(ttft, 2 * ttft, [], steps), [run], 1) for name, ttft in seconds.items()]
+    results = [
+        EngineResult(case, name, run := Run(ttft, 2 * ttft, [], steps), [run], 1) for name, ttft in seconds.items()
+    ]
     found = Comparison(plan.engines, started, dict.fromkeys(seconds, 0), results)
     return Report(record(plan, found, "the command"))
 

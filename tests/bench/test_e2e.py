@@ -12,7 +12,7 @@ from readme import ROOT
 from typer.testing import CliRunner
 
 from vllm_opset.bench import engines, shapes
-from vllm_opset.bench.compare import Plan
+from vllm_opset.bench.compare import ComparisonPlan
 from vllm_opset.bench.compare_report import Report, page, record
 from vllm_opset.bench.engines import engine_adapters
 from vllm_opset.cli import app
@@ -198,7 +198,7 @@ def test_one_engine_at_a_time_and_what_was_done_before_an_interruption(tmp_path)
     shape = shapes.load("tiny")
     # In one process, an engine imports vLLM once.
     compared = [engines.Engine(name, {}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}) for name in names]
-    plan = Plan(shape, shape.cases[:2], compared, repetitions=1, cold=False, apart=True)
+    plan = ComparisonPlan(shape, shape.cases[:2], compared, repetitions=1, cold=False, apart=True)
     found = plan.run(tmp_path, tmp_path, look)
     report = Report(record(plan, found, "the command"))
     first, second = ([f"{case}, run {number} of 1" for number in range(2)] for case in ("1x64/32", "8x64/32"))
@@ -232,7 +232,7 @@ def test_a_run_that_compiled_kernels_is_repeated_up_to_three_times(answers, atte
     shape = shapes.load("tiny")
     rounds = len(shape.cases[0].rounds(shape.text_config["vocab_size"]))
     compiling = engines.Engine("compiling", env={"ANSWERS": str(answers)})
-    plan = Plan(shape, shape.cases[:1], [compiling], repetitions=1, cold=False)
+    plan = ComparisonPlan(shape, shape.cases[:1], [compiling], repetitions=1, cold=False)
     (result,) = plan.run(tmp_path, tmp_path, lambda _: None).results
     assert result.first.total == rounds, "the uncounted run is not repeated"
     assert result.runs[0].total == (1 + attempt) * rounds
@@ -244,7 +244,9 @@ def test_no_engine_is_waited_for_after_one_that_does_not_start(tmp_path, monkeyp
     child.write_text("import os, time\nos.environ.get('FAILS') or time.sleep(1000)")
     monkeypatch.setattr(engines, "CHILD", child)
     wanted = [engines.Engine("slow"), engines.Engine("broken", env={"FAILS": "1"})]
-    plan = Plan(shapes.load("tiny"), shapes.load("tiny").cases[:1], wanted, repetitions=1, cold=False, at_once=True)
+    plan = ComparisonPlan(
+        shapes.load("tiny"), shapes.load("tiny").cases[:1], wanted, repetitions=1, cold=False, at_once=True
+    )
     with pytest.raises(engines.EngineError, match="broken ended"):
         plan.run(tmp_path, tmp_path, lambda _: None)
     assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
@@ -268,7 +270,7 @@ def test_an_interruption_before_all_engines_have_done_a_case_is_no_report(tmp_pa
         raise KeyboardInterrupt
 
     shape = shapes.load("tiny")
-    plan = Plan(shape, shape.cases[:1], [engines.Engine("opset")], repetitions=1, cold=False, apart=True)
+    plan = ComparisonPlan(shape, shape.cases[:1], [engines.Engine("opset")], repetitions=1, cold=False, apart=True)
     with pytest.raises(KeyboardInterrupt):
         plan.run(tmp_path, tmp_path, interrupt)
 
@@ -277,7 +279,7 @@ def test_the_command_says_that_it_was_interrupted_before_a_case_was_done(monkeyp
     def interrupt(*_) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Plan, "run", interrupt)
+    monkeypatch.setattr(ComparisonPlan, "run", interrupt)
     finished = CliRunner().invoke(app, ["bench", "e2e", "--model", "tiny"])
     assert finished.exit_code == 130 and "Ended before all engines had answered a case." in finished.stderr
 

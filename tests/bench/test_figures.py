@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from vllm_opset.bench import ceilings, engines, shapes, timing
 from vllm_opset.bench.cases import Case, Run
-from vllm_opset.bench.compare import Plan
+from vllm_opset.bench.compare import ComparisonPlan
 from vllm_opset.bench.compare_report import Report, record
 from vllm_opset.bench.engines import engine_process
 from vllm_opset.bench.format import TIMES
@@ -98,7 +98,7 @@ def test_the_cpu_time_of_an_answer_is_its_own(working, tmp_path):
 def test_the_order_of_the_engines_alternates(working, tmp_path):
     steps, shape = [], shapes.load("tiny")
     compared = [engines.Engine("one"), engines.Engine("other")]
-    Plan(shape, shape.cases[:1], compared, repetitions=2, cold=False).run(tmp_path, tmp_path, steps.append)
+    ComparisonPlan(shape, shape.cases[:1], compared, repetitions=2, cold=False).run(tmp_path, tmp_path, steps.append)
     turns = [step.rpartition(": ")[2] for step in steps if ", run " in step]
     assert turns == ["one", "other", "other", "one", "one", "other"]
 
@@ -110,7 +110,7 @@ def test_runs_that_all_engines_had_done_before_an_interruption_are_reported(work
 
     shape = shapes.load("tiny")
     compared = [engines.Engine("one"), engines.Engine("other")]
-    plan = Plan(shape, shape.cases[:2], compared, repetitions=5, cold=False)
+    plan = ComparisonPlan(shape, shape.cases[:2], compared, repetitions=5, cold=False)
     found = plan.run(tmp_path, tmp_path, interrupt)
     assert [(result.engine, len(result.runs)) for result in found.results] == [("one", 2), ("other", 2)]
     report = Report(record(plan, found, "the command"))

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_opset.bench import shapes
 from vllm_opset.bench.cases import ACCEPTANCE, GREEDY, Case, Run, Trace
-from vllm_opset.bench.compare import Plan
+from vllm_opset.bench.compare import ComparisonPlan
 
 KIB = 2**10
 # Bytes of one token, from the published configurations.
@@ -60,7 +60,7 @@ def test_vllm_takes_every_other_shape_with_the_arguments_of_the_engines(name, tm
 
     shape = shapes.load(name)
     (tmp_path / "config.json").write_text(json.dumps(shape.config))
-    config = EngineArgs(**Plan(shape, shape.cases, [], 1, False).engine_args(tmp_path)).create_engine_config()
+    config = EngineArgs(**ComparisonPlan(shape, shape.cases, [], 1, False).engine_args(tmp_path)).create_engine_config()
     model, parallel = config.model_config, config.parallel_config
     assert model.architecture == shape.config["architectures"][0]
     assert config.cache_config.kv_cache_memory_bytes == shape.kv_cache_bytes(shape.cases)

@@ -25,7 +25,7 @@ Answers = dict[str, list[list[Answer]]]
 
 
 @dataclass(frozen=True)
-class Result:
+class EngineResult:
     """One engine in one case. first: the uncounted run. same: number of requests with the first engine's tokens."""
 
     case: Case | Trace
@@ -46,7 +46,7 @@ class Comparison:
     engines: list[Engine]
     started: dict[str, Started]
     peak_bytes: dict[str, int]
-    results: list[Result]
+    results: list[EngineResult]
     failure: EngineError | None = None
 
     def as_json(self) -> dict:
@@ -66,7 +66,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """The plan of a comparison.
 
     cold: each engine starts with empty caches, which are deleted afterwards. apart: only one engine runs at a time.
@@ -187,13 +187,13 @@ def _answers(running: RunningEngine, rounds: Sequence[Sequence[Request]], attemp
     return answers
 
 
-def _results(case: Case | Trace, answers: Answers) -> Iterator[Result]:
+def _results(case: Case | Trace, answers: Answers) -> Iterator[EngineResult]:
     """The result of each engine in one case."""
     expected = next(iter(answers.values()))[0][-1].tokens
     for name, found in answers.items():
         first, *runs = map(_run, found)
         same = sum(map(list.__eq__, found[0][-1].tokens, expected)) if case.is_greedy else None
-        yield Result(case, name, first, runs, same)
+        yield EngineResult(case, name, first, runs, same)
 
 
 def _run(answers: list[Answer]) -> Run:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_opset.bench.cases import ACCEPTANCE, RATE
-from vllm_opset.bench.compare import Comparison, Plan
+from vllm_opset.bench.compare import Comparison, ComparisonPlan
 from vllm_opset.bench.format import (
     TIMES,
     describe_cpu,
@@ -37,7 +37,7 @@ LEGEND = (
 Table = tuple[list[str], list[list[str]]]
 
 
-def record(plan: Plan, found: Comparison, command: str, conditions: str | None = None) -> dict:
+def record(plan: ComparisonPlan, found: Comparison, command: str, conditions: str | None = None) -> dict:
     """A comparison as plain data: the whole plan, and every run.
 
     command: repeats the comparison. conditions: what a reader must know of the machine while it ran.

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vllm_opset.bench import shapes
 from vllm_opset.bench.cases import Case, Trace
-from vllm_opset.bench.compare import Comparison, Plan
+from vllm_opset.bench.compare import Comparison, ComparisonPlan
 from vllm_opset.bench.compare_report import BASELINE, LEGEND, Report, as_plain, page, record
 from vllm_opset.bench.engines import Engine, EngineError, not_inherited
 from vllm_opset.bench.format import command_line
@@ -96,7 +96,7 @@ def compare(
         raise typer.Exit(1)
 
 
-def _plan(model, case, against, variant, repetitions: int, cold: bool, apart: bool, at_once: bool) -> Plan:
+def _plan(model, case, against, variant, repetitions: int, cold: bool, apart: bool, at_once: bool) -> ComparisonPlan:
     """The comparison that the options of `bench e2e` ask for."""
     if model is None:
         raise typer.BadParameter(f"name a shape: one of {', '.join(shapes.names())}", param_hint="--model")
@@ -104,10 +104,10 @@ def _plan(model, case, against, variant, repetitions: int, cold: bool, apart: bo
         raise typer.BadParameter("with --apart, only one engine is up at a time", param_hint="--at-once")
     shape = _shape(model)
     cases, engines = _cases(shape, case or ["*"]), _engines(against or [], variant or [])
-    return Plan(shape, cases, engines, repetitions, cold, apart, at_once)
+    return ComparisonPlan(shape, cases, engines, repetitions, cold, apart, at_once)
 
 
-def _run(plan: Plan, logs: Path | None) -> Comparison:
+def _run(plan: ComparisonPlan, logs: Path | None) -> Comparison:
     """Run the comparison, with a progress bar. logs: the folder for the engines' logs, which are else lost."""
     if dropped := not_inherited():
         print(f"Not given to the engines, --variant would: {', '.join(dropped)}", file=sys.stderr)
@@ -127,7 +127,7 @@ def _run(plan: Plan, logs: Path | None) -> Comparison:
     return found
 
 
-def _explain(failure: EngineError, plan: Plan) -> None:
+def _explain(failure: EngineError, plan: ComparisonPlan) -> None:
     short = len(plan.engines) > 1 and not plan.apart and "memory" in str(failure).lower()
     print(f"{failure}\n{MEMORY_HINT}" if short else failure, file=sys.stderr)
 
