@@ -28,7 +28,7 @@ def random_cases(op: Op, device: str, dtype: torch.dtype, number: int, seed: int
 
 
 @dataclass(frozen=True)
-class Comparison:
+class KernelComparison:
     """A kernel beside another implementation, or beside the floor, on the cases that both did.
 
     ratios: by case, the other's time divided by the kernel's, so that more than 1 is faster. seconds: the kernel's.
@@ -72,7 +72,7 @@ def kind_of(case: str) -> str | None:
     return drawn.split()[0] if drawn else None
 
 
-def comparisons(results: Iterable[Result]) -> Iterator[Comparison]:
+def comparisons(results: Iterable[Result]) -> Iterator[KernelComparison]:
     """The first of opset's kernels, in the order of selection, beside each other implementation and the floor.
 
     A comparison on all cases comes first, then those on the cases of one kind, if there are several.
@@ -96,12 +96,12 @@ def comparisons(results: Iterable[Result]) -> Iterator[Comparison]:
                     checked = [one for one in found[kernel] if not one.skipped and kind in (None, kind_of(one.case))]
                     wrong = sum(result.check is not None for result in checked)
                     of_both = {case: own[case].seconds for case in ratios}
-                    yield Comparison(op, kernel, other, ratios, of_both, wrong, len(checked), kind)
+                    yield KernelComparison(op, kernel, other, ratios, of_both, wrong, len(checked), kind)
 
 
 def tables(results: Iterable[Result]) -> Iterator[tuple[str, list[str], list[dict]]]:
     """(title, columns, rows): a table of all comparisons of an op, and the worst cases of each on all kinds."""
-    by_op: dict[str, list[Comparison]] = {}
+    by_op: dict[str, list[KernelComparison]] = {}
     for comparison in comparisons(results):
         by_op.setdefault(comparison.op, []).append(comparison)
     for op, found in by_op.items():
@@ -119,7 +119,7 @@ def tables(results: Iterable[Result]) -> Iterator[tuple[str, list[str], list[dic
             yield f"{op}, the worst of {comparison.kernel} beside {comparison.other}", list(worst[0]), worst
 
 
-def _row(comparison: Comparison) -> dict[str, str]:
+def _row(comparison: KernelComparison) -> dict[str, str]:
     quantiles = {f"{share:.0%}": f"{comparison.quantile(share):.2f}{TIMES}" for share in QUANTILES}
     return {
         "beside": comparison.other,
