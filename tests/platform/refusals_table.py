@@ -6,7 +6,7 @@ from vllm_opset.bench.format import TIMES
 from vllm_opset.platform.cpu import refusals as cpu
 from vllm_opset.platform.cuda import refusals as cuda
 from vllm_opset.platform.native import evidence
-from vllm_opset.platform.native.rules import PARTS, SINKS
+from vllm_opset.platform.native.rules import RULES, SINKS
 from vllm_opset.platform.npu import refusals as npu
 from vllm_opset.platform.refusals import Settings
 
@@ -29,13 +29,13 @@ def refused() -> list[str]:
 def parts() -> list[str]:
     """The configurations that decide whether a part of opset is on, on vLLM's own wheel for CUDA and Hopper GPUs."""
     found: dict[str, dict[str, str]] = {}
-    for name, part in PARTS.items():
-        for kind in (*(rule.feature for rule in part.kinds), *([SINKS] if name == "attention" else [])):
+    for name, rules in RULES.items():
+        for kind in (*(rule.feature for rule in rules.kinds), *([SINKS] if name == "attention" else [])):
             measured = evidence.of_kind(name, kind, HOPPER)
             found.setdefault(kind, {})[name] = f"{'on' if measured and measured.on else 'off'} by default"
-        for rule in part.unsupported:
+        for rule in rules.unsupported:
             found.setdefault(rule.feature, {})[name] = "unsupported"
-    return list(_table(("configuration", *PARTS), ((feature, *map(of.get, PARTS)) for feature, of in found.items())))
+    return list(_table(("configuration", *RULES), ((feature, *map(of.get, RULES)) for feature, of in found.items())))
 
 
 def kinds() -> list[str]:

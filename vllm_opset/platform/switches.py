@@ -4,11 +4,22 @@
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_opset.overrides import OverrideError, nearest, settings
 
-PARTS = ("attention", "sampler", "linear", "ops", "moe")
+
+class ByPart(NamedTuple):
+    """A value for each part. The fields are the names of the parts."""
+
+    attention: Any
+    sampler: Any
+    linear: Any
+    ops: Any
+    moe: Any
+
+
+PARTS = ByPart._fields
 VALUES: Mapping[object, bool] = {"on": True, "off": False, True: True, False: False}
 
 

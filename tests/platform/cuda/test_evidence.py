@@ -27,7 +27,7 @@ def test_the_rows_of_evidence_are_well_formed():
         found = evidence.evidence(int(family.removeprefix("sm")))
         assert len({(one.part, one.kind) for one in found}) == len(found), "two rows of one part and kind"
         for one in found:
-            kinds = {kind.feature for kind in parts.PARTS[one.part].kinds} | BESIDE_RULES.get(one.part, set())
+            kinds = {kind.feature for kind in parts.RULES[one.part].kinds} | BESIDE_RULES.get(one.part, set())
             assert one.kind in kinds, f"no rule of {one.part} names {one.kind}"
             assert one.on == (max(one.ratios.values()) <= 1 + NOISE), one
         by_experts = [one.on for one in found if (one.part, one.kind) == ("moe", MOE)]

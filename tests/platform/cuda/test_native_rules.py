@@ -11,7 +11,6 @@ import torch
 from small_models import QWEN3
 from vllm.config import PassConfig
 
-from vllm_opset.platform import switches
 from vllm_opset.platform.native import evidence, parts
 from vllm_opset.platform.refusals import Refusal
 
@@ -119,7 +118,7 @@ def for_part(name: str, made: Changed) -> Changed:
 
 @functools.cache
 def rules(name: str, which: str) -> dict[str, parts.Rule]:
-    return {rule.feature: rule for rule in getattr(parts.PARTS[name], which)}
+    return {rule.feature: rule for rule in getattr(parts.RULES[name], which)}
 
 
 @pytest.fixture
@@ -328,10 +327,6 @@ def test_the_parts_that_are_on_by_default(kinds, on, changed, monkeypatch):
     monkeypatch.setattr(evidence, "defaults", IN_USE)
     found = parts.decide(Changed(made._base, {k: v for kind in kinds for k, v in EXAMPLES[kind].items()}), HOPPER)
     assert {name for name, part in found.items() if part.on} == on
-
-
-def test_every_part_has_a_switch():
-    assert tuple(parts.PARTS) == switches.PARTS
 
 
 def test_vllm_still_derives_pooling_backends_from_its_own_only():

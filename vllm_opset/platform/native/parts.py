@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_opset.platform import switches
 from vllm_opset.platform.cuda import device
 from vllm_opset.platform.native import evidence
-from vllm_opset.platform.native.rules import PARTS, WHERE, Part, is_ours
+from vllm_opset.platform.native.rules import RULES, WHERE, is_ours
 from vllm_opset.platform.refusals import Rule
-from vllm_opset.platform.switches import Switch
+from vllm_opset.platform.switches import PARTS, Switch
 from vllm_opset.unsupported import Refusal
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def decide(config: "VllmConfig", family: int) -> dict[str, Decision]:
     the configuration. Raises OverrideError for a setting that is not valid.
     """
     chosen = _switches(config)
-    return {name: _decide(name, part, chosen.get(name), config, family) for name, part in PARTS.items()}
+    return {name: _decide(name, chosen.get(name), config, family) for name in PARTS}
 
 
 def decide_without_model(family: int) -> dict[str, Decision]:
@@ -104,13 +104,13 @@ def _switches(config: "VllmConfig") -> dict[str, Switch]:
     return chosen
 
 
-def _decide(name: str, part: Part, switch: Switch | None, config: "VllmConfig", family: int) -> Decision:
+def _decide(name: str, switch: Switch | None, config: "VllmConfig", family: int) -> Decision:
     if switch is not None and not switch.on:
         return Decision(False, f"switched off by {switch.source}")
     if switch is not None:
         if divmod(family, 10) < device.OLDEST:
             raise Refusal(f"vllm-opset's {name} needs {device.NEEDED}: switch it off.")
-        if rule := _first(part.unsupported, config):
+        if rule := _first(RULES[name].unsupported, config):
             raise rule.refusal(f"({name}) {WHERE}")
         return Decision(True, f"asked for by {switch.source}")
     return _by_default(name, family, config)
@@ -121,12 +121,12 @@ def _by_default(name: str, family: int, config: "VllmConfig | None" = None) -> D
 
     config: None if only what depends on no model and no configuration is to be known.
     """
-    row, part = evidence.defaults().get(f"sm{family}", {}), PARTS[name]
+    row, rules = evidence.defaults().get(f"sm{family}", {}), RULES[name]
     if not row.get(name):
         return Decision(False, f"not measured to be faster on GPUs of compute capability {family // 10}.{family % 10}")
-    if config and (why_not := _first(part.unsupported, config)):
+    if config and (why_not := _first(rules.unsupported, config)):
         return Decision(False, f"vLLM's own serves {why_not.feature}")
-    for kind in (kind for kind in part.kinds if config and kind.applies(config)):
+    for kind in (kind for kind in rules.kinds if config and kind.applies(config)):
         found = evidence.of_kind(name, kind.feature, family)
         if found is None or not found.on:
             return Decision(False, f"vLLM's own serves {kind.feature}: {found.summary if found else 'not measured'}")

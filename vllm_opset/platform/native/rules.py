@@ -24,6 +24,7 @@ from vllm_opset.platform.refusals import (
     two_batches,
     windows_generated_tokens,
 )
+from vllm_opset.platform.switches import PARTS, ByPart
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,7 +53,7 @@ OF_ANOTHER_BACKEND = frozenset(
 
 
 @dataclass(frozen=True)
-class Part:
+class PartRules:
     """The rules of a part. unsupported: configurations that the part does not support.
 
     kinds: configurations that need evidence of their own (`evidence`). Without it, the part is off by default, and
@@ -190,8 +191,8 @@ _COMMON_KINDS = (*_DRAFTS, *_OTHER_KINDS)
 # Parts that replace vLLM's layers need it for these, too.
 _KINDS_OF_LAYERS = (*_COMMON_KINDS, _POOLING, _MLA)
 
-PARTS: Mapping[str, Part] = {
-    "attention": Part(
+RULES: Mapping[str, PartRules] = ByPart(
+    attention=PartRules(
         unsupported=(
             _OTHER_WORKER,
             Rule("another attention backend", "leave out --attention-backend and --attention-config", _another_backend),
@@ -227,7 +228,7 @@ PARTS: Mapping[str, Part] = {
             _FP32,
         ),
     ),
-    "sampler": Part(
+    sampler=PartRules(
         unsupported=(
             _OTHER_WORKER,
             _POOLING,
@@ -241,7 +242,7 @@ PARTS: Mapping[str, Part] = {
         ),
         kinds=_OTHER_KINDS,
     ),
-    "linear": Part(
+    linear=PartRules(
         unsupported=(
             _OTHER_WORKER,
             _OFFLOADS,
@@ -262,7 +263,7 @@ PARTS: Mapping[str, Part] = {
         ),
         kinds=(*_KINDS_OF_LAYERS, _FP32),
     ),
-    "ops": Part(
+    ops=PartRules(
         unsupported=(
             _OTHER_WORKER,
             # opset's layers do not call the IR's ops.
@@ -274,7 +275,7 @@ PARTS: Mapping[str, Part] = {
         ),
         kinds=_KINDS_OF_LAYERS,
     ),
-    "moe": Part(
+    moe=PartRules(
         unsupported=(
             _OTHER_WORKER,
             Rule("models without experts", "switch this part off", _has_no_experts),
@@ -299,7 +300,7 @@ PARTS: Mapping[str, Part] = {
             _FP32,
         ),
     ),
-}
+)._asdict()
 
 # Parts whose kernels run within the model. torch.compile traces through their layers, and the warm-up calls them.
-IN_THE_MODEL = PARTS.keys() - {"sampler"}
+IN_THE_MODEL = frozenset(PARTS) - {"sampler"}
