@@ -159,7 +159,7 @@ def test_by_default_the_table_says(config, everything_is_faster):
 def test_what_is_said_of_a_model_that_every_part_can_do(everything_is_faster, monkeypatch):
     monkeypatch.setenv("OPSET_NATIVE", "sampler=off")
     decisions = parts.decide_without_model(HOPPER)
-    assert decisions["sampler"] == (False, "OPSET_NATIVE")
+    assert decisions["sampler"] == (False, "switched off by OPSET_NATIVE")
     assert decisions["attention"] == (True, "faster by a page")
 
 

@@ -79,13 +79,16 @@ def decide(config: "VllmConfig", family: int) -> dict[str, Decision]:
     the configuration. Raises OverrideError for a setting that is not valid.
     """
     chosen = _switches(config)
-    return {name: _decide(name, chosen.get(name), config, family) for name in PARTS}
+    for name, switch in chosen.items():
+        if switch.on:
+            _check_support(name, config, family)
+    return {name: _decide(name, chosen.get(name), family, config) for name in PARTS}
 
 
 def decide_without_model(family: int) -> dict[str, Decision]:
     """The result of `decide` by variables and files alone, for a model and configuration that all parts support."""
     chosen = switches.read({})
-    return {name: Decision(*chosen[name]) if name in chosen else _by_default(name, family) for name in PARTS}
+    return {name: _decide(name, chosen.get(name), family) for name in PARTS}
 
 
 def is_wanted(name: str, kind: str, config: "VllmConfig", family: int) -> bool:
@@ -104,19 +107,22 @@ def _switches(config: "VllmConfig") -> dict[str, Switch]:
     return chosen
 
 
-def _decide(name: str, switch: Switch | None, config: "VllmConfig", family: int) -> Decision:
-    if switch is not None and not switch.on:
-        return Decision(False, f"switched off by {switch.source}")
-    if switch is not None:
-        if divmod(family, 10) < device.OLDEST:
-            raise Refusal(f"vllm-opset's {name} needs {device.NEEDED}: switch it off.")
-        if rule := _first(RULES[name].unsupported, config):
-            raise rule.refusal(f"({name}) {WHERE}")
-        return Decision(True, f"asked for by {switch.source}")
-    return _by_default(name, family, config)
+def _check_support(name: str, config: "VllmConfig", family: int) -> None:
+    """Raise Refusal if a part does not support the GPUs or the configuration."""
+    if divmod(family, 10) < device.OLDEST:
+        raise Refusal(f"vllm-opset's {name} needs {device.NEEDED}: switch it off.")
+    if rule := _first(RULES[name].unsupported, config):
+        raise rule.refusal(f"({name}) {WHERE}")
 
 
-def _by_default(name: str, family: int, config: "VllmConfig | None" = None) -> Decision:
+def _decide(name: str, switch: Switch | None, family: int, config: "VllmConfig | None" = None) -> Decision:
+    """The decision on a part: the user's, or that by default. config: see `_by_default`."""
+    if switch is None:
+        return _by_default(name, family, config)
+    return Decision(switch.on, f"{'asked for' if switch.on else 'switched off'} by {switch.source}")
+
+
+def _by_default(name: str, family: int, config: "VllmConfig | None") -> Decision:
     """Whether a part is on if no user sets it: if it was measured to be faster, and none of its rules says otherwise.
 
     config: None if only what depends on no model and no configuration is to be known.
