@@ -155,32 +155,33 @@ def write_products(
 
     The rows of choices that have no place stay as they are.
     """
-    if not len(order.expert_ids):
+    if not order.num_blocks:
         return
     if weight_zero_point is not None:
         weight_scale, weight_zero_point = in_one_layout(weight_scale, weight_zero_point)
     picked = VARIANTS.of(variant, x, weight, *order, bias, weight_scale, x_scale, out.dtype)
-    packed = Packed(x, weight, weight_scale, weight_zero_point)
-    if picked == "wide_decode_sm90":
-        values = _launch.parameters("int4_grouped_gemm_wide_decode_sm90", x.device, order.block_size)
-        wide_decode_sm90.decode_experts(packed, bias, out, order, values)
-        return
-    if picked == "decode_sm90":
-        values = _launch.parameters(f"{_launch_of(weight, weight_scale)}_decode_sm90", x.device, order.num_blocks)
-        decode_sm90.decode_experts(packed, bias, out, order, values)
-        return
-    if picked == "prefill_sm90" and weight.dtype is PACKED:
-        _multiply_packed_sm90(packed, bias, out, order)
-        return
-    if picked == "prefill_sm90":
+    if picked in ("decode", "prefill"):
+        tile = _tile(picked, order.block_size, order.num_blocks, weight, weight_scale)
+        product = Product(x, weight, bias, order, out, read_once=picked == "decode")
+        _multiply_tiles(product, weight_scale, x_scale, weight_zero_point, tile)
+    elif weight.dtype is PACKED:
+        PACKED_SM90[picked](Packed(x, weight, weight_scale, weight_zero_point), bias, out, order)
+    else:
         operands = Operands(x, weight, weight_scale, x_scale, out.dtype)
         scaled_calls_sm90.scaled_grouped_gemm(operands, bias, out, order)
-        return
-    tile = _tile(picked, order.block_size, len(order.expert_ids), weight, weight_scale)
-    product = Product(x, weight, bias, order, out, read_once=picked == "decode")
-    if is_mxfp4(weight, weight_scale):
+
+
+def _multiply_tiles(
+    product: Product,
+    weight_scale: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    weight_zero_point: torch.Tensor | None,
+    tile: dict[str, int],
+) -> None:
+    """Writes the product by `decode` or `prefill`, which differ in the tile alone. tile: launch arguments."""
+    if is_mxfp4(product.weight, weight_scale):
         mxfp4.launch(product, weight_scale, tile)
-    elif weight.dtype is PACKED:
+    elif product.weight.dtype is PACKED:
         int4.launch(product, weight_scale, weight_zero_point, tile)
     elif weight_scale is not None:
         scaled.launch(product, weight_scale, x_scale, tile)
@@ -188,7 +189,7 @@ def write_products(
         unquantised.launch(product, tile)
 
 
-def _multiply_packed_sm90(call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
+def _prefill_packed_sm90(call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
     """Writes the product by packed weights to out. MXFP4 has two kernels: each serves tiles for which it is faster."""
     launch = f"{_launch_of(call.weight, call.weight_scale)}_prefill_sm90"
     values = _launch.parameters(launch, call.x.device, order.block_size)
@@ -196,6 +197,14 @@ def _multiply_packed_sm90(call: Packed, bias: torch.Tensor | None, out: torch.Te
         mxfp4_sm90.mxfp4_grouped_gemm(call.x, call.weight, bias, call.weight_scale, out, order, values)
     else:
         packed_sm90.packed_grouped_gemm(call, bias, out, order, values)
+
+
+# What writes the product by packed weights on a Hopper GPU, by variant.
+PACKED_SM90 = {
+    "wide_decode_sm90": wide_decode_sm90.decode_experts,
+    "decode_sm90": decode_sm90.decode_experts,
+    "prefill_sm90": _prefill_packed_sm90,
+}
 
 
 def _tile(

@@ -265,15 +265,15 @@ def can(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None
     return 2 * weight.shape[-1] > WIDTH.value and is_aligned(x) and is_aligned(weight)
 
 
-def decode_experts(
-    call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order, values: _launch.Parameters
-) -> None:
-    """Writes the product of the contract of `grouped_gemm` to out. values: the launch's rows, warps and so on."""
-    (x, weight, weight_scale, zero_point), num_blocks = call, len(order.expert_ids)
+def decode_experts(call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
+    """Writes the product of the contract of `grouped_gemm` to out."""
+    (x, weight, weight_scale, zero_point), num_blocks = call, order.num_blocks
+    mxfp4 = is_mxfp4(weight, weight_scale)
+    values = _launch.parameters(f"{'mxfp4' if mxfp4 else 'int4'}_grouped_gemm_decode_sm90", x.device, num_blocks)
     (_, outputs, half), device, rows, warps = weight.shape, x.device, values["rows"], values["warps"]
     num_tiles, tile_units = num_blocks * _launch.cdiv(outputs, rows), _launch.cdiv(2 * half, WIDTH.value)
     num_programs = min(values["programs"] * _launch.multiprocessors(device), num_tiles * tile_units)
-    words, mxfp4 = weight.view(-1, half).view(torch.int32), is_mxfp4(weight, weight_scale)
+    words = weight.view(-1, half).view(torch.int32)
     _launch.launch(
         experts_decode_sm90, (num_programs,),
         x, x.stride(0), TensorDescriptor.from_tensor(words, [rows, WORDS.value], box_layout(64, 32)),

@@ -268,12 +268,12 @@ def can(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor | None
     return columns > WIDTH.value and (group % WIDTH.value == 0 or group == columns)
 
 
-def decode_experts(
-    call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order, values: _launch.Parameters
-) -> None:
-    """Writes the product of the contract of `grouped_gemm` to out. values: the launch's rows, programs and stages."""
+def decode_experts(call: Packed, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
+    """Writes the product of the contract of `grouped_gemm` to out."""
     (x, weight, weight_scale, zero_point), num_blocks, tokens = call, order.num_blocks, order.block_size
-    (_, outputs, half), device, rows = weight.shape, x.device, values["rows"]
+    (_, outputs, half), device = weight.shape, x.device
+    values = _launch.parameters("int4_grouped_gemm_wide_decode_sm90", device, tokens)
+    rows = values["rows"]
     columns, units, places = 2 * half, _launch.cdiv(2 * half, WIDTH.value), len(order.sorted_token_ids)
     arranged = x.new_empty((places, units * WIDTH.value))
     x_sum = x.new_empty((units, places), dtype=torch.float32)

@@ -95,6 +95,16 @@ VARIANTS = Variants(
 )
 
 
+# What multiplies by packed weights, and what by others on a Hopper GPU, by variant.
+PACKED_WEIGHTS = {
+    "packed_sm90": packed_sm90.packed_gemm,
+    "ring": ring.ring_linear,
+    "packed": packed_linear,
+    "dequantised": dequantised_linear,
+}
+UNPACKED_SM90 = {"decode_sm90": decode_sm90.decode_linear, "scaled_sm90": scaled_calls_sm90.scaled_linear}
+
+
 @kernel(ops.linear, name="triton", supports=supports, variants=VARIANTS)
 def linear(
     x: torch.Tensor,
@@ -110,18 +120,10 @@ def linear(
     if weight_zero_point is not None:
         weight_scale, weight_zero_point = in_one_layout(weight_scale, weight_zero_point)
     picked = VARIANTS.of(variant, x, weight, bias, weight_scale, x_scale, out_dtype)
-    if picked == "ring":
-        return ring.ring_linear(x, weight, bias, weight_scale, weight_zero_point)
-    if picked == "packed":
-        return packed_linear(x, weight, bias, weight_scale, weight_zero_point)
-    if picked == "packed_sm90":
-        return packed_sm90.packed_gemm(x, weight, bias, weight_scale, weight_zero_point)
-    if picked == "dequantised":
-        return dequantised_linear(x, weight, bias, weight_scale, weight_zero_point)
-    if picked == "decode_sm90":
-        return decode_sm90.decode_linear(Operands(x, weight, weight_scale, x_scale, out_dtype), bias)
-    if picked == "scaled_sm90":
-        return scaled_calls_sm90.scaled_linear(Operands(x, weight, weight_scale, x_scale, out_dtype), bias)
+    if picked in PACKED_WEIGHTS:
+        return PACKED_WEIGHTS[picked](x, weight, bias, weight_scale, weight_zero_point)
+    if picked in UNPACKED_SM90:
+        return UNPACKED_SM90[picked](Operands(x, weight, weight_scale, x_scale, out_dtype), bias)
     if picked == "scaled":
         return scaled_linear(x, weight, bias, weight_scale, x_scale, out_dtype)
     if picked == "torch":
