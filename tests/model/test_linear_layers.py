@@ -11,6 +11,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from vllm_opset import kernel as registry
@@ -205,6 +206,20 @@ def test_a_warm_up_multiplies_few_rows_by_each_kind(compiled, reference, monkeyp
     linear.multiply(model, 6)
     # For [64, 48] with a bias, [64, 48] without, and the head's [128, 48].
     assert rows == 3 * [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("is_head", [True, False])
+def test_a_warm_up_multiplies_by_an_embedding_that_is_the_head(is_head, compiled, reference, monkeypatch):
+    """Gemma-2 and Command-R have no other layer for it. Pooling models have neither a head nor logits."""
+    model, rows = torch.nn.ModuleDict({"embedding": VocabParallelEmbedding(128, 48)}), []
+    if is_head:
+        model["logits_processor"] = LogitsProcessor(128)
+    choice = linear.choice(model["embedding"].weight)
+    monkeypatch.setattr(choice, "run", seeing(choice.run, rows))
+    linear.bind(model, compiled)
+    linear.multiply(model, 3)
+    assert rows == ([1, 2, 3] if is_head else [])
 
 
 @pytest.mark.parametrize("compiled", [False, True])

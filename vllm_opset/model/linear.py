@@ -10,7 +10,12 @@ because vLLM may replace the weight. In a model that torch.compile compiles, a l
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 from vllm_opset import operators
 from vllm_opset.model.packed_linear import PackedEmbeddingMethod, PackedLinearMethod, choice, replace, run_of
@@ -69,10 +74,10 @@ def _prepares(layer: torch.nn.Module) -> bool:
 
 def multiply(model: torch.nn.Module, most_rows: int) -> None:
     """Multiply 1, 2, 4 … and the most rows by a weight of each kind, so that the kernels of decode are compiled."""
-    kinds = {}
+    kinds, heads = {}, _heads(model)
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
-        is_head = isinstance(method, EmbeddingMethod | PackedEmbeddingMethod) and isinstance(layer, ParallelLMHead)
+        is_head = isinstance(method, EmbeddingMethod | PackedEmbeddingMethod) and layer in heads
         if is_head or isinstance(method, LinearMethod | PackedLinearMethod):
             weight = method.weight_of(layer)
             kinds[weight.dtype, weight.shape, getattr(layer, "bias", None) is None] = layer, weight
@@ -80,3 +85,12 @@ def multiply(model: torch.nn.Module, most_rows: int) -> None:
         for num_rows in powers_up_to(most_rows):
             x = torch.zeros(num_rows, weight.shape[1], dtype=layer.weight.dtype, device=weight.device)
             layer.quant_method.apply(layer, x, getattr(layer, "bias", None))
+
+
+def _heads(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers by which a model multiplies to get logits. Without an LM head, as in Gemma-2, these are embeddings."""
+    layers = list(model.modules())
+    heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
+    if not heads and any(isinstance(layer, LogitsProcessor) for layer in layers):
+        heads = [layer for layer in layers if isinstance(layer, VocabParallelEmbedding)]
+    return heads
