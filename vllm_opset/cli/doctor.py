@@ -56,7 +56,8 @@ def examine(
         selection.require_device(device)
         kernels = _kernels(device, DTYPES[dtype])
         if active == NATIVE:
-            parts, kinds = native_parts.decide_without_model(_family()), evidence.evidence(_family())
+            family = _family()
+            parts, kinds = native_parts.decide_without_model(family), evidence.evidence(family)
         elif active:
             _check_settings()
     except ValueError as error:
@@ -127,8 +128,8 @@ def _accelerator() -> str:
 
 
 def _gpu() -> str:
-    family = _family()
-    return f"{torch.cuda.get_device_name()}, compute capability {family // 10}.{family % 10}, CUDA {torch.version.cuda}"
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
 
 
 def _faults() -> Iterator[Fault]:
@@ -205,9 +206,10 @@ def _device(active: str | None) -> str:
 
 
 def _family() -> int:
-    """The compute capability of the GPU, such as 90."""
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
+    """The compute capability of the GPUs, such as 90, by vLLM's own platform. A variable may hide them from PyTorch."""
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_capability().to_int()
 
 
 def _kernels(device: str, dtype: torch.dtype) -> list[dict]:

@@ -35,6 +35,22 @@ print(json.dumps([
 ]))
 """
 
+DOCTOR = """
+import sys, types
+import torch
+
+def initialised(): raise SystemExit("CUDA was initialised")
+
+torch.version.cuda, torch.cuda.device_count, torch.cuda._lazy_init = "13.0", lambda: 0, initialised
+from vllm_opset.platform import stock
+stock.has_kernels_for_cuda = lambda: True
+sys.modules |= {name: types.ModuleType(name) for name in ("vllm._C", "vllm._C_stable_libtorch")}
+from vllm_opset import cli
+cli.doctor._kernels = lambda *_: []  # listing them takes seconds
+sys.argv = ["vllm-opset", "doctor", "--json"]
+cli.main()
+"""
+
 ASKED = """
 import os
 from vllm_opset.platform.cuda import nvml
@@ -81,3 +97,13 @@ def test_a_gpu_is_the_one_that_is_visible_now(emulated):
     found = run("python", "-c", ASKED, OPSET_PLATFORM="cpu", LD_LIBRARY_PATH=emulated)
     assert found.code == 0, found
     assert found.out.splitlines()[-3:] == ["['Emulated GPU', None]", "[None, None]", "[None, 'Emulated GPU']"]
+
+
+def test_doctor_knows_the_parts_where_a_variable_hides_the_gpus(emulated):
+    """vLLM's own wheel serves there, as in a driver of Ray."""
+    settings = {"OPSET_PLATFORM": "native", "CUDA_VISIBLE_DEVICES": "", "LD_LIBRARY_PATH": emulated}
+    found = run("python", "-c", DOCTOR, **settings)
+    assert found.code == 0, found
+    report = json.loads(found.out)
+    assert report["platform"].endswith("OpsetNativePlatform") and report["parts"]["attention"]["on"]
+    assert "hides every NVIDIA GPU" in report["machine"]["accelerator"]
