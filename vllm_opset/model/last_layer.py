@@ -4,7 +4,7 @@ These are the last token of each request. vLLM also reads the others of a reques
 prompt, and then all are computed. The keys and values of all tokens are in the cache by then. So in a step with
 prompts, the last output projection and the last MLP multiply as many rows as there are requests.
 
-Three modules are wrapped. In the last layer, the norm at its begin leaves out rows of the residual, and the output
+Three modules are wrapped. In the last layer, the norm at its start leaves out rows of the residual, and the output
 projection leaves out rows of what attention gives it. The norm after all layers gives the rows their places again. Rows
 that were left out are zero there.
 
@@ -73,7 +73,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 class Ends(NamedTuple):
-    """The norm at the begin of a model's last layer, the output projection of its attention, and the norm after it."""
+    """The norm at the start of a model's last layer, the output projection of its attention, and the norm after it."""
 
     begin: RMSNormLayer
     projection: RowParallelLinear

@@ -142,7 +142,7 @@ def check_linear(layer: torch.nn.Module, names: Sequence[str] = VALUES) -> None:
     names: of those that are asked for beside all scales.
     """
     number = len(getattr(layer, "output_partition_sizes", ()))  # a head has none
-    for name, noted in _checked(taken(layer), names):
+    for name, noted in _checked(pop_loaded(layer), names):
         if not noted:
             _check(layer, name, noted, [ALL])
         elif number > 1:
@@ -155,23 +155,23 @@ def check_experts(layer: torch.nn.Module, names: Sequence[str] = VALUES) -> None
     mapped = layer.expert_map
     experts = range(layer.local_num_experts) if mapped is None else (mapped >= 0).nonzero().flatten().tolist()
     halves = ("w1", "w3") if layer.moe_config.is_act_and_mul else ("w1",)
-    loaded = taken(layer)
+    loaded = pop_loaded(layer)
     for weight, shards in (("w13_", halves), ("w2_", ("w2",))):
         for name, noted in _checked(loaded, names, weight):
             _check(layer, name, noted, [(shard, expert) for expert in experts for shard in shards])
 
 
-def taken(layer: torch.nn.Module) -> dict[str, set[Part]]:
+def pop_loaded(layer: torch.nn.Module) -> dict[str, set[Part]]:
     """The parts that were loaded since the last call, by the names of parameters.
 
     It is empty if no loader was called for this layer, as with `--load-format dummy`.
     """
     loaders = {name: getattr(one, "weight_loader", None) for name, one in layer.named_parameters(recurse=False)}
     noted = {name: getattr(load, NOTED) for name, load in loaders.items() if hasattr(load, NOTED)}
-    taken = {name: set(parts) for name, parts in noted.items()}
+    found = {name: set(parts) for name, parts in noted.items()}
     for parts in noted.values():
         parts.clear()
-    return taken if any(taken.values()) else {}
+    return found if any(found.values()) else {}
 
 
 def _checked(

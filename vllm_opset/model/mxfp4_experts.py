@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 
 from vllm_opset.model.experts import Experts, MonolithicMethod
-from vllm_opset.model.loading import check_columns, taken, watch
+from vllm_opset.model.loading import check_columns, pop_loaded, watch
 from vllm_opset.ops.schemes import MXFP4, NO_SCALE, Scheme, check_scale, values_shape
 
 # vLLM's names of the parameters, and those of the checkpoint.
@@ -57,7 +57,7 @@ class OpsetMxfp4ExpertsMethod(MonolithicMethod, GptOssMxfp4MoEMethod):
 
         Nothing is converted: when vLLM loads weights again, it copies what is here now into the weights that are bound.
         """
-        for name, parts in taken(layer).items():
+        for name, parts in pop_loaded(layer).items():
             if not parts:
                 raise ValueError(f"{named(layer, name)} is missing in the checkpoint")
 
