@@ -72,20 +72,27 @@ def _is_stored_as_it_is(layer: torch.nn.Module, name: str, parameter: torch.Tens
 
 
 def _of_expert(layer: torch.nn.Module, name: str, parameter: torch.Tensor, shard: str, is_bias: bool) -> list[int]:
+    """The shape of one expert's tensor, in all workers, by the shape of the parameter that this worker loads it into.
+
+    Tensor-parallel workers share the intermediate size, and the parameter may be padded in it and in the hidden size.
+    """
     moe, sizes = layer.moe_config, list(parameter.shape[1:])
     granularity = getattr(parameter, "quant_method", None) if "scale" in name or "zero" in name else None
-    outputs = int(getattr(parameter, "is_transposed", False) and not is_bias)
+    width = moe.intermediate_size_per_partition_unpadded * moe.tp_size, moe.intermediate_size_per_partition
+    hidden_size = moe.hidden_dim_unpadded, moe.hidden_dim
+    of_outputs, of_inputs = (width, hidden_size) if shard in HALVES else (hidden_size, width)
+    outputs = int(getattr(parameter, "is_transposed", False) and not is_bias)  # their dimension
     if shard in HALVES and moe.is_act_and_mul:
         sizes[outputs] //= 2
-    # Of the two dimensions, tensor-parallel workers share one. Both may be padded in the parameter.
-    inner = outputs if shard in HALVES else 1 - outputs
-    if shard in HALVES or not (is_bias or granularity == PER_CHANNEL):
-        width = moe.intermediate_size_per_partition_unpadded * moe.tp_size
-        sizes[inner] = -(-sizes[inner] * width // moe.intermediate_size_per_partition)
-    if not (shard in HALVES and (is_bias or granularity == PER_CHANNEL)):
-        hidden = 0 if is_bias else 1 - inner
-        sizes[hidden] = -(-sizes[hidden] * moe.hidden_dim_unpadded // moe.hidden_dim)
+    sizes[outputs] = _whole(sizes[outputs], *of_outputs)
+    if not is_bias and granularity != PER_CHANNEL:
+        sizes[1 - outputs] = _whole(sizes[1 - outputs], *of_inputs)
     if granularity == BY_BLOCKS:
         finer = getattr(layer.quant_method, "weight_scale_refine", None) or (1, 1)  # than the blocks of the checkpoint
         sizes = [-(-size // times) for size, times in zip(sizes, finer, strict=True)]
     return sizes
+
+
+def _whole(size: int, all_workers: int, own: int) -> int:
+    """A size of the parameter without padding and in all workers, as `all_workers` is to this worker's `own`."""
+    return -(-size * all_workers // own)
