@@ -2,7 +2,7 @@
 
 import random
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
@@ -82,21 +82,24 @@ def comparisons(results: Iterable[Result]) -> Iterator[KernelComparison]:
         by_op.setdefault(result.op, {}).setdefault(result.implementation, []).append(result)
     for op, found in by_op.items():
         kernel = _serving([name for name, own in found.items() if not own[0].peer])
-        if kernel is None:
-            continue
-        ours = {result.case: result for result in found[kernel] if result.seconds is not None}
-        times = {FLOOR: {case: result.floor for case, result in ours.items()}}
-        times |= {name: _seconds(own) for name, own in found.items() if name != kernel}
-        for other, seconds in times.items():
-            kinds = list(dict.fromkeys(filter(None, (kind_of(case) for case in ours if case in seconds))))
-            for kind in [None, *(kinds if len(kinds) > 1 else [])]:
-                own = {case: result for case, result in ours.items() if kind in (None, kind_of(case))}
-                ratios = {case: seconds[case] / result.seconds for case, result in own.items() if case in seconds}
-                if ratios:
-                    checked = [one for one in found[kernel] if not one.skipped and kind in (None, kind_of(one.case))]
-                    wrong = sum(result.check is not None for result in checked)
-                    of_both = {case: own[case].seconds for case in ratios}
-                    yield KernelComparison(op, kernel, other, ratios, of_both, wrong, len(checked), kind)
+        if kernel is not None:
+            others = {FLOOR: {result.case: result.floor for result in found[kernel] if result.seconds is not None}}
+            others |= {name: _seconds(own) for name, own in found.items() if name != kernel}
+            for other, seconds in others.items():
+                yield from _by_kind(op, found[kernel], other, seconds)
+
+
+def _by_kind(op: str, ours: list[Result], other: str, seconds: Mapping[str, float]) -> Iterator[KernelComparison]:
+    """Comparisons of a kernel with one other. ours: the kernel's results. seconds: the other's, by case."""
+    timed = {result.case: result.seconds for result in ours if result.seconds is not None and result.case in seconds}
+    kinds = list(dict.fromkeys(filter(None, map(kind_of, timed))))
+    for kind in [None, *(kinds if len(kinds) > 1 else [])]:
+        own = {case: of_case for case, of_case in timed.items() if kind in (None, kind_of(case))}
+        if own:
+            checked = [result for result in ours if not result.skipped and kind in (None, kind_of(result.case))]
+            wrong = sum(result.check is not None for result in checked)
+            ratios = {case: seconds[case] / of_case for case, of_case in own.items()}
+            yield KernelComparison(op, ours[0].implementation, other, ratios, own, wrong, len(checked), kind)
 
 
 def tables(results: Iterable[Result]) -> Iterator[tuple[str, list[str], list[dict]]]:
