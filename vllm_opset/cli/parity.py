@@ -1,6 +1,6 @@
 """`vllm-opset parity`: checks kernels against the reference on all sample inputs and properties of the contracts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, get_args
 
 import torch
@@ -42,24 +42,44 @@ def check(
 
     After Ctrl-C, SIGTERM or an exception, it reports what it has checked, and exits with 1.
     """
-    device, named = device or device_here(DEVICES), names or ()
-    names = list(dict.fromkeys(names or ops.BY_NAME))
-    found = _chosen(names, device, kernel)
-    wanted = {DTYPES[known(name, DTYPES, "--dtype")] for name in dtype or ()}
-    every = [(op.name, candidate.name, one) for op, candidate in found for one in op.dtypes]
-    if not every:
-        known_here = {candidate.name for _, candidate in _chosen(names, device, None)}
-        hint = f"{missing(device)}; {nearest(kernel, known_here)}"
-        raise typer.BadParameter(f"no kernel named {kernel!r} runs on {device}{hint}", param_hint="--kernel")
-    chosen = [one for one in every if not wanted or one[-1] in wanted]
+    device = device or device_here(DEVICES)
+    chosen = _chosen(names or [], device, kernel, dtype or [])
+    require_device(device, DEVICES)  # after kernels are loaded, because that also loads PyTorch's extension for NPUs
+    checks, left = _run(chosen, device, jobs)
+    counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in OUTCOMES}
+    if as_json:
+        print_json({"device": device, **counts, "left": left, "checks": [_plain(check) for check in checks]})
+    else:
+        _print(checks, counts, device)
+        if left:
+            print(f"Ended before {left} of {len(chosen)} kernels and dtypes were checked.")
+    raise typer.Exit(0 if counts["passed"] and not counts["failed"] and not left else 1)
+
+
+def _chosen(
+    names: list[str], device: str, kernel_name: str | None, dtypes: list[str]
+) -> list[tuple[str, str, torch.dtype]]:
+    """The op, the kernel and the dtype of all checks, as the options say. Raises BadParameter if they leave none."""
+    every_op = list(dict.fromkeys(names or ops.BY_NAME))
+    found = list(_kernels(every_op, device, kernel_name))
+    wanted = {DTYPES[known(name, DTYPES, "--dtype")] for name in dtypes}
+    if not found:
+        known_here = {kernel.name for _, kernel in _kernels(every_op, device, None)}
+        hint = f"{missing(device)}; {nearest(kernel_name, known_here)}"
+        raise typer.BadParameter(f"no kernel named {kernel_name!r} runs on {device}{hint}", param_hint="--kernel")
+    chosen = [(op.name, kernel.name, one) for op, kernel in found for one in op.dtypes if not wanted or one in wanted]
     if not chosen:
         raise typer.BadParameter("none of the ops is checked in this dtype", param_hint="--dtype")
-    if unchecked := sorted(set(named) - {op for op, _, _ in chosen}):
+    if unchecked := sorted(set(names) - {op for op, _, _ in chosen}):
         raise typer.BadParameter(
             f"the options leave nothing to check of {', '.join(unchecked)}: leave out these ops, or the options",
             param_hint="OP",
         )
-    require_device(device, DEVICES)  # after kernels are loaded, because that also loads PyTorch's extension for NPUs
+    return chosen
+
+
+def _run(chosen: list[tuple[str, str, torch.dtype]], device: str, jobs: int) -> tuple[list[Check], int]:
+    """The checks, and how many kernels and dtypes were left when Ctrl-C, SIGTERM or an exception ended them."""
     calls = [(*one, device) for one in chosen]
     results = in_processes(_list_of_checks, calls, jobs) if jobs > 1 else (_checks(*call) for call in calls)
     checks, left = [], len(chosen)
@@ -68,20 +88,17 @@ def check(
             for check in of_one:
                 checks.append(check)
             left -= 1
-    counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in OUTCOMES}
-    if as_json:
-        print_json({"device": device, **counts, "left": left, "checks": [_plain(check) for check in checks]})
-    else:
-        print_table(f"Parity on {device}", ("op", "kernel", "dtype", "passed", "skipped", "worst"), _summary(checks))
-        for check in checks:
-            if check.failure:
-                print(f"FAILED {check.op}={check.kernel} {check.dtype}, {check.case}: {check.failure}")
-        print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
-        if not counts["passed"] and not counts["failed"]:
-            print(f"NOTHING WAS CHECKED: no case is supported; the first: {checks[0].case}: {checks[0].skipped}")
-        if left:
-            print(f"Ended before {left} of {len(chosen)} kernels and dtypes were checked.")
-    raise typer.Exit(0 if counts["passed"] and not counts["failed"] and not left else 1)
+    return checks, left
+
+
+def _print(checks: list[Check], counts: Mapping[str, int], device: str) -> None:
+    print_table(f"Parity on {device}", ("op", "kernel", "dtype", "passed", "skipped", "worst"), _summary(checks))
+    for check in checks:
+        if check.failure:
+            print(f"FAILED {check.op}={check.kernel} {check.dtype}, {check.case}: {check.failure}")
+    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    if not counts["passed"] and not counts["failed"]:
+        print(f"NOTHING WAS CHECKED: no case is supported; the first: {checks[0].case}: {checks[0].skipped}")
 
 
 def _checks(op: str, kernel: str, dtype: torch.dtype, device: str) -> Iterator[Check]:
@@ -92,7 +109,7 @@ def _list_of_checks(*checked) -> list[Check]:
     return list(_checks(*checked))
 
 
-def _chosen(names: list[str], device: str, kernel_name: str | None) -> Iterator[tuple[Op, Kernel]]:
+def _kernels(names: list[str], device: str, kernel_name: str | None) -> Iterator[tuple[Op, Kernel]]:
     """The kernels of these ops that run on a device; only those of a name, unless it is None."""
     for name in names:
         for kernel in kernels_of(known(name, ops.BY_NAME, "OP")).values():
