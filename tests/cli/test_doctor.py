@@ -130,6 +130,18 @@ def test_doctor_takes_the_version_from_the_distribution_that_brings_a_module(tmp
     assert doctor._version("brought_by_nothing") == "not installed"
 
 
+def test_doctor_asks_no_amd_gpu_for_cuda(monkeypatch):
+    """PyTorch calls AMD's GPUs "cuda", too. vLLM's own platform serves on them."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "AMD Instinct MI300X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
+    monkeypatch.delenv("OPSET_PLATFORM", raising=False)
+    assert not [fault for fault in doctor._faults() if "CUDA" in fault.what + fault.cure]
+    assert doctor._gpu() == "AMD Instinct MI300X, compute capability 9.4, ROCm 7.0"
+
+
 def test_doctor_says_why_the_platform_cannot_be_had():
     finished = command("doctor", "--json", OPSET_PLATFORM="of")
     assert finished.code == 1, finished.output

@@ -129,7 +129,8 @@ def _accelerator() -> str:
 
 def _gpu() -> str:
     major, minor = torch.cuda.get_device_capability()
-    return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+    built_for = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, {built_for}"
 
 
 def _faults() -> Iterator[Fault]:
@@ -142,7 +143,8 @@ def _faults() -> Iterator[Fault]:
     if not stock.installed():
         yield Fault("vLLM is not installed", "install it; the README shows how for a CPU")
         return
-    if torch.cuda.is_available() and os.environ.get("OPSET_PLATFORM") != "cpu":
+    # AMD's GPUs are "cuda" to PyTorch, too, and no platform of opset is for them.
+    if torch.version.cuda and torch.cuda.is_available() and os.environ.get("OPSET_PLATFORM") != "cpu":
         for reason in filter(None, (gpu.missing(), gpu.too_old())):
             what, _, cure = reason.partition(": ")
             yield Fault(what, cure)
