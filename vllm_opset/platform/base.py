@@ -85,6 +85,7 @@ class OpsetPlatform(Platform):
         # Skipped for a copy of a complete configuration. vLLM makes one for a model within a model, or one that drafts.
         if not compile_cache.is_kept_apart(vllm_config):
             refusals.check(cls.early_rules, vllm_config, cls.where)
+        # The compiler's passes that fuse into vLLM's compiled kernels: `early_rules` refuses those that users ask for.
         passes = vllm_config.compilation_config.pass_config
         for fusion in refusals.fusions(vllm_config):
             if getattr(passes, fusion) is None:

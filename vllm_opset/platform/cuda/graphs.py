@@ -70,6 +70,16 @@ def are_piecewise(config: "VllmConfig") -> bool:
     return not refusals.compiles(config) and config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
 
 
+def check(config: "VllmConfig") -> None:
+    """Raise Refusal if the variable has changed for another engine since this engine was configured."""
+    enabled = refusals.environment(VARIABLE)
+    if (enabled and refusals.compiles(config)) or (are_piecewise(config) and not enabled):
+        raise refusals.Refusal(
+            f"vllm-opset: {VARIABLE} is no longer what it was when this engine was configured: start each engine "
+            "before the next one is configured, or set the variable."
+        )
+
+
 def note_named_sizes(config: "VllmConfig") -> None:
     """Record whether a user set sizes. Call it before vLLM adds sizes of its own, and `capture_longer_steps` after."""
     global _sizes_are_named
@@ -125,16 +135,6 @@ def _longest_step(config: "VllmConfig") -> int:
     """The most tokens of a step. A graph is captured over the most requests that a step may have."""
     scheduler = config.scheduler_config
     return min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * config.model_config.max_model_len)
-
-
-def check(config: "VllmConfig") -> None:
-    """Raise Refusal if the variable has changed for another engine since this engine was configured."""
-    enabled = refusals.environment(VARIABLE)
-    if (enabled and refusals.compiles(config)) or (are_piecewise(config) and not enabled):
-        raise refusals.Refusal(
-            f"vllm-opset: {VARIABLE} is no longer what it was when this engine was configured: start each engine "
-            "before the next one is configured, or set the variable."
-        )
 
 
 def _can_break(config: "VllmConfig") -> bool:
