@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import track
@@ -77,9 +76,9 @@ def bench(
         if random is None and "seed" in given(context):
             raise typer.BadParameter("only random problems have a seed: add --random", param_hint="--seed")
         drawn = None if random is None else {"number": random, "seed": seed}
-        report, left = _measured(
-            names or [], against or [], alone, kernel, case, dtype, device, conditions, drawn, jobs
-        )
+        plan, missing = _plan(names or [], against or [], alone, kernel, case, dtype, device, drawn)
+        again = (f" --device {device}" if device else "") + (f" --random {random} --seed {seed}" if drawn else "")
+        report, left = _run(plan, missing, jobs, conditions, again)
         reports = [report]
     for report in reports:
         _print(report)
@@ -88,12 +87,11 @@ def bench(
         raise typer.Exit(1)
 
 
-def _measured(
+def _plan(
     names: list[str], against: list[str], alone: bool, kernel: str | None, case: str, dtype: str, device: str | None,
-    conditions: str | None, drawn: Mapping[str, int] | None, jobs: int,
-) -> tuple[OpsReport, int]:  # fmt: skip
-    """Measure, as the options of `bench` say. Returns the number of measurements that were left, too."""
-    again = f" --device {device}" if device else ""
+    drawn: Mapping[str, int] | None,
+) -> tuple[Plan, dict[str, str]]:  # fmt: skip
+    """What the options of `bench` ask for, and the peers that are not available, with the reasons."""
     device = device or device_here(DEVICES)
     require_device(device, DEVICES)
     if alone and against:
@@ -105,20 +103,26 @@ def _measured(
     in_dtype = DTYPES[known(dtype, DTYPES, "--dtype")]
     plan = Plan(tuple(op.name for op in chosen), device, in_dtype, kernel, tuple(found), case, drawn)
     _check_kernel(plan)
+    return plan, missing
+
+
+def _run(plan: Plan, missing: dict[str, str], jobs: int, conditions: str | None, again: str) -> tuple[OpsReport, int]:
+    """Measure. Returns the number of measurements that were left, too.
+
+    missing: the peers that are not available, with the reasons. again: the options that repeat any of the measurements.
+    """
     work = plan.work()
     if not work:
-        raise typer.BadParameter(f"no case matches {case!r}", param_hint="--case")
+        raise typer.BadParameter(f"no case matches {plan.pattern!r}", param_hint="--case")
     if jobs > 1:
         _call_ahead(plan, jobs)
-    limits = ceilings.measure(device, in_dtype)
-    results, left = _results(plan, work, in_dtype, limits)
+    limits = ceilings.measure(plan.device, plan.dtype)
+    results, left = _results(plan, work, limits)
     if left:
         conditions = " ".join(filter(None, [conditions, f"Ended before {left} of {len(work)} measurements."]))
-    if drawn is not None:
-        again += f" --random {drawn['number']} --seed {drawn['seed']}"
     results = [dataclasses.replace(result, reproduce=result.reproduce + again) for result in results]
     command = f"vllm-opset {command_line(outputs.OUTPUTS)}"
-    return OpsReport(device_name(device), limits, results, missing, command, conditions, drawn), left
+    return OpsReport(device_name(plan.device), limits, results, missing, command, conditions, plan.drawn), left
 
 
 def _call_ahead(plan: Plan, jobs: int) -> None:
@@ -129,13 +133,13 @@ def _call_ahead(plan: Plan, jobs: int) -> None:
         typer.echo(f"{len(failures)} calls failed ahead of the measurement; the first: {failures[0]}", err=True)
 
 
-def _results(plan: Plan, work: list[Work], dtype: torch.dtype, limits: Ceilings) -> tuple[list[Result], int]:
+def _results(plan: Plan, work: list[Work], limits: Ceilings) -> tuple[list[Result], int]:
     """The results, and how many measurements were left when Ctrl-C, SIGTERM or an exception ended them."""
     results, done = [], 0
     with results_kept(results):
         for op, sample, implementation in track(work, "timing", console=Console(stderr=True), transient=True):
             for candidate in plan.variants(op, sample, implementation):
-                results.append(measure(op, sample, candidate, plan.device, dtype_of(op, dtype), limits))
+                results.append(measure(op, sample, candidate, plan.device, dtype_of(op, plan.dtype), limits))
             done += 1
     return results, len(work) - done
 
