@@ -49,7 +49,7 @@ class Experts:
         if before is not None:
             self._lacked = before._lacked | {name for name in before._arguments if not before.takes(name)}
         layer.opset_experts = self
-        self.kind = layer.w13_weight.shape, layer.w2_weight.shape, scheme
+        self._shapes, self._scheme = (layer.w13_weight.shape, layer.w2_weight.shape), scheme
         self._hidden_size = values_shape(layer.w13_weight)[-1]
         self.dtype, self.logits_dtype = moe.in_dtype, moe.router_logits_dtype or moe.in_dtype
         groups = _groups(layer, layer.global_num_experts)
@@ -79,6 +79,11 @@ class Experts:
             **quantised,
         }
 
+    @property
+    def kind(self) -> tuple:
+        """What layers have in common that launch the same kernels."""
+        return *self._shapes, self._scheme
+
     def __call__(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         # vLLM's parameters are subclasses of Tensor: PyTorch would dispatch every call through __torch_function__.
         with DisableTorchFunctionSubclass():
@@ -97,7 +102,7 @@ class Experts:
 
         Returns what the kernel gets, by the names of its arguments.
         """
-        problem = FusedExpertsProblem(current_platform.device_type, self.dtype, self.kind[2], **self._sizes)
+        problem = FusedExpertsProblem(current_platform.device_type, self.dtype, self._scheme, **self._sizes)
         kernel, prepared = selection.select(ops.fused_experts, problem).kernel, ops.fused_experts.prepared
         given = {"w1": self._layer.w13_weight.data, "w2": self._layer.w2_weight.data}
         given |= {name: value for name, value in self._arguments.items() if name in prepared}
@@ -140,7 +145,7 @@ class Experts:
             layer, self._prepared = self._layer, None
             for name in ("w1", "w2"):
                 del self._held[name]
-            for weight, shape in zip((layer.w13_weight, layer.w2_weight), self.kind, strict=False):
+            for weight, shape in zip((layer.w13_weight, layer.w2_weight), self._shapes, strict=True):
                 weight.data = weight.new_empty(shape)
 
     def warm_up(self, num_tokens: int) -> None:
