@@ -57,9 +57,8 @@ class OpsetInt4LinearKernel(MPLinearKernel):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         weight, scale = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
         values = nibbles(weight.data.t() if weight.output_dim == 1 else weight.data)
-        scales, zeros = scale.data.t() if scale.output_dim == 1 else scale.data, None
-        if self.config.zero_points:
-            zeros = nibbles(getattr(layer, self.w_zp_name).data.t()).t()
+        scales = scale.data.t() if scale.output_dim == 1 else scale.data
+        zeros = nibbles(getattr(layer, self.w_zp_name).data.t()).t() if self.config.zero_points else None
         stored = _stored(f"{prefix_of(layer)}.{self.w_s_name}", values, scales, zeros, self.config.group_size)
         self._linear = ScaledLinear(self._call, **stored, dtype=self.config.act_type, before=self._linear)
         weight.data = weight.data.new_empty(0)
@@ -77,7 +76,7 @@ class OpsetAwqLinearMethod(AutoAWQLinearMethod):
         self._linear = None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        values, zeros = (nibbles_of_awq(packed.data).t() for packed in (layer.qweight, layer.qzeros))
+        values, zeros = (nibbles_of_awq(stored.data).t() for stored in (layer.qweight, layer.qzeros))
         scales, group = layer.scales.data.t(), self.quant_config.group_size
         stored = _stored(f"{prefix_of(layer)}.scales", values, scales, zeros, group)
         self._linear = ScaledLinear(self._call, **stored, dtype=self._dtype, before=self._linear)
@@ -87,15 +86,15 @@ class OpsetAwqLinearMethod(AutoAWQLinearMethod):
         return self._linear(x, bias)
 
 
-def nibbles(packed: torch.Tensor) -> torch.Tensor:
+def nibbles(stored: torch.Tensor) -> torch.Tensor:
     """The values of 4 bits in int32s, from the low bits up: [rows, n] to uint8 [rows, 8 n]."""
-    pairs = packed.contiguous().view(torch.uint8)
+    pairs = stored.contiguous().view(torch.uint8)
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
 
-def nibbles_of_awq(packed: torch.Tensor) -> torch.Tensor:
+def nibbles_of_awq(stored: torch.Tensor) -> torch.Tensor:
     """The values of a matrix that AWQ packed along its outputs: [rows, n] to uint8 [rows, 8 n]."""
-    return nibbles(packed).unflatten(1, (-1, len(AWQ_ORDER)))[:, :, AWQ_ORDER].flatten(1)
+    return nibbles(stored).unflatten(1, (-1, len(AWQ_ORDER)))[:, :, AWQ_ORDER].flatten(1)
 
 
 def _stored(
