@@ -93,8 +93,8 @@ def candidates(op: Op, device: str, kernel_name: str | None, against: list[str])
     """
     wanted, colon, variant = (kernel_name or "").partition(":")
     for kernel in kernels_of(op.name).values():
-        serves = kernel.provider != REFERENCE or device == "cpu"
-        if kernel.runs_on(device) and wanted in (("", kernel.name) if serves else (kernel.name,)):
+        is_usual = kernel.provider != REFERENCE or device == "cpu"
+        if kernel.runs_on(device) and (wanted == kernel.name or (is_usual and not wanted)):
             if not colon:
                 yield Candidate(kernel, peer=False)
             elif kernel.variants and variant in kernel.variants.by_name:

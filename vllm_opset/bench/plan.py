@@ -32,18 +32,11 @@ class Plan:
 
     def work(self) -> list[Work]:
         """All measurements to make, before variants are known. Measurements of one case are next to each other."""
-        chosen = [ops.BY_NAME[name] for name in self.ops]
-        implementations = {op.name: list(candidates(op, self.device, self.kernel, list(self.against))) for op in chosen}
-        if self.drawn is not None and self.kernel is None:
-            # Many problems are measured: the reference would take most of the time.
-            for found in implementations.values():
-                found[:] = [candidate for candidate in found if candidate.kernel.provider != REFERENCE]
-        return [
-            (op, sample, candidate)
-            for op in chosen
-            for sample in self._samples(op)
-            for candidate in implementations[op.name]
-        ]
+        work = []
+        for op in (ops.BY_NAME[name] for name in self.ops):
+            implementations = self._implementations(op)
+            work += [(op, sample, candidate) for sample in self._samples(op) for candidate in implementations]
+        return work
 
     def variants(self, op: Op, sample: Sample, candidate: Candidate) -> Iterator[Candidate]:
         """The candidate with the variant that runs the sample, and with others unless one was named."""
@@ -65,6 +58,13 @@ class Plan:
             except Exception as error:  # the measurement will raise it again, and say what it means
                 failures.append(f"{op.name}, {candidate.kernel.name}, {sample.name}: {error}")
         return failures
+
+    def _implementations(self, op: Op) -> list[Candidate]:
+        found = candidates(op, self.device, self.kernel, list(self.against))
+        if self.drawn is None or self.kernel is not None:
+            return list(found)
+        # Many problems are measured: the reference would take most of the time.
+        return [candidate for candidate in found if candidate.kernel.provider != REFERENCE]
 
     def _samples(self, op: Op) -> list[Sample]:
         dtype = dtype_of(op, self.dtype)

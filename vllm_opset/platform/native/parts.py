@@ -45,6 +45,8 @@ BACKEND_OPTION = "--attention-backend CUSTOM"
 
 
 class Decision(NamedTuple):
+    """Whether a part is on, and the reason, in words for the log."""
+
     on: bool
     why: str
 
