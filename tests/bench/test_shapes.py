@@ -92,6 +92,8 @@ def test_a_shape_may_draft_for_another(method, name, tmp_path):
     folder = Path(found["speculative_config"]["model"])
     assert found == given | {"speculative_config": drafts | {"model": str(folder)}}
     assert json.loads((folder / "config.json").read_text()) == shapes.load(name).config
+    upper = shapes.with_draft({"speculative_config": drafts | {"model": name.upper()}}, tmp_path)
+    assert upper["speculative_config"] == found["speculative_config"]
     by_n_grams = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     assert shapes.with_draft(by_n_grams, tmp_path) == by_n_grams and shapes.with_draft({}, tmp_path) == {}
 

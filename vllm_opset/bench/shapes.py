@@ -68,7 +68,7 @@ def load(name: str) -> Shape:
 def with_draft(args: Mapping, folder: Path) -> Mapping:
     """Arguments of `LLM` in which a shape that drafts is named by the folder of its config.json, below `folder`."""
     speculative = args.get("speculative_config") or {}
-    name = speculative.get("model")
+    name = str(speculative.get("model")).lower()
     if name not in names():
         return args
     draft = folder / name
