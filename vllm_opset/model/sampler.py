@@ -51,11 +51,11 @@ class OpsetSampler(Sampler):
             for dtype in dtypes
         }
         self._has_new_requests = True
-        self._batch: bytes | None = None  # the requests that `_skips_counts` is known of
-        self._skips_counts = False
+        self._batch: bytes | None = None  # the requests that `_batch_is_plain` tells of
+        self._batch_is_plain = False
         # Up to 0.27 vLLM does not note which requests modify logits.
-        self._may_skip_counts = hasattr(stock, "needs_logits_processing")
-        self._may_skip_counts &= not any(getattr(stock, name, None) for name in MORE_THAN_TOKENS)
+        self._may_be_plain = hasattr(stock, "needs_logits_processing")
+        self._may_be_plain &= not any(getattr(stock, name, None) for name in MORE_THAN_TOKENS)
         places = len(self.sampling_states.temperature.np)
         self._one_each = torch.ones(places, dtype=torch.int32, device=device)
         self._no_rejected = torch.zeros_like(self._one_each)
@@ -88,13 +88,13 @@ class OpsetSampler(Sampler):
         batch = requests.tobytes()
         if batch != self._batch:
             self._batch = batch
-            self._skips_counts = (
-                self._may_skip_counts
+            self._batch_is_plain = (
+                self._may_be_plain
                 and self.sampling_states.all_greedy(requests)
                 and not self.needs_logits_processing[requests].any()
                 and not self._gives_logprobs(requests)
             )
-        return self._skips_counts
+        return self._batch_is_plain
 
     def apply_staged_writes(self) -> None:
         """vLLM's method, only where there is something to write: it copies the parameters of all requests.
