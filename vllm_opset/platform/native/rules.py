@@ -137,6 +137,7 @@ def _head_sizes_differ(model) -> bool:
 
 
 def _model(name: str) -> Callable[["VllmConfig"], bool]:
+    """Whether an attribute of the model's configuration is true. It is false in releases that lack the attribute."""
     return of_model(lambda model: getattr(model, name, False))
 
 
