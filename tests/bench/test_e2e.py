@@ -252,6 +252,19 @@ def test_no_engine_is_waited_for_after_one_that_does_not_start(tmp_path, monkeyp
     assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
 
 
+def test_an_engine_that_is_interrupted_before_its_process_exists_does_not_start(tmp_path, monkeypatch):
+    """Another engine may end while the process of this one is being made."""
+    started = {"versions": {}, "platform": "", "device": None, "compiled": []}
+    child = tmp_path / "child.py"
+    child.write_text(f"import time\nprint({json.dumps(started)!r}, flush=True)\ntime.sleep(60)")
+    monkeypatch.setattr(engines, "CHILD", child)
+    running = engines.RunningEngine(engines.Engine("late"), {}, tmp_path)
+    running.interrupt()
+    with pytest.raises(engines.EngineError, match="late ended"), running:
+        pass
+    assert not [process for process in psutil.process_iter() if _writes_to(process, tmp_path)]
+
+
 def test_cases_that_were_done_before_an_engine_ended_are_reported(tmp_path, monkeypatch):
     child, results = tmp_path / "child.py", tmp_path / "results.json"
     # It ends after the first case, whose two repetitions have three rounds each.

@@ -90,6 +90,7 @@ class RunningEngine:
         self._env = environment(engine, env or {})
         self._log = folder / f"{engine.name}.log"
         self._process: subprocess.Popen | None = None
+        self._interrupted = False
 
     def __enter__(self) -> "RunningEngine":
         begin = time.perf_counter()
@@ -104,6 +105,8 @@ class RunningEngine:
                 start_new_session=True,  # a separate process group, for the signals
             )
         try:
+            if self._interrupted:  # while there was no process to kill
+                self._signal(signal.SIGKILL)
             said = self._read()
             self.started = Started(seconds=time.perf_counter() - begin, **said)
             self._signal(signal.SIGSTOP)
@@ -124,6 +127,7 @@ class RunningEngine:
 
     def interrupt(self) -> None:
         """Ends an engine that another thread starts or asks. EngineError is then raised there."""
+        self._interrupted = True
         if self._process is not None:
             self._signal(signal.SIGKILL)
 
