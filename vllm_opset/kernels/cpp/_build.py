@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_opset.kernels.cpp import _cache
+from vllm_opset.kernels.cpp import _cache, _calls
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handlers, without importing vLLM
 SOURCES = Path(__file__).parent
@@ -58,10 +58,10 @@ def library() -> Library:
 
 
 def function(name: str, *argument_types, returns=None) -> Callable:
-    """A function of the library."""
+    """A function of the library. Its calls can be noted (`_calls`)."""
     found = library().code[name]
     found.argtypes, found.restype = argument_types, returns
-    return found
+    return _calls.Function(found)
 
 
 def _loaded() -> ctypes.CDLL:

@@ -67,7 +67,7 @@ def launch(
         weight_offset, q_address, type_and_address(k_weight)[1], cos_sin_cache.data_ptr(),
     )  # fmt: skip
     lost = run(
-        ctypes.addressof(layer), query.data_ptr(), key.data_ptr(), value.data_ptr(), kv_cache.data_ptr(),
+        ctypes.byref(layer), query.data_ptr(), key.data_ptr(), value.data_ptr(), kv_cache.data_ptr(),
         positions.data_ptr(), slots.data_ptr(), num_tokens, slots.shape[0],
     )  # fmt: skip
     if 0 <= lost < num_tokens:

@@ -108,7 +108,7 @@ def paged_attention(
     run(
         TYPES[query.dtype], query.data_ptr(), kv_cache.data_ptr(), out.data_ptr(),
         query_start_loc.data_ptr(), seq_lens.data_ptr(), block_table.data_ptr(), len(seq_lens),
-        DECODE_TOKENS if variant == "mixed" else sys.maxsize, ctypes.addressof(layer),
+        DECODE_TOKENS if variant == "mixed" else sys.maxsize, ctypes.byref(layer),
     )  # fmt: skip
 
 

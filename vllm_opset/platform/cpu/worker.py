@@ -10,7 +10,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_opset.model import adapters, fusion, packed_linear
 from vllm_opset.platform import quantised_weights, second_runner
-from vllm_opset.platform.cpu import kv_memory, runner_kernels, threads
+from vllm_opset.platform.cpu import kv_memory, recorded_steps, runner_kernels, threads
 from vllm_opset.platform.worker import OpsetWorker
 
 logger = init_logger(f"vllm.{__name__}")
@@ -71,6 +71,11 @@ class OpsetCpuWorker(OpsetWorker):
             for model in self.models:
                 experts.call_directly(model)
 
+    def _rebind(self) -> None:
+        super()._rebind()
+        if self.recorded_steps is not None:
+            self.recorded_steps.forget()
+
     def determine_available_memory(self) -> int:
         if self.lora_config is not None:
             adapters.take_memory(self.model_runner.get_model().lora_manager)
@@ -86,4 +91,5 @@ class OpsetCpuWorker(OpsetWorker):
             from vllm_opset.platform.v1 import warm_up
         warm_up.one_step(self.model_runner)
         set_random_seed(self.model_config.seed)
+        self.recorded_steps = recorded_steps.bind(self.model_runner.get_model(), self.vllm_config)
         return CompilationTimes(language_model=0.0, encoder=0.0)
