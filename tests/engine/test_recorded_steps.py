@@ -17,18 +17,17 @@ pytestmark = [
 
 
 def answers(llm) -> list[list[list[int]]]:
-    """Of prompts that end one after the other, so that steps have all numbers of requests, twice; then sampled ones."""
-    prompts = models.prompts()
-    lengths = [8 * (1 + number) for number in range(len(prompts))]
-    found = []
-    for sampling in ({}, {}, {"temperature": 1.0, "seed": 5}):
-        from vllm import SamplingParams
+    """Greedy answers, twice, and then sampled ones.
 
+    They end one after the other. So steps have all numbers of requests.
+    """
+    from vllm import SamplingParams
+
+    found, asked = [], [{"prompt_token_ids": prompt} for prompt in models.prompts()]
+    for sampling in ({"temperature": 0}, {"temperature": 0}, {"temperature": 1, "seed": 5}):
         parameters = [
-            SamplingParams(**{"temperature": 0, "max_tokens": length, "ignore_eos": True} | sampling)
-            for length in lengths
+            SamplingParams(max_tokens=8 * (1 + number), ignore_eos=True, **sampling) for number in range(len(asked))
         ]
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         found.append(tokens(llm.generate(asked, parameters, use_tqdm=False)))
     return found
 
@@ -49,8 +48,7 @@ def test_recorded_steps_give_the_same_answers(name, engine, tmp_path):
     with engine(tmp_path) as llm:
         assert answers(llm) == expected
         steps = steps_of(llm)
-        assert steps.replayed > 40
-        assert {len(key) for key, found in steps._recordings.items() if found is None} == set()
+        assert steps.replayed > 40 and None not in steps._recordings.values()
 
 
 def test_steps_with_kernels_of_pytorch_are_not_recorded(engine, tmp_path):

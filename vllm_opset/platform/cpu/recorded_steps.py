@@ -1,8 +1,8 @@
 """Decode steps of a model, recorded, and made again without the Python code between their kernels.
 
-A decode step of few requests calls hundreds of kernels, which take some microseconds each. torch.nn.Module, vLLM's
-layers and the checks of arguments take as long. vLLM's runners keep the inputs of a step at the same addresses, so a
-step with as many requests makes the same calls.
+A decode step of few requests calls hundreds of kernels, which take some microseconds each. The Python code around them
+takes as long: torch.nn.Module, vLLM's layers, and the checks of arguments. vLLM's runners keep the inputs of a step at
+the same addresses. So steps with the same number of requests make the same calls.
 
 Whether a model's code does the same in each such step is not read from the source. A recording is refused if Python
 reads a value of a tensor in the step, or if a kernel that is not C++ attends. It is then tried in the next steps: the
@@ -26,10 +26,14 @@ from vllm_opset.platform.cpu.recording import Recording, recorded
 
 logger = init_logger(f"vllm.{__name__}")
 
-MOST_REQUESTS = 32  # of a step that is recorded: with more of them, kernels take much longer than Python
-MOST_BYTES = 256 << 20  # of the results within all recorded steps of a model
-TRIALS = 2  # steps in which a recording is compared with the model
-# Steps with as many requests whose inputs have other addresses. A runner that never used one again would record each.
+# The most requests of a step that is recorded. With more of them, kernels take much longer than Python.
+MOST_REQUESTS = 32
+# A model's recordings keep at most so many bytes of results.
+MOST_BYTES = 256 << 20
+# A recording is compared with the model in so many steps.
+TRIALS = 2
+# A runner that used no address of its inputs again would record each step. So this many are recorded of one number of
+# requests.
 MOST_ADDRESSES = 4
 
 
@@ -160,6 +164,7 @@ def bind(model: nn.Module, vllm_config: VllmConfig) -> RecordedSteps | None:
         or config.enforce_eager
         or config.runner_type != "generate"
         or config.is_multimodal_model
+        or getattr(config, "enable_return_routed_experts", False)  # vLLM keeps those of each step in Python
         or vllm_config.speculative_config is not None  # it reads more than hidden states
         or vllm_config.lora_config is not None  # the adapters of a step are not among its inputs
         or vllm_config.kv_transfer_config is not None  # a connector acts between layers
