@@ -134,7 +134,7 @@ def test_two_checkouts_are_compared_with_the_first_one(monkeypatch, tmp_path):
         yield [*map(Checkout, roots)]
 
     monkeypatch.setitem(script["main"].__globals__, "checkouts", checkouts)
-    monkeypatch.setitem(script["main"].__globals__, "supported", lambda roots, keys, *_: keys)
+    monkeypatch.setitem(script["main"].__globals__, "supported", lambda *_: [key])
     app, kept = script["typer"].Typer(), tmp_path / "times.json"
     app.command()(script["main"])
     result = CliRunner().invoke(app, [str(tmp_path), "--device", "cpu", "--json", str(kept)], env={"COLUMNS": "100"})
