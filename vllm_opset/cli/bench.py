@@ -91,7 +91,7 @@ def _plan(
     names: list[str], against: list[str], alone: bool, kernel: str | None, case: str, dtype: str, device: str | None,
     drawn: Mapping[str, int] | None,
 ) -> tuple[Plan, dict[str, str]]:  # fmt: skip
-    """What the options of `bench` ask for, and the peers that are not available, with the reasons."""
+    """The plan that the options of `bench` ask for. Also the peers that are not available, with the reasons."""
     device = device or device_here(DEVICES)
     require_device(device, DEVICES)
     if alone and against:

@@ -199,7 +199,7 @@ def _prefill_packed_sm90(call: Packed, bias: torch.Tensor | None, out: torch.Ten
         packed_sm90.packed_grouped_gemm(call, bias, out, order, values)
 
 
-# What writes the product by packed weights on a Hopper GPU, by variant.
+# Functions by variant, for packed weights on a Hopper GPU.
 PACKED_SM90 = {
     "wide_decode_sm90": wide_decode_sm90.decode_experts,
     "decode_sm90": decode_sm90.decode_experts,

@@ -95,7 +95,7 @@ VARIANTS = Variants(
 )
 
 
-# What multiplies by packed weights, and what by others on a Hopper GPU, by variant.
+# Functions by variant: for packed weights, and for other weights on a Hopper GPU.
 PACKED_WEIGHTS = {
     "packed_sm90": packed_sm90.packed_gemm,
     "ring": ring.ring_linear,
