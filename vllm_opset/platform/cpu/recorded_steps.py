@@ -164,10 +164,10 @@ def bind(model: nn.Module, vllm_config: VllmConfig) -> RecordedSteps | None:
         or config.enforce_eager
         or config.runner_type != "generate"
         or config.is_multimodal_model
-        or getattr(config, "enable_return_routed_experts", False)  # vLLM keeps those of each step in Python
-        or vllm_config.speculative_config is not None  # it reads more than hidden states
+        or getattr(config, "enable_return_routed_experts", False)  # Python notes the experts of each step
+        or vllm_config.speculative_config is not None  # drafting reads more than hidden states
         or vllm_config.lora_config is not None  # the adapters of a step are not among its inputs
-        or vllm_config.kv_transfer_config is not None  # a connector acts between layers
+        or vllm_config.kv_transfer_config is not None  # the connector acts between layers
         or vllm_config.parallel_config.world_size > 1  # sums over workers are no operators of PyTorch
         or not stateful
         or not all(map(_attends_tokens, stateful.values()))
