@@ -47,6 +47,16 @@ def parameters(launch: str, device: torch.device, size: int) -> Parameters:
     raise LookupError(f"{launch} has no launch parameters for a size of {size}")
 
 
+def bound(launch: str, device: torch.device, size: int) -> float:
+    """The largest size that has the same launch parameters as this one."""
+    return next(up_to for up_to, _ in entries(launch, device) if size <= up_to)
+
+
+def is_tried(launch: str) -> bool:
+    """Whether the launch parameters are those of a `trial`."""
+    return launch in _trials
+
+
 @functools.cache
 def entries(launch: str, device: torch.device) -> tuple[Entry, ...]:
     """The entries for a device, by rising size."""

@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,14 +16,35 @@ from vllm_opset.kernels.triton._gluon import barrier
 COLUMNS_OF_LARGE_SUMS = gl.constexpr(32)
 
 
-@functools.cache
-def run_of(tiles: int, tile_units: int, programs: int, piece_units: float) -> int:
-    """How many units each program takes, with the shortest time in units.
+class Costs(NamedTuple):
+    """A program's times in nanoseconds. launch.yaml says of what."""
 
-    piece_units: the units that a program multiplies in the time in which it adds the sums of another one.
-    """
+    start: float
+    unit: float
+    share: float
+    piece: float
+    crossing: float
+
+    @classmethod
+    def of(cls, values: Mapping[str, float]) -> "Costs":
+        return cls(*(values[name] for name in cls._fields))
+
+
+@functools.cache
+def fastest_run(tiles: int, tile_units: int, programs: int, costs: Costs) -> tuple[float, int]:
+    """The shortest time in nanoseconds of programs that take equally many units, and how many units each one takes."""
     least, whole = _launch.cdiv(tiles * tile_units, programs), _launch.cdiv(tiles, programs) * tile_units
-    return min(range(least, whole + 1), key=lambda run: run + piece_units * (most_pieces(tile_units, run) - 1))
+    return min((_time(tile_units, run, costs), run) for run in range(least, whole + 1))
+
+
+def _time(tile_units: int, run: int, costs: Costs) -> float:
+    pieces = most_pieces(tile_units, run)
+    time = costs.start + costs.unit * run
+    if pieces > 1:
+        time += costs.share + costs.piece * (pieces - 1)
+    if tile_units % run and run % tile_units:
+        time += costs.crossing
+    return time
 
 
 def most_pieces(tile_units: int, run: int) -> int:
@@ -31,7 +54,10 @@ def most_pieces(tile_units: int, run: int) -> int:
 
 @functools.cache
 def even_run_of(tiles: int, tile_units: int, programs: int, piece_units: float) -> int:
-    """`run_of` for programs that take equally many units of one tile each, or whole tiles."""
+    """How many units each program takes, with the shortest time: equally many of one tile, or whole tiles.
+
+    piece_units: the units that a program multiplies in the time in which it adds the sums of another one.
+    """
     sharing = range(1, max(1, programs // tiles) + 1)
     return min(
         (_launch.cdiv(tile_units, number) for number in sharing),

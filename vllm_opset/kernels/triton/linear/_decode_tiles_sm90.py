@@ -17,25 +17,37 @@ SUM_BYTES = gl.constexpr(32)  # So many bytes of a row are the columns of one in
 
 
 @gluon.jit
-def load_weight(weight, ring, stage, unit, end, tile_units, LINES: gl.constexpr):
+def parts_of_tile(tile, sizes):
+    """A tile's place among those of the weight's rows, and among those of the tokens, which follow one another."""
+    token_tiles = sizes[5]
+    return tile // token_tiles, tile % token_tiles
+
+
+@gluon.jit
+def load_weight(weight, ring, stage, unit, end, sizes, LINES: gl.constexpr):
     """Lets the stage's barrier await a unit of the weight and of x, and brings the first."""
     w_ring, x_ring, full = ring
+    tile_units = sizes[3]
     ROWS: gl.constexpr = w_ring.shape[1]
     TOKENS: gl.constexpr = x_ring.shape[1]
     WIDTH: gl.constexpr = w_ring.shape[2]
     mbarrier.expect(full.index(stage), LINES * (ROWS + TOKENS) * LINE, pred=unit < end)
+    weight_tile, _ = parts_of_tile(unit // tile_units, sizes)
     for line in gl.static_range(LINES):
-        corner = [unit // tile_units * ROWS, (unit % tile_units * LINES + line) * WIDTH]
+        corner = [weight_tile * ROWS, (unit % tile_units * LINES + line) * WIDTH]
         place = w_ring.index(stage * LINES + line)
         tma_load(weight, corner, full.index(stage), place, pred=unit < end)
 
 
 @gluon.jit
-def load_x(x, ring, stage, unit, end, tile_units, LINES: gl.constexpr):
+def load_x(x, ring, stage, unit, end, sizes, LINES: gl.constexpr):
     _, x_ring, full = ring
+    tile_units = sizes[3]
+    TOKENS: gl.constexpr = x_ring.shape[1]
     WIDTH: gl.constexpr = x_ring.shape[2]
+    _, token_tile = parts_of_tile(unit // tile_units, sizes)
     for line in gl.static_range(LINES):
-        corner = [0, (unit % tile_units * LINES + line) * WIDTH]
+        corner = [token_tile * TOKENS, (unit % tile_units * LINES + line) * WIDTH]
         place = x_ring.index(stage * LINES + line)
         tma_load(x, corner, full.index(stage), place, pred=unit < end)
 
@@ -92,16 +104,18 @@ def finish(
     Each of WARPGROUPS parts of the threads does so for its own rows. INDEX: of this one.
     """
     PARTS: gl.constexpr = len(sums)
-    _, _, _, tile_units, run = sizes
+    _, _, _, tile_units, run, _ = sizes
     is_last, sums = sums_of_tile(sums, partials, counters, tile, tile_units, run, INDEX, WARPGROUPS)
     if is_last:
+        weight_tile, token_tile = parts_of_tile(tile, sizes)
         for part in gl.static_range(PARTS):
-            _store(sums[part], scales, bias, out, (tile * WARPGROUPS + INDEX) * PARTS + part, sizes, BY_BLOCKS)
+            row_tile = (weight_tile * WARPGROUPS + INDEX) * PARTS + part
+            _store(sums[part], scales, bias, out, row_tile, token_tile, sizes, BY_BLOCKS)
 
 
 @gluon.jit
-def _store(y, scales, bias, out, tile, sizes, BY_BLOCKS: gl.constexpr):
-    """tile: the number of tiles with as many rows as y that come before."""
+def _store(y, scales, bias, out, row_tile, token_tile, sizes, BY_BLOCKS: gl.constexpr):
+    """row_tile, token_tile: the number of tiles with as many rows or columns as y that come before."""
     ROWS: gl.constexpr = y.shape[0]
     TOKENS: gl.constexpr = y.shape[1]
     SUMS: gl.constexpr = y.type.layout
@@ -109,16 +123,17 @@ def _store(y, scales, bias, out, tile, sizes, BY_BLOCKS: gl.constexpr):
     # A thread writes 16 bytes of a token's results.
     WHOLE: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, WARPS], [0, 1])
     weight_scale, ws_row, _, x_scale, xs_row, _ = scales
-    num_tokens, num_outputs, _, _, _ = sizes
-    output = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
+    num_tokens, num_outputs, _, _, _, _ = sizes
+    first_token = token_tile * TOKENS
+    output = row_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
     if weight_scale is not None and not BY_BLOCKS:
-        token = gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))
+        token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))
         y *= gl.load(weight_scale + output * ws_row, output < num_outputs, 0.0)[:, None]
         y *= gl.load(x_scale + token * xs_row, token < num_tokens, 0.0)[None, :]
     if bias is not None:
         y += gl.load(bias + output, output < num_outputs, 0.0).to(gl.float32)[:, None]
     y = gl.convert_layout(y.to(out.dtype.element_ty), WHOLE)
-    output = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE))
-    token = gl.arange(0, TOKENS, gl.SliceLayout(0, WHOLE))
+    output = row_tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WHOLE))
+    token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, WHOLE))
     result = token.to(gl.int64)[None, :] * num_outputs + output[:, None]
     gl.store(out + result, y, (output < num_outputs)[:, None] & (token < num_tokens)[None, :])

@@ -11,6 +11,9 @@ rows, tensor cores add the products, as in `scaled_gemm_sm90`.
 The launch says which of two kernels takes a call: `decode_sm90`, whose warps load and multiply, or `wide_decode_sm90`.
 """
 
+import functools
+from typing import NamedTuple
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,28 +28,38 @@ from vllm_opset.kernels.triton._products.counters import zeros
 from vllm_opset.kernels.triton._products.load_sm90 import LINE, available, box_layout, is_aligned, most_registers
 from vllm_opset.kernels.triton._products.scaled_calls_sm90 import Operands, by_blocks, strides
 from vllm_opset.kernels.triton._products.scaled_gemm_sm90 import WIDTH as BLOCK
-from vllm_opset.kernels.triton._products.shared_tiles import run_of
+from vllm_opset.kernels.triton._products.shared_tiles import Costs, fastest_run
 from vllm_opset.kernels.triton._rows import num_rows
-from vllm_opset.kernels.triton.linear._decode_tiles_sm90 import SUM_BYTES, add, add_scaled, finish, load_weight, load_x
+from vllm_opset.kernels.triton.linear._decode_tiles_sm90 import (
+    SUM_BYTES,
+    add,
+    add_scaled,
+    finish,
+    load_weight,
+    load_x,
+    parts_of_tile,
+)
 from vllm_opset.kernels.triton.linear.wide_decode_sm90 import WARPGROUPS, WARPS, wide_decode_sm90
 
-FEWEST_TOKENS = 8  # that wgmma takes as the columns of a product
-MOST_TOKENS = 128  # More tokens would need a second tile of x.
+TILES = (8, 16, 32, 64)  # The tokens of a tile. wgmma takes eight columns of a product or more.
+BY_TOKENS = "tokens_linear_decode_sm90"  # the launch parameters that say which calls this kernel suits
 WARP_ROWS = 16  # A warp multiplies so many rows of the weight.
 
 
 @gluon.jit(
     do_not_specialize=[
         "ws_row", "ws_column", "xs_row", "xs_column", "num_tokens", "num_blocks", "tile_units", "num_units", "run",
-    ]
+    ],
+    do_not_specialize_on_alignment=["token_tiles"],
 )  # fmt: skip
 def decode_sm90(
     x, weight, bias, out, weight_scale, ws_row, ws_column, x_scale, xs_row, xs_column, partials, counters,
-    num_tokens, num_outputs, num_blocks, tile_units, num_units, run,
+    num_tokens, num_outputs, num_blocks, tile_units, num_units, run, token_tiles,
     BY_BLOCKS: gl.constexpr, LINES: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A program takes `run` of the num_units units, of which each tile has tile_units.
 
+    token_tiles: of each tile of the weight.
     x, weight: TMA descriptors of boxes of one line. LINES: of each row in a unit. num_blocks: of scales in a row.
     partials, counters: see `sums_of_tile`.
     """
@@ -61,15 +74,15 @@ def decode_sm90(
         mbarrier.init(full.index(stage), count=1)
     ring = (w_ring, x_ring, full)
     scales = (weight_scale, ws_row, ws_column, x_scale, xs_row, xs_column)
-    sizes = (num_tokens, num_outputs, num_blocks, tile_units, run)
+    sizes = (num_tokens, num_outputs, num_blocks, tile_units, run, token_tiles)
     begin = gl.program_id(0) * run
     end = gl.minimum(begin + run, num_units)
     # The kernel before this one does not write the weight, so this one need not wait for it.
     for stage in range(STAGES):
-        load_weight(weight, ring, stage, begin + stage, end, tile_units, LINES)
+        load_weight(weight, ring, stage, begin + stage, end, sizes, LINES)
     pdl_wait(PDL)
     for stage in range(STAGES):
-        load_x(x, ring, stage, begin + stage, end, tile_units, LINES)
+        load_x(x, ring, stage, begin + stage, end, sizes, LINES)
     if BY_BLOCKS:
         following = _scales_at(begin, end, scales, sizes, ROWS, LINES, SUMS)
     done = 0
@@ -86,8 +99,8 @@ def decode_sm90(
             else:
                 sums = add(sums, w_ring, x_ring, stage, 0, LINES)
             barrier()  # All warps have read the stage.
-            load_weight(weight, ring, stage, unit + STAGES, end, tile_units, LINES)
-            load_x(x, ring, stage, unit + STAGES, end, tile_units, LINES)
+            load_weight(weight, ring, stage, unit + STAGES, end, sizes, LINES)
+            load_x(x, ring, stage, unit + STAGES, end, sizes, LINES)
             done += 1
         finish(sums, scales, bias, out, partials, counters, tile, sizes, BY_BLOCKS, 0, 1)
 
@@ -96,22 +109,22 @@ def decode_sm90(
 def _scales_at(unit, end, scales, sizes, ROWS: gl.constexpr, LINES: gl.constexpr, SUMS: gl.constexpr):
     """The scales of each line of a unit: those of x, and that of the weight. Beyond the end, those of the last unit."""
     weight_scale, ws_row, ws_column, x_scale, xs_row, xs_column = scales
-    num_tokens, _, num_blocks, tile_units, _ = sizes
+    num_tokens, _, num_blocks, tile_units, _, _ = sizes
     TOKENS: gl.constexpr = SUMS.instr_shape[1]
-    token = gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))
     unit = gl.minimum(unit, end - 1)
+    weight_tile, token_tile = parts_of_tile(unit // tile_units, sizes)
+    token = token_tile * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))
     found = ()
     for line in gl.static_range(LINES):
         block = gl.minimum(unit % tile_units * LINES + line, num_blocks - 1)
         found += (gl.load(x_scale + token * xs_row + block * xs_column, token < num_tokens, 0.0),)
-        found += (gl.load(weight_scale + unit // tile_units * ROWS // BLOCK * ws_row + block * ws_column),)
+        found += (gl.load(weight_scale + weight_tile * ROWS // BLOCK * ws_row + block * ws_column),)
     return found
 
 
 def can(call: Operands) -> bool:
     """Whether a Hopper GPU multiplies these by its own kernel for few tokens."""
-    tokens = num_rows(call.x)
-    if not 0 < tokens <= MOST_TOKENS:
+    if not num_rows(call.x):
         return False
     if call.weight_scale is not None:
         return scaled_calls_sm90.can(call)
@@ -121,8 +134,58 @@ def can(call: Operands) -> bool:
 
 def suits(call: Operands) -> bool:
     """Whether this kernel is the fastest for what it can multiply."""
-    values = _launch.parameters("tokens_linear_decode_sm90", call.x.device, 0)
-    return num_rows(call.x) <= values["most_tokens" if call.weight_scale is None else "most_scaled_tokens"]
+    num_tokens, device = num_rows(call.x), call.x.device
+    values = _launch.parameters(BY_TOKENS, device, num_tokens)
+    if call.weight_scale is None:
+        return bool(values["unquantised"])
+    if num_tokens <= TILES[-1] or not values["longest"]:
+        return bool(values["longest"])
+    chosen = launch_of(call)
+    return chosen.at_once and chosen.time <= values["longest"]
+
+
+class Launch(NamedTuple):
+    """values: the launch parameters. tokens: of a tile. run: the units of a program. time: in ns, by its costs.
+
+    at_once: whether all tiles can run at the same time.
+    """
+
+    values: _launch.Parameters
+    tokens: int
+    run: int
+    time: float
+    at_once: bool
+
+
+def launch_of(call: Operands) -> Launch:
+    scheme = "" if call.weight_scale is None else "blocks_" if by_blocks(call) else "rows_"
+    num_tokens, (outputs, columns) = num_rows(call.x), call.weight.shape
+    counted = min(_launch.next_power_of_2(num_tokens), _launch.bound(BY_TOKENS, call.x.device, num_tokens))
+    lines = _launch.cdiv(columns * call.x.element_size(), LINE.value)
+    launch = f"{scheme}linear_decode_sm90"
+    find = _fastest.__wrapped__ if _launch.is_tried(launch) else _fastest
+    return find(launch, call.x.device, counted, outputs, lines)
+
+
+@functools.lru_cache(4096)
+def _fastest(launch: str, device: torch.device, num_tokens: int, outputs: int, lines: int) -> Launch:
+    """The fastest launch by the costs of its programs. lines: of a row of the weight.
+
+    The tiles of tokens are the smallest that hold all of them, or several smaller ones.
+    """
+    whole = next((tile for tile in TILES if tile >= num_tokens), TILES[-1])
+    found = []
+    for tile in TILES[: TILES.index(whole) + 1]:
+        values = _launch.parameters(launch, device, tile)
+        if tile == whole or num_tokens >= values["several_from"]:
+            tiles = _launch.cdiv(outputs, values["rows"]) * _launch.cdiv(num_tokens, tile)
+            programs = values["programs"] * _launch.multiprocessors(device)
+            units = _launch.cdiv(lines, values["lines"])
+            time, run = fastest_run(tiles, units, programs, Costs.of(values))
+            at_once = tiles <= programs
+            if tile == whole or at_once:
+                found.append(Launch(values, tile, run, time, at_once))
+    return min(found, key=lambda launch: launch.time)
 
 
 def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
@@ -130,14 +193,10 @@ def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
     x, weight, weight_scale, x_scale, out_dtype = call
     of_blocks, rows, (num_outputs, columns) = weight_scale is not None and by_blocks(call), _rows(x), weight.shape
     num_tokens = rows.shape[0]  # len(rows) takes PyTorch several times as long
-    scheme = "" if weight_scale is None else "blocks_" if of_blocks else "rows_"
-    values = _launch.parameters(f"{scheme}linear_decode_sm90", x.device, num_tokens)
-    width, tokens = LINE.value // x.element_size(), max(_launch.next_power_of_2(num_tokens), FEWEST_TOKENS)
-    tiles, tile_units = _launch.cdiv(num_outputs, values["rows"]), _launch.cdiv(columns, width * values["lines"])
-    run = run_of(
-        tiles, tile_units, values["programs"] * _launch.multiprocessors(x.device),
-        values["piece_bytes"] / (values["rows"] * values["lines"] * LINE.value),
-    )  # fmt: skip
+    values, tokens, run, _, _ = launch_of(call)
+    width, token_tiles = LINE.value // x.element_size(), _launch.cdiv(num_tokens, tokens)
+    tiles = _launch.cdiv(num_outputs, values["rows"]) * token_tiles
+    tile_units = _launch.cdiv(columns, width * values["lines"])
     num_programs = _launch.cdiv(tiles * tile_units, run)
     out = x.new_empty((*x.shape[:-1], num_outputs), dtype=out_dtype or x.dtype)
     partials = x.new_empty((2 * num_programs, values["rows"], tokens), dtype=torch.float32)
@@ -154,7 +213,7 @@ def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
         TensorDescriptor.from_tensor(weight, [values["rows"], width], box),
         bias, out, weight_scale, *of_weight, x_scale, *of_x, partials, zeros(x.device, tiles * WARPGROUPS.value),
         num_tokens, num_outputs, _launch.cdiv(columns, BLOCK.value), tile_units, tiles * tile_units, run,
-        BY_BLOCKS=of_blocks, LINES=values["lines"], STAGES=values["stages"],
+        token_tiles, BY_BLOCKS=of_blocks, LINES=values["lines"], STAGES=values["stages"],
         num_warps=warps, **limit, **_launch.launch_options(x.device),
     )  # fmt: skip
     return out

@@ -16,7 +16,15 @@ from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._products.load_sm90 import LINE, LOADING_REGISTERS, MULTIPLYING_REGISTERS, WARP, barriers
 from vllm_opset.kernels.triton._products.scaled_gemm_sm90 import HALF
 from vllm_opset.kernels.triton._products.scaled_gemm_sm90 import WIDTH as BLOCK
-from vllm_opset.kernels.triton.linear._decode_tiles_sm90 import SUM_BYTES, add, add_scaled, finish, load_weight, load_x
+from vllm_opset.kernels.triton.linear._decode_tiles_sm90 import (
+    SUM_BYTES,
+    add,
+    add_scaled,
+    finish,
+    load_weight,
+    load_x,
+    parts_of_tile,
+)
 
 WARPGROUPS, WARPS = gl.constexpr(2), 4  # that multiply, and of each of them
 
@@ -24,11 +32,12 @@ WARPGROUPS, WARPS = gl.constexpr(2), 4  # that multiply, and of each of them
 @gluon.jit(
     do_not_specialize=[
         "ws_row", "ws_column", "xs_row", "xs_column", "num_tokens", "num_blocks", "tile_units", "num_units", "run",
-    ]
+    ],
+    do_not_specialize_on_alignment=["token_tiles"],
 )  # fmt: skip
 def wide_decode_sm90(
     x, weight, bias, out, weight_scale, ws_row, ws_column, x_scale, xs_row, xs_column, partials, counters,
-    num_tokens, num_outputs, num_blocks, tile_units, num_units, run,
+    num_tokens, num_outputs, num_blocks, tile_units, num_units, run, token_tiles,
     BY_BLOCKS: gl.constexpr, LINES: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Arguments are those of `decode_sm90`. Each warpgroup has one or two products of HALF rows for a line."""
@@ -45,7 +54,7 @@ def wide_decode_sm90(
     full, empty = barriers(STAGES, WARP if BY_BLOCKS else 0, WARPGROUPS)
     ring = (w_ring, x_ring, full)
     scales = (weight_scale, ws_row, ws_column, x_scale, xs_row, xs_column)
-    sizes = (num_tokens, num_outputs, num_blocks, tile_units, run)
+    sizes = (num_tokens, num_outputs, num_blocks, tile_units, run, token_tiles)
     begin = gl.program_id(0) * run
     units = (begin, gl.minimum(begin + run, num_units))
     results = (bias, out, partials, counters)
@@ -110,17 +119,16 @@ def _load(
     """The loading warp."""
     full = ring[2]
     begin, end = units
-    tile_units = sizes[3]
     for stage in range(STAGES):  # The kernel before this one does not write the weight.
-        load_weight(weight, ring, stage, begin + stage, end, tile_units, LINES)
+        load_weight(weight, ring, stage, begin + stage, end, sizes, LINES)
     pdl_wait(PDL)
     for unit in range(begin, end):
         done = unit - begin
         stage = done % STAGES
         if done >= STAGES:
             mbarrier.wait(empty.index(stage), done // STAGES & 1 ^ 1)
-            load_weight(weight, ring, stage, unit, end, tile_units, LINES)
-        load_x(x, ring, stage, unit, end, tile_units, LINES)
+            load_weight(weight, ring, stage, unit, end, sizes, LINES)
+        load_x(x, ring, stage, unit, end, sizes, LINES)
         if len(scale_ring) > 0:
             _copy_scales(scale_ring, stage, unit, scales, sizes, LINES)
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
@@ -131,11 +139,13 @@ def _copy_scales(scale_ring, stage, unit, scales, sizes, LINES: gl.constexpr):
     """Copies the scales of a unit. Those beyond the last token, output or column are copies of the last ones."""
     of_x, of_weight = scale_ring
     weight_scale, ws_row, ws_column, x_scale, xs_row, xs_column = scales
-    num_tokens, num_outputs, num_blocks, tile_units, _ = sizes
+    num_tokens, num_outputs, num_blocks, tile_units, _, _ = sizes
     ROW_BLOCKS: gl.constexpr = of_weight.shape[1]
+    TOKENS: gl.constexpr = of_x.shape[1]
     ONE: gl.constexpr = gl.BlockedLayout([1], [WARP], [gl.num_warps()], [0])
-    token = gl.minimum(gl.arange(0, of_x.shape[1], ONE), num_tokens - 1)
-    row_block = unit // tile_units * ROW_BLOCKS + gl.arange(0, ROW_BLOCKS, ONE)
+    weight_tile, token_tile = parts_of_tile(unit // tile_units, sizes)
+    token = gl.minimum(token_tile * TOKENS + gl.arange(0, TOKENS, ONE), num_tokens - 1)
+    row_block = weight_tile * ROW_BLOCKS + gl.arange(0, ROW_BLOCKS, ONE)
     row_block = gl.minimum(row_block, gl.cdiv(num_outputs, BLOCK) - 1)
     for line in gl.static_range(LINES):
         block = gl.minimum(unit % tile_units * LINES + line, num_blocks - 1)
