@@ -7,8 +7,9 @@ int4 weights have four variants, here with their numbers of tokens on Hopper GPU
 - `packed`: up to 128 where neither can, such as on other GPUs.
 - `dequantised` (`packed`): more.
 
-fp8 weights have three variants. On Hopper GPUs, `decode_sm90` multiplies by up to 64 tokens, and `scaled_sm90` by more
-(`_products.scaled_calls_sm90`). `scaled` does all else, and serves int8 weights as well.
+fp8 weights have three variants. On Hopper GPUs, `decode_sm90` multiplies by up to 64 tokens, and by up to 512 for few
+outputs. `scaled_sm90` (`_products.scaled_calls_sm90`) multiplies by more. `scaled` does all else, and serves int8
+weights as well.
 
 Other weights have three variants: `one_row`, `decode_sm90` for up to 64 tokens on Hopper GPUs, and `torch`, which calls
 PyTorch (cuBLAS).

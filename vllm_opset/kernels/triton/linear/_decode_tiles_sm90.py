@@ -18,7 +18,10 @@ SUM_BYTES = gl.constexpr(32)  # So many bytes of a row are the columns of one in
 
 @gluon.jit
 def parts_of_tile(tile, sizes):
-    """A tile's place among those of the weight's rows, and among those of the tokens, which follow one another."""
+    """Which tile of the weight's rows a tile belongs to, and which tile of the tokens.
+
+    sizes: num_tokens, num_outputs, num_blocks, tile_units, run and token_tiles of `decode_sm90`.
+    """
     token_tiles = sizes[5]
     return tile // token_tiles, tile % token_tiles
 

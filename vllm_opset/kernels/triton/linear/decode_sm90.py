@@ -8,7 +8,8 @@ programs may share a tile. The last one of them then adds their sums, always in 
 By blocks, each product of 128 columns in fp8 starts from zero, and is multiplied by its scales and added in fp32. By
 rows, tensor cores add the products, as in `scaled_gemm_sm90`.
 
-The launch says which of two kernels takes a call: `decode_sm90`, whose warps load and multiply, or `wide_decode_sm90`.
+Tokens have one tile or several small ones. A launch is the fastest one by the costs of its programs (`launch_of`). It
+says which of two kernels takes a call: `decode_sm90`, whose warps load and multiply, or `wide_decode_sm90`.
 """
 
 import functools
@@ -59,7 +60,7 @@ def decode_sm90(
 ):  # fmt: skip
     """A program takes `run` of the num_units units, of which each tile has tile_units.
 
-    token_tiles: of each tile of the weight.
+    token_tiles: how many tiles of tokens each tile of the weight's rows has. They follow one another.
     x, weight: TMA descriptors of boxes of one line. LINES: of each row in a unit. num_blocks: of scales in a row.
     partials, counters: see `sums_of_tile`.
     """
@@ -158,6 +159,10 @@ class Launch(NamedTuple):
 
 
 def launch_of(call: Operands) -> Launch:
+    """The fastest launch for a call that this kernel can multiply.
+
+    It is the same for all numbers of tokens up to one that the warm-up has.
+    """
     scheme = "" if call.weight_scale is None else "blocks_" if by_blocks(call) else "rows_"
     num_tokens, (outputs, columns) = num_rows(call.x), call.weight.shape
     counted = min(_launch.next_power_of_2(num_tokens), _launch.bound(BY_TOKENS, call.x.device, num_tokens))
