@@ -83,6 +83,8 @@ def test_code_that_mixes_rows_is_found(engine, tmp_path):
         assert last_layer._treats_rows_alone(ends, step)
         model.layers[-1].self_attn = _Gated(model.layers[-1].self_attn)
         assert not last_layer._treats_rows_alone(ends, step)
+        model.layers = nn.ModuleList()
+        assert last_layer._ends_of(model) is None
 
 
 class _Gated(nn.Module):

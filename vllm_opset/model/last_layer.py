@@ -113,7 +113,7 @@ def _ends_of(module: nn.Module) -> tuple[Ends, str] | None:
     """The ends of a module that holds all layers, and the name of its last attention; None for other modules."""
     children = dict(module.named_children())
     layers, end = children.get("layers"), children.get("norm")
-    if not isinstance(layers, nn.ModuleList) or not isinstance(end, RMSNormLayer):
+    if not isinstance(layers, nn.ModuleList) or not layers or not isinstance(end, RMSNormLayer):
         return None
     last = layers[-1]
     begin = getattr(last, "input_layernorm", None)

@@ -6,6 +6,7 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.skipif(
     not importlib.util.find_spec("triton"), reason="Triton is not installed: runs where it is"
@@ -94,6 +95,30 @@ def test_a_worker_of_its_own_process_leaves_a_draft_models_settings_to_the_platf
     with contextlib.suppress(Loads):
         made.load_model()
     assert hasattr(VllmConfig.try_verify_and_update_config, "__wrapped__")
+
+
+def test_ops_on_vllms_own_wheel_refuse_lengths_beyond_the_rotary_embedding(monkeypatch):
+    from vllm.model_executor.layers.attention import Attention
+
+    from vllm_opset.model.layers import RotaryEmbeddingLayer
+    from vllm_opset.platform.native import worker
+    from vllm_opset.unsupported import Refusal
+
+    model = torch.nn.Module()
+    for name, kind in (("rotary_emb", RotaryEmbeddingLayer), ("attn", Attention)):
+        part = kind.__new__(kind)
+        torch.nn.Module.__init__(part)
+        setattr(model, name, part)
+    model.rotary_emb.cos_sin_cache = torch.zeros(512, 8)
+    monkeypatch.setattr(worker.PackingWorker, "load_model", lambda self: None)
+    monkeypatch.setattr(worker, "_opset_layers", contextlib.nullcontext)
+    monkeypatch.setattr(worker.model_settings, "take_back", lambda: None)
+    monkeypatch.setattr(worker.OpsetNativeWorker, "models", [])
+    made = worker.OpsetNativeWorker.__new__(worker.OpsetNativeWorker)
+    made.parts, made.model_runner = {"ops"}, SimpleNamespace(get_model=lambda: model)
+    made.model_config = SimpleNamespace(max_model_len=1024, quantization=None)
+    with pytest.raises(Refusal, match="embedding has 512 positions: give --max-model-len 512"):
+        made.load_model()
 
 
 @pytest.mark.parametrize("platform", ["cuda", "native"])

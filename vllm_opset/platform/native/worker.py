@@ -41,6 +41,8 @@ class OpsetNativeWorker(Starting, PackingWorker):
             if "moe" in self.parts and self.model_config.quantization is not None:
                 building.enter_context(quantised_weights.replaced_expert_methods(self.vllm_config))
             super().load_model(**kwargs)
+        if "ops" in self.parts:
+            layers.check_positions(self.model_runner.get_model(), self.model_config.max_model_len)
         for model in self.models:
             self._bind(model)
         if self.parts & {"linear", "ops", "moe"}:
