@@ -19,11 +19,12 @@ from vllm_opset.bench.ceilings import Ceilings
 from vllm_opset.bench.format import command_line
 from vllm_opset.bench.measure import Candidate, Result, candidates, cases, measure
 from vllm_opset.bench.report import OpsReport
-from vllm_opset.bench.timing import CPU_SWEEP_BYTES, time_call
+from vllm_opset.bench.timing import CPU_SWEEP_BYTES, Timing, time_call
 from vllm_opset.cli.bench import bench
 from vllm_opset.cli.outputs import OUTPUTS
 from vllm_opset.kernel import REFERENCE, Kernel
 from vllm_opset.ops.contract import Cost
+from vllm_opset.ops.schemes import FP8, INT8
 
 CEILINGS = Ceilings(1e10, 1e12, torch.float32)
 RESULTS = ROOT / "docs" / "benchmarks"
@@ -224,6 +225,41 @@ def test_a_reference_that_cannot_be_timed_is_left_out():
 def test_the_floor_is_the_longer_of_moving_and_computing():
     assert CEILINGS.floor(Cost(bytes=10**10, flops=1)) == 1
     assert CEILINGS.floor(Cost(bytes=1, flops=2 * 10**12)) == 2
+
+
+@pytest.mark.parametrize(
+    ("factors", "fp8_rate", "seconds"),
+    [
+        (FP8, 2e12, 1),
+        (INT8, 2e12, 1),
+        (FP8, None, 2),  # a CPU widens the factors
+        (FP8, 5e11, 2),  # and so may a kernel
+        (None, 2e12, 2),
+    ],
+)
+def test_the_floor_of_products_of_fp8_and_int8_has_the_rate_of_fp8(factors, fp8_rate, seconds):
+    ceilings = dataclasses.replace(CEILINGS, fp8_flops_per_second=fp8_rate)
+    assert ceilings.floor(Cost(bytes=1, flops=2 * 10**12, factors=factors)) == seconds
+
+
+def test_a_product_of_fp8_may_take_less_time_than_one_of_bf16(monkeypatch):
+    """The call takes 0.6 of the time of its FLOP at the rate of bf16. Memory is too fast to matter."""
+    op, limits = ops.linear, Ceilings(1e30, 1e12, torch.bfloat16, 2e12)
+    (sample,) = (one for one in op.samples("cpu", torch.bfloat16) if one.name == "fp8 per channel and token")
+    args, kwargs = sample.make()
+    at_bf16 = op.cost_of(*args, **kwargs).flops / 1e12
+    monkeypatch.setattr(f"{measure.__module__}.time_call", lambda *_: Timing(0.6 * at_bf16, 0))
+    result = measure(op, sample, candidate(op.reference), "cpu", torch.bfloat16, limits)
+    assert (result.floor, result.check, result.doubt) == (0.5 * at_bf16, None, None)
+
+
+def test_the_line_on_the_machine_names_the_rate_of_fp8_if_it_was_measured():
+    rates = "a GPU: reading 4.39 TB/s, bfloat16 matmul 736 TFLOP/s"
+    known = Ceilings(4.39e12, 7.36e14, torch.bfloat16)
+    assert OpsReport("a GPU", known, [], {}).described() == rates
+    report = OpsReport("a GPU", dataclasses.replace(known, fp8_flops_per_second=1.312e15), [], {})
+    assert report.described() == f"{rates}, fp8 matmul 1.31 PFLOP/s"
+    assert OpsReport.from_json(json.loads(json.dumps(report.as_json()))) == report
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The figures of benchmarks, counted by hand: times, rates, ratios, and the order in which engines take turns."""
 
+import copy
 import io
 import json
 import runpy
@@ -18,6 +19,7 @@ from vllm_opset.bench.compare import ComparisonPlan
 from vllm_opset.bench.compare_report import Report, record
 from vllm_opset.bench.engines import engine_process
 from vllm_opset.bench.format import TIMES
+from vllm_opset.targets import Target, instead
 
 NOTHING_STARTED = json.dumps({"versions": {}, "platform": "none", "device": None, "compiled": []})
 # An engine that computes for so many seconds for each answer.
@@ -51,6 +53,23 @@ def test_ceilings_are_bytes_and_flop_in_a_second(monkeypatch):
     monkeypatch.setitem(ceilings.READ_BYTES, "cpu", 4096)
     monkeypatch.setitem(ceilings.MATMUL_SIZE, "cpu", 10)
     assert ceilings.measure("cpu", torch.float32) == ceilings.Ceilings(8192, 4000, torch.float32)
+
+
+@pytest.mark.parametrize(("architecture", "fp8_rate"), [("sm80", None), ("sm89", 16384)])
+def test_the_rate_of_fp8_is_measured_where_the_target_has_it(architecture, fp8_rate, monkeypatch):
+    """The calls run here, and are taken to last half a second."""
+
+    def called(run, call, device):
+        args, kwargs = copy.deepcopy(call)  # as `time_call` does
+        run(*args, **kwargs)
+        return timing.Timing(0.5, 0)
+
+    monkeypatch.setattr(ceilings, "time_call", called)
+    monkeypatch.setitem(ceilings.READ_BYTES, "cpu", 4096)
+    monkeypatch.setitem(ceilings.MATMUL_SIZE, "cpu", 16)
+    with instead(Target("nvidia", architecture)):
+        measured = ceilings.measure("cpu", torch.bfloat16)
+    assert measured == ceilings.Ceilings(8192, 16384, torch.bfloat16, fp8_rate)
 
 
 def test_the_figures_of_a_case():

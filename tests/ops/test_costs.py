@@ -1,9 +1,11 @@
 """The costs of ops whose work depends on what their tensors hold, counted by hand."""
 
+import pytest
 import torch
 
 from vllm_opset import ops
 from vllm_opset.ops.contract import Cost
+from vllm_opset.ops.schemes import FP8, INT8
 
 INT, LONG, FLOAT = 4, 8, 4
 
@@ -24,6 +26,17 @@ def test_experts_are_read_once_if_they_are_chosen_here():
     cost = ops.grouped_gemm.cost_of(x, w1, sorted_token_ids, expert_ids, 2)
     given = 2 * 8 * FLOAT + (len(sorted_token_ids) + len(expert_ids)) * INT
     assert cost == Cost(bytes=given + 2 * 96 * FLOAT + 4 * 12 * FLOAT, flops=2 * 3 * 96)
+
+
+@pytest.mark.parametrize("contract", [ops.linear, ops.grouped_gemm, ops.fused_experts], ids=lambda one: one.name)
+def test_the_factors_of_products_are_of_the_dtype_to_which_activations_are_quantised(contract):
+    found = set()
+    for args, kwargs in (sample.make() for sample in contract.samples("cpu", torch.bfloat16)):
+        activation = contract.problem_for(*args, **kwargs).scheme.activation
+        factors = contract.cost_of(*args, **kwargs).factors
+        assert factors is (None if activation is None else activation.dtype)
+        found.add(factors)
+    assert found == {None, FP8, INT8}
 
 
 def test_penalties_change_the_logits_of_tokens_that_occur():

@@ -91,7 +91,8 @@ class OpsReport:
     def as_json(self) -> dict:
         """Plain data; times in seconds."""
         known = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        ceilings = self.ceilings and {**vars(self.ceilings), "dtype": _plain(self.ceilings.dtype)}
+        measured = self.ceilings and {key: rate for key, rate in vars(self.ceilings).items() if rate is not None}
+        ceilings = measured and measured | {"dtype": _plain(self.ceilings.dtype)}
         known |= {"ceilings": ceilings, "results": [vars(result) for result in self.results]}
         if self.random is None:
             del known["random"]
@@ -103,9 +104,11 @@ class OpsReport:
         """One line about the machine and its ceilings."""
         if self.ceilings is None:
             return self.device
+        fp8 = self.ceilings.fp8_flops_per_second
         return (
             f"{self.device}: reading {_rate(self.ceilings.bytes_per_second)}B/s, "
             f"{_plain(self.ceilings.dtype)} matmul {_rate(self.ceilings.flops_per_second)}FLOP/s"
+            f"{'' if fp8 is None else f', fp8 matmul {_rate(fp8)}FLOP/s'}"
         )
 
     def tables(self) -> Iterator[tuple[str, list[str], list[dict]]]:
@@ -192,9 +195,10 @@ def _wrong_results(name: str, checks: Mapping[str, str]) -> str:
 LEGEND = (
     "A cell has the microseconds of one call, ± half the distance between the quartiles. Its percentage is the floor's "
     "share of that time. The floor is the time to move the bytes at the reading rate, or to compute the FLOP at the "
-    "matmul rate, whichever is longer. `!` marks a result that is further from the reference than the contract allows. "
-    "`?` marks a time that says little; a note gives the reason. If a kernel has variants, the cell names the one that "
-    "ran the case. A column `kernel:variant` is a variant that an override would ask for."
+    "matmul rate, whichever is longer. Products of weights and activations that are both in fp8 or int8 have the "
+    "matmul rate of fp8, if it was measured. `!` marks a result that is further from the reference than the contract "
+    "allows. `?` marks a time that says little; a note gives the reason. If a kernel has variants, the cell names the "
+    "one that ran the case. A column `kernel:variant` is a variant that an override would ask for."
 )
 
 
@@ -248,7 +252,10 @@ def _cell(results: list[Result], case: str, implementation: str) -> str:
 
 def _rate(value: float) -> str:
     """The value with the unit prefix that suits a GPU or a CPU."""
-    return f"{value / 1e12:.3g} T" if value >= 1e12 else f"{value / 1e9:.3g} G"
+    for size, prefix in ((1e15, "P"), (1e12, "T")):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}"
+    return f"{value / 1e9:.3g} G"
 
 
 def _plain(dtype: torch.dtype) -> str:

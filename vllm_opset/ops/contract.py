@@ -78,10 +78,14 @@ ROUND_ONCE = {
 
 @dataclass(frozen=True)
 class Cost:
-    """The work that no implementation can avoid: each input byte read once, each output byte written once, the FLOP."""
+    """The work that no implementation can avoid: each input byte read once, each output byte written once, the FLOP.
+
+    factors: the dtype to which activations are quantised before weights multiply them; None if they are not quantised.
+    """
 
     bytes: int
     flops: int
+    factors: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,8 @@ def _(x, weight, bias=None, weight_scale=None, x_scale=None, out_dtype=None, wei
     parameters = weight.nbytes + sum(0 if other is None else other.nbytes for other in others)
     results = num_tokens * out_features
     result_bytes = results * (out_dtype or x.dtype).itemsize
-    return Cost(bytes=x.nbytes + parameters + result_bytes, flops=2 * results * x.shape[-1])
+    factors = None if x_scale is None else x.dtype
+    return Cost(bytes=x.nbytes + parameters + result_bytes, flops=2 * results * x.shape[-1], factors=factors)
 
 
 @linear.sample_inputs

@@ -152,6 +152,7 @@ def _(args: FusedExpertsArguments) -> Cost:
     return Cost(
         bytes=2 * args.hidden_states.nbytes + weights + sum(tensor.nbytes for tensor in given if tensor is not None),
         flops=2 * chosen.numel() * values,
+        factors=args.quant_dtype,
     )
 
 

@@ -143,7 +143,8 @@ def _(
     parameters = sum(read * part[0].nbytes for part in of_experts if part is not None)
     others = sum(part.nbytes for part in (x, x_scale, sorted_token_ids, expert_ids) if part is not None)
     result_bytes = num_choices * outputs * (out_dtype or x.dtype).itemsize
-    return Cost(bytes=parameters + others + result_bytes, flops=2 * placed * outputs * inputs)
+    factors = None if x_scale is None else x.dtype
+    return Cost(bytes=parameters + others + result_bytes, flops=2 * placed * outputs * inputs, factors=factors)
 
 
 def _arguments(
