@@ -13,6 +13,7 @@ says which of two kernels takes a call: `decode_sm90`, whose warps load and mult
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -135,14 +136,14 @@ def can(call: Operands) -> bool:
 
 def suits(call: Operands) -> bool:
     """Whether this kernel is the fastest for what it can multiply."""
-    num_tokens, device = num_rows(call.x), call.x.device
-    values = _launch.parameters(BY_TOKENS, device, num_tokens)
+    values = _launch.parameters(BY_TOKENS, call.x.device, num_rows(call.x))
     if call.weight_scale is None:
         return bool(values["unquantised"])
-    if num_tokens <= TILES[-1] or not values["longest"]:
-        return bool(values["longest"])
+    longest = values["longest"]
+    if longest in (0, math.inf):  # No fp8 product of so many tokens suits it, or every one does.
+        return bool(longest)
     chosen = launch_of(call)
-    return chosen.at_once and chosen.time <= values["longest"]
+    return chosen.at_once and chosen.time <= longest
 
 
 class Launch(NamedTuple):
@@ -179,18 +180,20 @@ def _fastest(launch: str, device: torch.device, num_tokens: int, outputs: int, l
     The tiles of tokens are the smallest that hold all of them, or several smaller ones.
     """
     whole = next((tile for tile in TILES if tile >= num_tokens), TILES[-1])
-    found = []
-    for tile in TILES[: TILES.index(whole) + 1]:
-        values = _launch.parameters(launch, device, tile)
-        if tile == whole or num_tokens >= values["several_from"]:
-            tiles = _launch.cdiv(outputs, values["rows"]) * _launch.cdiv(num_tokens, tile)
-            programs = values["programs"] * _launch.multiprocessors(device)
-            units = _launch.cdiv(lines, values["lines"])
-            time, run = fastest_run(tiles, units, programs, Costs.of(values))
-            at_once = tiles <= programs
-            if tile == whole or at_once:
-                found.append(Launch(values, tile, run, time, at_once))
-    return min(found, key=lambda launch: launch.time)
+    launches = (_by_tile(tile, launch, device, num_tokens, outputs, lines) for tile in TILES if tile <= whole)
+    return min(
+        (one for one in launches if one.tokens == whole or (one.at_once and num_tokens >= one.values["several_from"])),
+        key=lambda one: one.time,
+    )
+
+
+def _by_tile(tile: int, launch: str, device: torch.device, num_tokens: int, outputs: int, lines: int) -> Launch:
+    """The fastest launch with so many tokens in a tile."""
+    values = _launch.parameters(launch, device, tile)
+    tiles = _launch.cdiv(outputs, values["rows"]) * _launch.cdiv(num_tokens, tile)
+    programs = values["programs"] * _launch.multiprocessors(device)
+    time, run = fastest_run(tiles, _launch.cdiv(lines, values["lines"]), programs, Costs.of(values))
+    return Launch(values, tile, run, time, at_once=tiles <= programs)
 
 
 def decode_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
