@@ -27,11 +27,10 @@ class Ceilings:
     fp8_flops_per_second: float | None = None
 
     def floor(self, cost: Cost) -> float:
-        """The least seconds that a call of this cost can take.
+        """The least seconds that a call of this cost takes at the measured rates.
 
-        Products of int8 have the rate of fp8, because tensor cores that multiply both have the same peak for both.
-        Without a rate of fp8, all products have the rate of `dtype`. A GPU that multiplies int8 but no fp8 may then
-        beat the floor of an int8 product.
+        A product of another size may be faster than those that were measured. Products of int8 are taken to have the
+        rate of fp8, or that of `dtype` without one. A GPU may multiply int8 faster.
         """
         rate = self.flops_per_second
         if cost.factors in (FP8, INT8):
@@ -53,10 +52,12 @@ def _fp8_rate(device: str) -> float | None:
     """FLOP a second of a product in fp8 with a scale for each whole factor, or None if the device has no fp8."""
     if targets.FP8 not in targets.of(device).features:
         return None
-    size = MATMUL_SIZE[device]
-    x, weight = (torch.randn(size, size, device=device).to(FP8) for _ in range(2))
     scale = torch.ones((), device=device)
     # Slower sums, of more bits, would not be a ceiling of kernels that sum as the tensor cores do.
     how = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-    product = time_call(torch._scaled_mm, ((x, weight.t(), scale, scale), how), device)
-    return 2 * size**3 / product.median
+    rates = []
+    for size in (MATMUL_SIZE[device] // 2, MATMUL_SIZE[device]):  # the longer product has the lower clock
+        x, weight = (torch.randn(size, size, device=device).to(FP8) for _ in range(2))
+        product = time_call(torch._scaled_mm, ((x, weight.t(), scale, scale), how), device)
+        rates.append(2 * size**3 / product.median)
+    return max(rates)

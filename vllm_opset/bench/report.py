@@ -195,8 +195,8 @@ def _wrong_results(name: str, checks: Mapping[str, str]) -> str:
 LEGEND = (
     "A cell has the microseconds of one call, ± half the distance between the quartiles. Its percentage is the floor's "
     "share of that time. The floor is the time to move the bytes at the reading rate, or to compute the FLOP at the "
-    "matmul rate, whichever is longer. Products of weights and activations that are both in fp8 or int8 have the "
-    "matmul rate of fp8, if it was measured. `!` marks a result that is further from the reference than the contract "
+    "matmul rate, whichever is longer. Products whose activations are quantised to fp8 or int8 have the matmul "
+    "rate of fp8, if it was measured. `!` marks a result that is further from the reference than the contract "
     "allows. `?` marks a time that says little; a note gives the reason. If a kernel has variants, the cell names the "
     "one that ran the case. A column `kernel:variant` is a variant that an override would ask for."
 )

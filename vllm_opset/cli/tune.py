@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+import yaml
 from rich.console import Console
 from rich.progress import Progress
 
@@ -58,7 +60,8 @@ def _print(measured: dict[str, list[tune.Trial]]) -> None:
     for launch, trials in measured.items():
         print(f"{launch}:\n    {_launch.target(torch.device('cuda'))}:")
         for entry in tune.entries(trials):
-            print("      - {" + ", ".join(f"{name}: {value}" for name, value in entry.items()) + "}")
+            shown = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=math.inf)
+            print(f"      - {shown}", end="")
 
 
 def _ranking(trials: list[tune.Trial]) -> list[dict]:

@@ -102,6 +102,13 @@ def test_more_tokens_of_fp8_are_taken_for_few_outputs(h200, groups):
     assert _launch_for(513, 768, 2048, groups) is None
 
 
+def test_tuning_gets_the_tokens_of_the_tile_that_holds_all(h200):
+    launch = "blocks_linear_decode_sm90"
+    with _launch.trial(launch, _launch.candidates(launch)[0]) as sizes:
+        tiles = [_launch_for(tokens, 4096, 2048, (BLOCK, TOKEN_BLOCK)).tokens for tokens in (8, 64)]
+    assert tiles == [8, 64] and (sizes[0], sizes[1]) == (8, 64)
+
+
 def test_tokens_have_several_small_tiles_where_all_run_at_once(h200):
     tiles = [_launch_for(64, outputs, 2048, (BLOCK, TOKEN_BLOCK)).tokens for outputs in (768, 4096, 24576)]
     assert tiles == [16, 32, 64]

@@ -162,7 +162,7 @@ class Launch(NamedTuple):
 def launch_of(call: Operands) -> Launch:
     """The fastest launch for a call that this kernel can multiply.
 
-    It is the same for all numbers of tokens up to one that the warm-up has.
+    Numbers of tokens between two sizes of the warm-up have the launch of the larger one.
     """
     scheme = "" if call.weight_scale is None else "blocks_" if by_blocks(call) else "rows_"
     num_tokens, (outputs, columns) = num_rows(call.x), call.weight.shape
@@ -180,7 +180,8 @@ def _fastest(launch: str, device: torch.device, num_tokens: int, outputs: int, l
     The tiles of tokens are the smallest that hold all of them, or several smaller ones.
     """
     whole = next((tile for tile in TILES if tile >= num_tokens), TILES[-1])
-    launches = (_by_tile(tile, launch, device, num_tokens, outputs, lines) for tile in TILES if tile <= whole)
+    tiles = [tile for tile in reversed(TILES) if tile <= whole]  # `tune` takes the first one for the size of a call
+    launches = (_by_tile(tile, launch, device, num_tokens, outputs, lines) for tile in tiles)
     return min(
         (one for one in launches if one.tokens == whole or (one.at_once and num_tokens >= one.values["several_from"])),
         key=lambda one: one.time,
