@@ -14,11 +14,19 @@ from vllm_opset.kernels.triton._products.load_sm90 import LINE
 from vllm_opset.kernels.triton._products.shared_tiles import sums_of_tile
 
 SUM_BYTES = gl.constexpr(32)  # So many bytes of a row are the columns of one instruction.
+# Arguments of both kernels for which Triton compiles nothing anew. One tile of tokens has kernels of its own, without
+# divisions by the number of these tiles.
+UNSPECIALISED = {
+    "do_not_specialize": [
+        "ws_row", "ws_column", "xs_row", "xs_column", "num_tokens", "num_blocks", "tile_units", "num_units", "run",
+    ],
+    "do_not_specialize_on_alignment": ["token_tiles"],
+}  # fmt: skip
 
 
 @gluon.jit
 def parts_of_tile(tile, sizes):
-    """Which tile of the weight's rows a tile belongs to, and which tile of the tokens.
+    """Returns the rows of the weight and the tokens that a tile has, each as the number of tiles that come before.
 
     sizes: num_tokens, num_outputs, num_blocks, tile_units, run and token_tiles of `decode_sm90`.
     """

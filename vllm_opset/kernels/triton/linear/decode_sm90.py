@@ -34,6 +34,7 @@ from vllm_opset.kernels.triton._products.shared_tiles import Costs, fastest_run
 from vllm_opset.kernels.triton._rows import num_rows
 from vllm_opset.kernels.triton.linear._decode_tiles_sm90 import (
     SUM_BYTES,
+    UNSPECIALISED,
     add,
     add_scaled,
     finish,
@@ -48,12 +49,7 @@ BY_TOKENS = "tokens_linear_decode_sm90"  # the launch parameters that say which 
 WARP_ROWS = 16  # A warp multiplies so many rows of the weight.
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "ws_row", "ws_column", "xs_row", "xs_column", "num_tokens", "num_blocks", "tile_units", "num_units", "run",
-    ],
-    do_not_specialize_on_alignment=["token_tiles"],
-)  # fmt: skip
+@gluon.jit(**UNSPECIALISED)
 def decode_sm90(
     x, weight, bias, out, weight_scale, ws_row, ws_column, x_scale, xs_row, xs_column, partials, counters,
     num_tokens, num_outputs, num_blocks, tile_units, num_units, run, token_tiles,

@@ -18,6 +18,7 @@ from vllm_opset.kernels.triton._products.scaled_gemm_sm90 import HALF
 from vllm_opset.kernels.triton._products.scaled_gemm_sm90 import WIDTH as BLOCK
 from vllm_opset.kernels.triton.linear._decode_tiles_sm90 import (
     SUM_BYTES,
+    UNSPECIALISED,
     add,
     add_scaled,
     finish,
@@ -29,12 +30,7 @@ from vllm_opset.kernels.triton.linear._decode_tiles_sm90 import (
 WARPGROUPS, WARPS = gl.constexpr(2), 4  # that multiply, and of each of them
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "ws_row", "ws_column", "xs_row", "xs_column", "num_tokens", "num_blocks", "tile_units", "num_units", "run",
-    ],
-    do_not_specialize_on_alignment=["token_tiles"],
-)  # fmt: skip
+@gluon.jit(**UNSPECIALISED)
 def wide_decode_sm90(
     x, weight, bias, out, weight_scale, ws_row, ws_column, x_scale, xs_row, xs_column, partials, counters,
     num_tokens, num_outputs, num_blocks, tile_units, num_units, run, token_tiles,
