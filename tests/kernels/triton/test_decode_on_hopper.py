@@ -150,7 +150,7 @@ def test_programs_take_all_units(costs):
     ids=["all programs", "no program has parts of two tiles", "no tile is shared"],
 )
 def test_a_run_is_as_long_as_its_costs_make_fastest(costs, run):
-    """Of 40 tiles of 16 units, 132 programs take five units each at least."""
+    """There are 40 tiles of 16 units. Each of 132 programs takes at least five of these 640 units."""
     assert fastest_run(40, 16, 132, costs)[1] == run
 
 
