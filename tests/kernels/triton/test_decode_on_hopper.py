@@ -13,7 +13,13 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import _launch, linear
 from vllm_opset.kernels.triton._products.scaled_calls_sm90 import Operands
-from vllm_opset.kernels.triton._products.shared_tiles import Costs, even_run_of, fastest_run, most_pieces
+from vllm_opset.kernels.triton._products.shared_tiles import (
+    Costs,
+    EvenCosts,
+    fastest_even_run,
+    fastest_run,
+    most_pieces,
+)
 from vllm_opset.kernels.triton.linear import decode_sm90
 from vllm_opset.ops.gemm._quantised import BLOCK, TOKEN_BLOCK
 from vllm_opset.ops.schemes import FP8
@@ -154,16 +160,20 @@ def test_a_run_is_as_long_as_its_costs_make_fastest(costs, run):
     assert fastest_run(40, 16, 132, costs)[1] == run
 
 
-@pytest.mark.parametrize("piece_units", [0, 2, 100])
-def test_programs_that_share_a_tile_take_equally_many_units(piece_units):
+@pytest.mark.parametrize("piece", [0, 2, 100])
+def test_programs_that_share_a_tile_take_equally_many_units(piece):
     for tiles, tile_units, programs in itertools.product((1, 3, 64, 96, 384), (1, 7, 32, 96), (132, 264)):
-        run = even_run_of(tiles, tile_units, programs, piece_units)
+        _, run = fastest_even_run(tiles, tile_units, programs, EvenCosts(0, 0, unit=1, share=0, piece=piece))
         sharing = -(-tile_units // run)
         assert run * (sharing - 1) < tile_units
         assert sharing == 1 or sharing * tiles <= programs
 
 
 def test_programs_share_tiles_if_that_takes_less_time():
-    assert even_run_of(64, 32, 132, piece_units=4) == 16
-    assert even_run_of(64, 32, 132, piece_units=16) == 32, "the sum takes as long"
-    assert even_run_of(67, 32, 132, piece_units=0) == 32, "there are not two programs for each tile"
+    def launch(tiles: int, share: float) -> tuple[float, int]:
+        return fastest_even_run(tiles, 32, 132, EvenCosts(start=5, tile=3, unit=1, share=share, piece=4))
+
+    assert launch(64, share=2) == (5 + 3 + 16 + 2 + 4, 16)
+    assert launch(64, share=13) == (5 + 3 + 32, 32), "the sum takes longer"
+    assert launch(67, share=0) == (5 + 3 + 32, 32), "there are not two programs for each tile"
+    assert launch(133, share=0) == (5 + 2 * (3 + 32), 32), "a program has two tiles"

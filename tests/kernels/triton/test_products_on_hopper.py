@@ -4,6 +4,7 @@ Which calls they take is tested without a GPU.
 """
 
 import itertools
+import math
 from collections.abc import Iterable
 
 import pytest
@@ -21,13 +22,17 @@ from vllm_opset.targets import Target, instead
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an NVIDIA GPU of the Hopper generation: runs on one")
-# piece: one that lets as many programs as possible share tiles, and one that lets none.
 TILES = [
-    {"rows": rows, "outputs": outputs, "box": box, "group": 8, "stages": 3, "ordered": ordered, "piece": piece}
-    for (rows, outputs, box), ordered, piece in itertools.product(
-        ((64, 256, 16), (128, 128, 128), (128, 256, 16)), (0, 1), (0, 1000)
-    )
+    {"rows": rows, "outputs": outputs, "group": 8, "stages": 3} for rows, outputs in ((64, 256), (128, 128), (128, 256))
 ]
+# As many programs as possible share tiles, or none do.
+SHARED, WHOLE_TILES = {"share": 0, "piece": 0}, {"share": math.inf, "piece": 0}
+LINEAR_TILES = [
+    (outputs, {"box": box, "group": 8, "stages": stages, "start": 0, "tile": 0, "unit": 1} | sharing)
+    for outputs, box, stages, sharing in (
+        (128, 128, 5, SHARED), (128, 16, 3, SHARED), (128, 128, 3, WHOLE_TILES), (256, 16, 3, WHOLE_TILES)
+    )
+]  # fmt: skip
 PACKED_TILES = [{"rows": rows, "group": 8, "stages": 4} for rows in (64, 128, 256)]
 DECODE_TILES = [
     {"rows": 128, "warps": 8, "stages": 5, "programs": 2},
@@ -69,20 +74,28 @@ def _experts(scheme: str, inputs: int, outputs: int, device: str) -> dict[str, t
 
 
 @on_hopper
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: "-".join(map(str, tile.values())))
+@pytest.mark.parametrize(
+    ("tile_outputs", "launch"),
+    LINEAR_TILES,
+    ids=lambda x: str(x) if isinstance(x, int) else "-".join(map(str, x.values())),
+)
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
-def test_linear_by_every_tile(groups, tile):
+def test_linear_by_every_tile(groups, tile_outputs, launch, monkeypatch):
     """Rows, outputs and columns end within tiles, and there are more tiles than programs of one turn.
 
     The copy engine does not write rows of 331 results. The last of several programs that share 1,296 columns has fewer
-    of them.
+    of them. Scales of x follow one another by rows or by columns.
     """
+    monkeypatch.setattr(scaled_calls_sm90, "OUTPUTS", (tile_outputs,))
+    scheme = "blocks" if groups[0] == BLOCK else "rows"
     rng = torch.Generator("cuda").manual_seed(1)
     shapes = (1, 40, 144), (130, 328, 400), (70, 331, 400), (300, 640, 1296), (3000, 2200, 1040)
     for tokens, outputs, columns in shapes:
         arguments = fp8_arguments(tokens, outputs, columns, groups, rng)
-        with _launch.trial("linear_scaled_sm90", tile):  # The counters are zero again after each call.
-            got = [kernels_of("linear")["triton"].run(*arguments, variant="scaled_sm90") for _ in range(3)]
+        x, weight, bias, scale, x_scale, out_dtype = arguments
+        calls = [(x, weight, bias, scale, laid, out_dtype) for laid in (x_scale, x_scale, x_scale.t().contiguous().t())]
+        with _launch.trial(f"{scheme}_linear_scaled_sm90", launch):  # The counters are zero again after each call.
+            got = [kernels_of("linear")["triton"].run(*call, variant="scaled_sm90") for call in calls]
         torch.testing.assert_close(got[0], ops.linear(*arguments), **NEAR)
         assert all(torch.equal(got[0], other) for other in got), "the order of the sums differs"
 
@@ -215,22 +228,39 @@ def test_linear_takes_the_kernel_for_many_tokens_of_fp8():
         assert _picked_for_linear(4096) == "scaled"
 
 
-def test_the_warm_up_reaches_all_kernels_for_many_tokens_of_fp8(monkeypatch):
-    """Whether programs share tiles depends on outputs and tokens, and must not need another kernel."""
+@pytest.mark.parametrize("scheme", ["blocks", "rows"])
+@pytest.mark.parametrize("columns", [2048, 12288])
+def test_the_warm_up_reaches_all_kernels_for_many_tokens_of_fp8(monkeypatch, scheme, columns):
+    """Each tile has a kernel of its own."""
     monkeypatch.setattr(_launch, "multiprocessors", lambda device: 132)
     device = torch.device("cpu")
 
-    def kernels(sizes: Iterable[int], outputs: int) -> set[tuple]:
-        launches = [scaled_calls_sm90.of_linear(tokens, outputs, device) for tokens in sizes]
-        return {
-            tuple(launch[name] for name in ("rows", "outputs", "group", "stages", "ordered")) for launch in launches
-        }
+    def tiles(sizes: Iterable[int], outputs: int) -> set[int]:
+        return {_launch_for(size, outputs, columns, scheme).outputs for size in sizes}
 
     with instead(Target("nvidia", "sm90")):
-        warmed = [size for size in _launch.warm_sizes(device, 8192) if size > 64]
-        for outputs in (384, 1024, 1536, 2560, 4096, 24576):
-            assert kernels(range(65, 8193, 8), outputs) <= kernels(warmed, outputs)
-        assert kernels([600], 1024) == kernels([512], 24576) != kernels([600], 24576), "few tiles are narrow"
+        for outputs, most in itertools.product((384, 1024, 1536, 2560, 4096, 24576), (500, 2100, 8192)):
+            warmed = [size for size in _launch.warm_sizes(device, most) if size > 64]
+            assert tiles(range(65, most + 1, 8), outputs) <= tiles(warmed, outputs)
+
+
+def _launch_for(tokens: int, outputs: int, columns: int, scheme: str) -> scaled_calls_sm90.Launch:
+    groups = (PER_ROW, PER_ROW) if scheme == "rows" else (TOKEN_BLOCK, BLOCK)
+    x, weight = (torch.empty(shape, dtype=FP8, device="meta") for shape in ((tokens, columns), (outputs, columns)))
+    x_scale, scale = (
+        torch.empty(g.scale_shape(t.shape), device="meta") for g, t in zip(groups, (x, weight), strict=True)
+    )
+    return scaled_calls_sm90.launch_of(scaled_calls_sm90.Operands(x, weight, scale, x_scale, torch.bfloat16))
+
+
+def test_tiles_are_those_that_keep_multiprocessors_busy(monkeypatch):
+    """1,089 tokens of 2,560 outputs have 180 narrow tiles or 90 wide ones, for 132 programs."""
+    monkeypatch.setattr(_launch, "multiprocessors", lambda device: 132)
+    with instead(Target("nvidia", "sm90")):
+        few, many = (_launch_for(1089, outputs, 4096, "blocks") for outputs in (2560, 24576))
+        shared, whole = (_launch_for(tokens, 768, 4096, "blocks") for tokens in (200, 3000))
+    assert (few.outputs, many.outputs) == (256, 256) and shared.outputs == whole.outputs == 128
+    assert shared.run < 32 == whole.run
 
 
 def _operands(scheme: str, block_size: int, **others: torch.Tensor) -> tuple[tuple, dict]:

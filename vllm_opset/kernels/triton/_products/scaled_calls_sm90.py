@@ -10,12 +10,13 @@ from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._products.counters import zeros
 from vllm_opset.kernels.triton._products.load_sm90 import available, box_layout, is_aligned
 from vllm_opset.kernels.triton._products.scaled_gemm_sm90 import HALF, WIDTH, scaled_gemm_sm90
-from vllm_opset.kernels.triton._products.shared_tiles import even_run_of
+from vllm_opset.kernels.triton._products.shared_tiles import EvenCosts, fastest_even_run
 from vllm_opset.kernels.triton._products.tiles import Order
 from vllm_opset.ops.schemes import FP8, WHOLE, GroupShape, group_of
 
 OUT_BYTES = 2  # Results of 32 bits do not fit shared memory beside the ring.
-NARROW_TOKENS = 512  # so many tokens have tiles of 128 rows and 128 outputs (launch.yaml)
+# The size of a dense product's tile. It has one of these numbers of outputs.
+ROWS, OUTPUTS = 2 * HALF.value, (WIDTH.value, 2 * WIDTH.value)
 BLOCKS, TOKEN_BLOCKS = GroupShape(WIDTH.value, WIDTH.value), GroupShape(1, WIDTH.value)
 
 
@@ -42,27 +43,25 @@ def scaled_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
     """The product of the contract of `linear`, for arguments that were checked."""
     tokens, outputs, columns = call.x.shape[0], *call.weight.shape
     out = call.x.new_empty((tokens, outputs), dtype=call.out_dtype)
-    values, steps = of_linear(tokens, outputs, out.device), _launch.cdiv(columns, WIDTH.value)
-    num_tiles, all_tiles = _tiles_of(tokens, outputs, values["rows"], values["outputs"])
-    narrow = _parts_of(values["rows"], values["outputs"]) == 1  # Sums of wider tiles do not fit in registers twice.
-    piece = values["piece"] if narrow else None
-    num_programs, run = _programs(all_tiles, steps, _launch.multiprocessors(out.device), piece)
+    launch, steps = launch_of(call), _launch.cdiv(columns, WIDTH.value)
+    num_tiles, all_tiles = _tiles_of(tokens, outputs, launch.outputs)
+    num_programs, run = _programs(all_tiles, steps, launch.run, _launch.multiprocessors(out.device)), launch.run
     partials, counters = None, None
-    if not narrow:
-        run = None
+    if launch.outputs > WIDTH.value:
+        run = None  # Sums of wider tiles do not fit in registers twice.
     elif run == steps:
         partials, counters = _nothing_shared(out.device)
     else:
-        partials = out.new_empty((2 * num_programs, 2 * HALF.value, WIDTH.value), dtype=torch.float32)
+        partials = out.new_empty((2 * num_programs, ROWS, WIDTH.value), dtype=torch.float32)
         counters = zeros(out.device, 2 * all_tiles)
-    x = TensorDescriptor.from_tensor(call.x, [min(values["box"], values["rows"]), WIDTH.value], box_layout(128, 8))
+    x = TensorDescriptor.from_tensor(call.x, [launch.values["box"], WIDTH.value], box_layout(128, 8))
     results, copied_results = out, is_aligned(out)
     if copied_results:
         results = TensorDescriptor.from_tensor(out, [HALF.value, WIDTH.value], box_layout(128, 16))
     _launch_scaled(
         num_programs, call, x, bias, results, (0, *strides(call.weight_scale)),
-        (None, None, tokens, num_tiles, 1), (partials, counters, run), values,
-        BLOCK_SIZE=None, TILES=1, COPIED_RESULTS=copied_results,
+        (None, None, tokens, num_tiles, 1), (partials, counters, run), launch.values,
+        ROWS=ROWS, PARTS=launch.outputs // WIDTH.value, BLOCK_SIZE=None, TILES=1, COPIED_RESULTS=copied_results,
     )  # fmt: skip
     return out
 
@@ -70,16 +69,17 @@ def scaled_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
 def scaled_grouped_gemm(call: Operands, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
     """Writes the product of the contract of `grouped_gemm` to out."""
     values = _launch.parameters("scaled_grouped_gemm_prefill_sm90", out.device, order.block_size)
-    values = values | {"rows": min(values["rows"], order.block_size)}
-    tiles = _launch.cdiv(order.block_size, values["rows"])
+    rows = min(values["rows"], order.block_size)
+    parts = max(1, rows * values["outputs"] // (ROWS * WIDTH.value))
+    tiles = _launch.cdiv(order.block_size, rows)
     num_tiles = order.num_blocks * tiles
-    all_tiles = num_tiles * _launch.cdiv(call.weight.shape[1], _outputs_of(values["rows"], values["outputs"]))
+    all_tiles = num_tiles * _launch.cdiv(call.weight.shape[1], parts * ROWS // rows * WIDTH.value)
     # Tiles of experts differ in their work, since some have no choices, so rounds do not tell how long those take.
     num_programs = min(all_tiles, _launch.multiprocessors(out.device))
     _launch_scaled(
         num_programs, call, call.x, bias, out, strides(call.weight_scale),
         (order.sorted_token_ids, order.expert_ids, len(out), num_tiles, order.top_k), (None, None, None), values,
-        BLOCK_SIZE=order.block_size, TILES=tiles, COPIED_RESULTS=False,  # They are scattered.
+        ROWS=rows, PARTS=parts, BLOCK_SIZE=order.block_size, TILES=tiles, COPIED_RESULTS=False,  # They are scattered.
     )  # fmt: skip
 
 
@@ -87,58 +87,73 @@ def _launch_scaled(
     num_programs: int, call: Operands, x, bias: torch.Tensor | None, out, w_strides: tuple[int, ...], tiles: tuple,
     shared: tuple, values: _launch.Parameters, **constants,
 ) -> None:  # fmt: skip
-    """Launches the kernel. x, out: tensors or descriptors. values: rows, outputs, group, stages and ordered."""
+    """Launches the kernel. x, out: tensors or descriptors. values: group and stages."""
     outputs, columns = call.weight.shape[-2:]
     weight = TensorDescriptor.from_tensor(call.weight.view(-1, columns), [WIDTH.value, WIDTH.value], box_layout(128, 8))
     _launch.launch(
         scaled_gemm_sm90, (num_programs,),
         x, call.x.stride(0), weight, bias, out, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
-        *tiles, *shared, OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=by_blocks(call), ROWS=values["rows"],
-        PARTS=_parts_of(values["rows"], values["outputs"]), GROUP=values["group"], STAGES=values["stages"],
-        ORDERED=bool(values["ordered"]),
-        num_warps=4, **constants, **_launch.launch_options(call.x.device),
+        *tiles, *shared, OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=by_blocks(call),
+        GROUP=values["group"], STAGES=values["stages"], **constants,
+        num_warps=4, **_launch.launch_options(call.x.device),
     )  # fmt: skip
 
 
-def of_linear(tokens: int, outputs: int, device: torch.device) -> _launch.Parameters:
-    """The launch parameters for so many tokens and outputs.
-
-    Tiles for many tokens are wide. If so few of them are needed that tiles of half the width still run all at once,
-    there are the tiles for fewer tokens instead, and programs may share them.
+class Launch(NamedTuple):
+    """values: the launch parameters. outputs: of a tile. run: the steps of a program in a tile. time: in ns, by its
+    costs.
     """
-    values = _launch.parameters("linear_scaled_sm90", device, tokens)
-    if tokens > NARROW_TOKENS:
-        _, all_tiles = _tiles_of(tokens, outputs, values["rows"], values["outputs"])
-        if 2 * all_tiles <= _launch.multiprocessors(device):
-            return _launch.parameters("linear_scaled_sm90", device, NARROW_TOKENS)
-    return values
+
+    values: _launch.Parameters
+    outputs: int
+    run: int
+    time: float
+
+
+def launch_of(call: Operands) -> Launch:
+    """The fastest launch for a dense product that this kernel can multiply."""
+    launch = f"{'blocks' if by_blocks(call) else 'rows'}_linear_scaled_sm90"
+    tokens, (outputs, columns) = call.x.shape[0], call.weight.shape
+    find = _fastest.__wrapped__ if _launch.is_tried(launch) else _fastest
+    return find(launch, call.x.device, tokens, outputs, _launch.cdiv(columns, WIDTH.value))
 
 
 @functools.lru_cache(4096)
-def _tiles_of(tokens: int, outputs: int, rows: int, tile_outputs: int) -> tuple[int, int]:
+def _fastest(launch: str, device: torch.device, tokens: int, outputs: int, steps: int) -> Launch:
+    """The fastest launch by the costs of its programs, of those with a kernel that is ready.
+
+    The warm-up takes powers of two. So a tile's kernel is ready if this tile is the fastest for one of them, up to the
+    number of tokens, or for the smallest.
+    """
+    powers = [ROWS << shift for shift in range(max(1, (tokens // ROWS).bit_length()))]
+    ready = {_by_time(launch, device, power, outputs, steps)[0].outputs for power in powers}
+    return next(one for one in _by_time(launch, device, tokens, outputs, steps) if one.outputs in ready)
+
+
+def _by_time(launch: str, device: torch.device, tokens: int, outputs: int, steps: int) -> list[Launch]:
+    """A launch for each tile, the fastest first."""
+    launches = []
+    for tile_outputs in OUTPUTS:
+        values = _launch.parameters(launch, device, tile_outputs)
+        _, tiles = _tiles_of(tokens, outputs, tile_outputs)
+        time, run = fastest_even_run(tiles, steps, _launch.multiprocessors(device), EvenCosts.of(values))
+        launches.append(Launch(values, tile_outputs, run, time))
+    return sorted(launches, key=lambda one: one.time)
+
+
+def _tiles_of(tokens: int, outputs: int, tile_outputs: int) -> tuple[int, int]:
     """How many tiles of rows there are, and how many tiles."""
-    num_tiles = _launch.cdiv(tokens, rows)
-    return num_tiles, num_tiles * _launch.cdiv(outputs, _outputs_of(rows, tile_outputs))
+    num_tiles = _launch.cdiv(tokens, ROWS)
+    return num_tiles, num_tiles * _launch.cdiv(outputs, tile_outputs)
 
 
 @functools.lru_cache(4096)
-def _programs(all_tiles: int, steps: int, multiprocessors: int, piece: float | None) -> tuple[int, int]:
-    """The number of programs, and how many steps of a tile each takes: all of them if piece is None."""
-    run = steps if piece is None else even_run_of(all_tiles, steps, multiprocessors, piece)
+def _programs(all_tiles: int, steps: int, run: int, multiprocessors: int) -> int:
+    """The number of programs. Each takes `run` steps of one tile, or whole tiles."""
     if run < steps:
-        return all_tiles * _launch.cdiv(steps, run), run
+        return all_tiles * _launch.cdiv(steps, run)
     # As few programs as need no more rounds (docs/log/kernels.md has what that gains).
-    return _launch.cdiv(all_tiles, _launch.cdiv(all_tiles, multiprocessors)), run
-
-
-def _parts_of(rows: int, outputs: int) -> int:
-    """A warpgroup's products for each stage of a tile."""
-    return max(1, rows * outputs // (2 * HALF.value * WIDTH.value))
-
-
-def _outputs_of(rows: int, outputs: int) -> int:
-    """The outputs of a tile, whose warpgroups have WIDTH each at least."""
-    return _parts_of(rows, outputs) * 2 * HALF.value // rows * WIDTH.value
+    return _launch.cdiv(all_tiles, _launch.cdiv(all_tiles, multiprocessors))
 
 
 @functools.cache

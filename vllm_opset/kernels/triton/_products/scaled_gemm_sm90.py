@@ -2,8 +2,9 @@
 
 While loading warps (`load_sm90`) bring 128 columns at a time, two warpgroups multiply 64 rows each, or half of the
 outputs of the same 64 rows. By blocks, each product of 128 columns starts from zero, and is multiplied by its scales
-and added in fp32 while the other warpgroup's products run. By rows, tensor cores add the products. They keep some 14
-bits of a sum, as `grouped_gemm.scaled` says.
+and added in fp32 while the other warpgroup's products run. A warpgroup with one product for each stage starts those of
+two stages at once. By rows, tensor cores add the products. They keep some 14 bits of a sum, as `grouped_gemm.scaled`
+says.
 
 If a dense product has at most half as many tiles as the GPU has multiprocessors, several programs may share each tile.
 The last one of them adds their sums, always in the same order.
@@ -45,7 +46,7 @@ def scaled_gemm_sm90(
     sorted_token_ids, expert_ids, num_rows, num_tiles, top_k, partials, counters, run,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BY_BLOCKS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    ORDERED: gl.constexpr, COPIED_RESULTS: gl.constexpr, PDL: gl.constexpr,
+    COPIED_RESULTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Programs take tiles by turns, or share them. At most as many are launched as run at a time.
 
@@ -82,9 +83,9 @@ def scaled_gemm_sm90(
     gl.warp_specialize(
         [
             (_multiply, (0, ring, in_turn, scale_ring, staging, tiles, scales, bias, out, shared, OUTPUTS, COLUMNS,
-                         BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED, COPIED_RESULTS, DENSE_PDL)),
+                         BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, COPIED_RESULTS, DENSE_PDL)),
             (_multiply, (1, ring, in_turn, scale_ring, staging, tiles, scales, bias, out, shared, OUTPUTS, COLUMNS,
-                         BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, STAGES, ORDERED, COPIED_RESULTS, DENSE_PDL)),
+                         BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, COPIED_RESULTS, DENSE_PDL)),
             (load_tiles, (x, x_stride, weight, ring, tiles, OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, TILE_PARTS, GROUP,
                           STAGES, scale_ring, scales, 1, run, DENSE_PDL)),
         ],
@@ -97,8 +98,8 @@ def scaled_gemm_sm90(
 def _multiply(
     INDEX: gl.constexpr, ring, in_turn, scale_ring, staging, tiles, scales, bias, out, shared,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    ORDERED: gl.constexpr, COPIED_RESULTS: gl.constexpr, PDL: gl.constexpr,
+    TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
+    COPIED_RESULTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The products of one of two warpgroups: half of the rows of each tile, or of its outputs if it has 64 rows.
 
@@ -118,7 +119,12 @@ def _multiply(
     steps = gl.cdiv(COLUMNS, WIDTH)
     first_tile, end_tile, distance = tiles_of_program(num_tiles * NUM_COLUMNS, steps, run)
     first_step, end_step = steps_of_program(steps, run)
-    done = 0
+    # Registers hold the products of two stages, or of two parts after one another.
+    AT_ONCE: gl.constexpr = 2 if BY_BLOCKS and PARTS == 1 else 1
+    TURNS: gl.constexpr = PARTS if BY_BLOCKS else 1
+    GATHERED: gl.constexpr = expert_ids is not None
+    operands = (x_ring, w_ring, full, empty, scale_ring, in_turn)
+    done, turn = 0, 0
     pdl_wait(PDL)
     for index in range(first_tile, end_tile, distance):
         tile, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)
@@ -127,22 +133,13 @@ def _multiply(
         choice = rows_of(tile, row, tiles, BLOCK_SIZE, TILES, ROWS)
         of_rows = gl.minimum(choice, num_rows - 1) // top_k * xs_row
         sums = (gl.zeros([HALF, WIDTH], gl.float32, ACC),) * PARTS
-        for _ in range(first_step, gl.where(expert < 0, first_step, end_step)):
-            stage = done % STAGES
-            mbarrier.wait(full.index(stage), done // STAGES & 1)
-            if expert_ids is not None:
-                hopper.fence_async_shared()  # gathered rows were written by threads, and wgmma reads them
-            x = x_ring.index(stage).slice(FIRST_ROW, HALF)
-            first = stage * TILE_PARTS + FIRST_PART
-            if BY_BLOCKS:
-                of_stage = _scales_at(scale_ring, stage, FIRST_ROW, FIRST_PART, PARTS, ACC)
-                sums = _add_scaled(
-                    INDEX, sums, of_stage, x, w_ring, first, empty.index(stage), in_turn, done * PARTS, PARTS, ORDERED
-                )
-            else:
-                sums = _add(INDEX, sums, x, w_ring, first, in_turn, done, PARTS, ORDERED)
-                mbarrier.arrive(empty.index(stage))
-            done += 1
+        num_steps = gl.where(expert < 0, 0, end_step - first_step)
+        for _ in range(num_steps // AT_ONCE):
+            sums = _add(INDEX, sums, operands, done, turn, FIRST_ROW, FIRST_PART, TILE_PARTS, GATHERED, AT_ONCE)
+            done, turn = done + AT_ONCE, turn + TURNS
+        if AT_ONCE > 1 and num_steps % AT_ONCE > 0:
+            sums = _add(INDEX, sums, operands, done, turn, FIRST_ROW, FIRST_PART, TILE_PARTS, GATHERED, 1)
+            done, turn = done + 1, turn + TURNS
         is_last = expert >= 0  # an empty block has no results
         if run is not None:
             units = gl.cdiv(steps, run) * run  # so that each tile begins with a program of its own
@@ -173,6 +170,111 @@ def _multiply(
 
 
 @gluon.jit
+def _add(
+    INDEX: gl.constexpr, sums, operands, done, turn, FIRST_ROW: gl.constexpr, FIRST_PART: gl.constexpr,
+    TILE_PARTS: gl.constexpr, GATHERED: gl.constexpr, NUMBER: gl.constexpr,
+):  # fmt: skip
+    """Adds the products of NUMBER stages. done, turn: so many stages, and turns, were before.
+
+    GATHERED: threads have written the rows of x.
+    """
+    if len(operands[4]) == 0:
+        return _add_unscaled(INDEX, sums, operands, done, turn, FIRST_ROW, FIRST_PART, TILE_PARTS, GATHERED)
+    elif len(sums) == 1:
+        return _add_stages(INDEX, sums, operands, done, turn, FIRST_ROW, FIRST_PART, TILE_PARTS, GATHERED, NUMBER)
+    else:
+        return _add_parts(INDEX, sums, operands, done, turn, FIRST_ROW, FIRST_PART, TILE_PARTS, GATHERED)
+
+
+@gluon.jit
+def _stage_of(operands, done, GATHERED: gl.constexpr):
+    """The place in the ring of the next stage, once it is full."""
+    full = operands[2]
+    STAGES: gl.constexpr = full.shape[0]
+    stage = done % STAGES
+    mbarrier.wait(full.index(stage), done // STAGES & 1)
+    if GATHERED:
+        hopper.fence_async_shared()  # wgmma reads them
+    return stage
+
+
+@gluon.jit
+def _add_stages(
+    INDEX: gl.constexpr, sums, operands, done, turn, FIRST_ROW: gl.constexpr, FIRST_PART: gl.constexpr,
+    TILE_PARTS: gl.constexpr, GATHERED: gl.constexpr, NUMBER: gl.constexpr,
+):  # fmt: skip
+    """By blocks, one part: the products of NUMBER stages start in one turn. While one is added, the next ones run."""
+    x_ring, w_ring, _, empty, scale_ring, in_turn = operands
+    ACC: gl.constexpr = sums[0].type.layout
+    STAGES: gl.constexpr = x_ring.shape[0]
+    zeros = gl.zeros([HALF, WIDTH], gl.float32, ACC)
+    await_turn(in_turn, turn, INDEX)
+    products = ()
+    for number in gl.static_range(NUMBER):
+        stage = _stage_of(operands, done + number, GATHERED)
+        x = x_ring.index(stage).slice(FIRST_ROW, HALF)
+        w = w_ring.index(stage * TILE_PARTS + FIRST_PART).permute((1, 0))
+        products += (hopper.warpgroup_mma(x, w, zeros, use_acc=False, is_async=True),)
+    pass_turn(in_turn, INDEX)
+    total = sums[0]
+    for number in gl.static_range(NUMBER):
+        stage = (done + number) % STAGES
+        of_x, of_weight = _scales_at(scale_ring, stage, FIRST_ROW, FIRST_PART, 1, ACC)
+        product = hopper.warpgroup_mma_wait(NUMBER - 1 - number, deps=(products[number],))
+        mbarrier.arrive(empty.index(stage))
+        total += product * (of_x * of_weight)[:, None]
+    return (total,)
+
+
+@gluon.jit
+def _add_parts(
+    INDEX: gl.constexpr, sums, operands, done, turn, FIRST_ROW: gl.constexpr, FIRST_PART: gl.constexpr,
+    TILE_PARTS: gl.constexpr, GATHERED: gl.constexpr,
+):  # fmt: skip
+    """By blocks, several parts of a stage: each has a turn, and is added before the next one starts."""
+    x_ring, w_ring, _, empty, scale_ring, in_turn = operands
+    ACC: gl.constexpr = sums[0].type.layout
+    PARTS: gl.constexpr = len(sums)
+    stage = _stage_of(operands, done, GATHERED)
+    scales = _scales_at(scale_ring, stage, FIRST_ROW, FIRST_PART, PARTS, ACC)
+    x, zeros = x_ring.index(stage).slice(FIRST_ROW, HALF), gl.zeros([HALF, WIDTH], gl.float32, ACC)
+    added = ()
+    for part in gl.static_range(PARTS):
+        await_turn(in_turn, turn + part, INDEX)
+        w = w_ring.index(stage * TILE_PARTS + FIRST_PART + part).permute((1, 0))
+        product = hopper.warpgroup_mma(x, w, zeros, use_acc=False, is_async=True)
+        pass_turn(in_turn, INDEX)
+        product = hopper.warpgroup_mma_wait(0, deps=(product,))
+        if part == PARTS - 1:
+            mbarrier.arrive(empty.index(stage))
+        total = sums[part] + product * (scales[0] * scales[1 + part])[:, None]
+        if part < PARTS - 1:  # now: registers do not hold the next product too
+            total = hopper.warpgroup_mma_wait(0, deps=(total,))
+        added += (total,)
+    return added
+
+
+@gluon.jit
+def _add_unscaled(
+    INDEX: gl.constexpr, sums, operands, done, turn, FIRST_ROW: gl.constexpr, FIRST_PART: gl.constexpr,
+    TILE_PARTS: gl.constexpr, GATHERED: gl.constexpr,
+):  # fmt: skip
+    """By rows: tensor cores add the products of a stage."""
+    x_ring, w_ring, _, empty, _, in_turn = operands
+    stage = _stage_of(operands, done, GATHERED)
+    x = x_ring.index(stage).slice(FIRST_ROW, HALF)
+    await_turn(in_turn, turn, INDEX)
+    added = ()
+    for part in gl.static_range(len(sums)):
+        w = w_ring.index(stage * TILE_PARTS + FIRST_PART + part).permute((1, 0))
+        added += (hopper.warpgroup_mma(x, w, sums[part], is_async=True),)
+    pass_turn(in_turn, INDEX)
+    waited = hopper.warpgroup_mma_wait(0, deps=added)
+    mbarrier.arrive(empty.index(stage))
+    return (waited,) if len(sums) == 1 else waited
+
+
+@gluon.jit
 def _scales_at(
     scale_ring, stage, FIRST_ROW: gl.constexpr, FIRST_PART: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr
 ):
@@ -182,52 +284,6 @@ def _scales_at(
     for part in gl.static_range(PARTS):
         found += (of_weight.index(stage).slice(FIRST_PART + part, 1).load(gl.SliceLayout(1, ACC)),)
     return found
-
-
-@gluon.jit
-def _add_scaled(
-    INDEX: gl.constexpr, sums, scales, x, w_ring, first, read, in_turn, number,
-    PARTS: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
-    """Adds the products of a stage, multiplied by their scales. read: the barrier of those that have read it.
-
-    number: of products that each warpgroup has started before.
-    """
-    ACC: gl.constexpr = sums[0].type.layout
-    zeros = gl.zeros([HALF, WIDTH], gl.float32, ACC)
-    added = ()
-    for part in gl.static_range(PARTS):
-        if ORDERED:
-            await_turn(in_turn, number + part, INDEX)
-        w = w_ring.index(first + part).permute((1, 0))
-        product = hopper.warpgroup_mma(x, w, zeros, use_acc=False, is_async=True)
-        if ORDERED:
-            pass_turn(in_turn, INDEX)
-        product = hopper.warpgroup_mma_wait(0, deps=(product,))
-        if part == PARTS - 1:
-            mbarrier.arrive(read)
-        total = sums[part] + product * (scales[0] * scales[1 + part])[:, None]
-        if part < PARTS - 1:  # now: registers do not hold the next product too
-            total = hopper.warpgroup_mma_wait(0, deps=(total,))
-        added += (total,)
-    return added
-
-
-@gluon.jit
-def _add(INDEX: gl.constexpr, sums, x, w_ring, first, in_turn, number, PARTS: gl.constexpr, ORDERED: gl.constexpr):
-    """Adds the products of a stage on tensor cores. number: of stages before."""
-    if ORDERED:
-        await_turn(in_turn, number, INDEX)
-    added = ()
-    for part in gl.static_range(PARTS):
-        w = w_ring.index(first + part).permute((1, 0))
-        added += (hopper.warpgroup_mma(x, w, sums[part], is_async=True),)
-    if ORDERED:
-        pass_turn(in_turn, INDEX)
-    if PARTS == 1:
-        return (hopper.warpgroup_mma_wait(0, deps=added),)
-    else:
-        return hopper.warpgroup_mma_wait(0, deps=added)
 
 
 @gluon.jit

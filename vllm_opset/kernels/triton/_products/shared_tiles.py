@@ -52,17 +52,36 @@ def most_pieces(tile_units: int, run: int) -> int:
     return (run - math.gcd(run, tile_units) + tile_units - 1) // run + 1
 
 
-@functools.cache
-def even_run_of(tiles: int, tile_units: int, programs: int, piece_units: float) -> int:
-    """How many units each program takes, with the shortest time: equally many of one tile, or whole tiles.
+class EvenCosts(NamedTuple):
+    """A program's times in nanoseconds, where no program has parts of two tiles. launch.yaml says of what."""
 
-    piece_units: the units that a program multiplies in the time in which it adds the sums of another one.
+    start: float
+    tile: float
+    unit: float
+    share: float
+    piece: float
+
+    @classmethod
+    def of(cls, values: Mapping[str, float]) -> "EvenCosts":
+        return cls(*(values[name] for name in cls._fields))
+
+
+@functools.cache
+def fastest_even_run(tiles: int, tile_units: int, programs: int, costs: EvenCosts) -> tuple[float, int]:
+    """The shortest time in nanoseconds, and how many units each program takes: equally many of one tile, or whole
+    tiles.
     """
-    sharing = range(1, max(1, programs // tiles) + 1)
-    return min(
-        (_launch.cdiv(tile_units, number) for number in sharing),
-        key=lambda run: run + piece_units * (_launch.cdiv(tile_units, run) - 1),
-    )
+    runs = {_launch.cdiv(tile_units, pieces) for pieces in range(1, max(1, programs // tiles) + 1)}
+    return min((_even_time(tiles, tile_units, run, programs, costs), run) for run in runs)
+
+
+def _even_time(tiles: int, tile_units: int, run: int, programs: int, costs: EvenCosts) -> float:
+    pieces = _launch.cdiv(tile_units, run)
+    rounds = _launch.cdiv(tiles * pieces, programs)
+    time = costs.start + rounds * (costs.tile + costs.unit * run)
+    if pieces > 1:
+        time += costs.share + costs.piece * (pieces - 1)
+    return time
 
 
 @gluon.jit
