@@ -28,9 +28,10 @@ TILES = [
 # As many programs as possible share tiles, or none do.
 SHARED, WHOLE_TILES = {"share": 0, "piece": 0}, {"share": math.inf, "piece": 0}
 LINEAR_TILES = [
-    (outputs, {"box": box, "group": 8, "stages": stages, "start": 0, "tile": 0, "unit": 1} | sharing)
-    for outputs, box, stages, sharing in (
-        (128, 128, 5, SHARED), (128, 16, 3, SHARED), (128, 128, 3, WHOLE_TILES), (256, 16, 3, WHOLE_TILES)
+    (tile, {"box": box, "group": 8, "stages": stages, "start": 0, "tile": 0, "unit": 1} | sharing)
+    for tile, box, stages, sharing in (
+        ((128, 128), 128, 5, SHARED), ((128, 128), 16, 3, WHOLE_TILES), ((64, 256), 64, 4, SHARED),
+        ((64, 256), 16, 3, WHOLE_TILES), ((128, 256), 16, 3, WHOLE_TILES),
     )
 ]  # fmt: skip
 PACKED_TILES = [{"rows": rows, "group": 8, "stages": 4} for rows in (64, 128, 256)]
@@ -74,27 +75,22 @@ def _experts(scheme: str, inputs: int, outputs: int, device: str) -> dict[str, t
 
 
 @on_hopper
-@pytest.mark.parametrize(
-    ("tile_outputs", "launch"),
-    LINEAR_TILES,
-    ids=lambda x: str(x) if isinstance(x, int) else "-".join(map(str, x.values())),
-)
+@pytest.mark.parametrize(("tile", "launch"), LINEAR_TILES, ids=str)
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
-def test_linear_by_every_tile(groups, tile_outputs, launch, monkeypatch):
+def test_linear_by_every_tile(groups, tile, launch):
     """Rows, outputs and columns end within tiles, and there are more tiles than programs of one turn.
 
     The copy engine does not write rows of 331 results. The last of several programs that share 1,296 columns has fewer
     of them. Scales of x follow one another by rows or by columns.
     """
-    monkeypatch.setattr(scaled_calls_sm90, "OUTPUTS", (tile_outputs,))
-    scheme = "blocks" if groups[0] == BLOCK else "rows"
+    name = f"{'blocks' if groups[0] == BLOCK else 'rows'}_{tile[0]}x{tile[1]}_linear_scaled_sm90"
     rng = torch.Generator("cuda").manual_seed(1)
     shapes = (1, 40, 144), (130, 328, 400), (70, 331, 400), (300, 640, 1296), (3000, 2200, 1040)
     for tokens, outputs, columns in shapes:
         arguments = fp8_arguments(tokens, outputs, columns, groups, rng)
         x, weight, bias, scale, x_scale, out_dtype = arguments
         calls = [(x, weight, bias, scale, laid, out_dtype) for laid in (x_scale, x_scale, x_scale.t().contiguous().t())]
-        with _launch.trial(f"{scheme}_linear_scaled_sm90", launch):  # The counters are zero again after each call.
+        with _launch.trial(name, launch):  # The counters are zero again after each call.
             got = [kernels_of("linear")["triton"].run(*call, variant="scaled_sm90") for call in calls]
         torch.testing.assert_close(got[0], ops.linear(*arguments), **NEAR)
         assert all(torch.equal(got[0], other) for other in got), "the order of the sums differs"
@@ -235,11 +231,11 @@ def test_the_warm_up_reaches_all_kernels_for_many_tokens_of_fp8(monkeypatch, sch
     monkeypatch.setattr(_launch, "multiprocessors", lambda device: 132)
     device = torch.device("cpu")
 
-    def tiles(sizes: Iterable[int], outputs: int) -> set[int]:
-        return {_launch_for(size, outputs, columns, scheme).outputs for size in sizes}
+    def tiles(sizes: Iterable[int], outputs: int) -> set[tuple[int, int]]:
+        return {_launch_for(size, outputs, columns, scheme).tile for size in sizes}
 
     with instead(Target("nvidia", "sm90")):
-        for outputs, most in itertools.product((384, 1024, 1536, 2560, 4096, 24576), (500, 2100, 8192)):
+        for outputs, most in itertools.product((384, 1024, 2560, 4096, 6144, 24576), (150, 550, 2100, 8192)):
             warmed = [size for size in _launch.warm_sizes(device, most) if size > 64]
             assert tiles(range(65, most + 1, 8), outputs) <= tiles(warmed, outputs)
 
@@ -254,13 +250,17 @@ def _launch_for(tokens: int, outputs: int, columns: int, scheme: str) -> scaled_
 
 
 def test_tiles_are_those_that_keep_multiprocessors_busy(monkeypatch):
-    """1,089 tokens of 2,560 outputs have 180 narrow tiles or 90 wide ones, for 132 programs."""
     monkeypatch.setattr(_launch, "multiprocessors", lambda device: 132)
+
+    def chosen(tokens: int, outputs: int, scheme: str = "blocks") -> tuple[tuple[int, int], int]:
+        launch = _launch_for(tokens, outputs, 4096, scheme)
+        return launch.tile, launch.run
+
     with instead(Target("nvidia", "sm90")):
-        few, many = (_launch_for(1089, outputs, 4096, "blocks") for outputs in (2560, 24576))
-        shared, whole = (_launch_for(tokens, 768, 4096, "blocks") for tokens in (200, 3000))
-    assert (few.outputs, many.outputs) == (256, 256) and shared.outputs == whole.outputs == 128
-    assert shared.run < 32 == whole.run
+        assert chosen(8192, 24576) == chosen(1089, 2560) == ((128, 256), 32), "90 tiles, and 180 of 128 outputs"
+        assert chosen(1024, 6144, "rows") == ((128, 128), 32), "384 tiles, and 192 of 256 outputs"
+        assert chosen(320, 6144, "rows") == ((64, 256), 32), "120 tiles, and 144 of 128 rows and outputs"
+        assert chosen(200, 768)[1] < 32, "12 tiles are shared"
 
 
 def _operands(scheme: str, block_size: int, **others: torch.Tensor) -> tuple[tuple, dict]:

@@ -15,8 +15,7 @@ from vllm_opset.kernels.triton._products.tiles import Order
 from vllm_opset.ops.schemes import FP8, WHOLE, GroupShape, group_of
 
 OUT_BYTES = 2  # Results of 32 bits do not fit shared memory beside the ring.
-# The size of a dense product's tile. It has one of these numbers of outputs.
-ROWS, OUTPUTS = 2 * HALF.value, (WIDTH.value, 2 * WIDTH.value)
+SIZES = "tokens_linear_scaled_sm90"  # the launch parameters whose bounds are sizes of the warm-up
 BLOCKS, TOKEN_BLOCKS = GroupShape(WIDTH.value, WIDTH.value), GroupShape(1, WIDTH.value)
 
 
@@ -44,15 +43,16 @@ def scaled_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
     tokens, outputs, columns = call.x.shape[0], *call.weight.shape
     out = call.x.new_empty((tokens, outputs), dtype=call.out_dtype)
     launch, steps = launch_of(call), _launch.cdiv(columns, WIDTH.value)
-    num_tiles, all_tiles = _tiles_of(tokens, outputs, launch.outputs)
+    tile = launch.tile
+    num_tiles, all_tiles = tile.number(tokens, outputs)
     num_programs, run = _programs(all_tiles, steps, launch.run, _launch.multiprocessors(out.device)), launch.run
     partials, counters = None, None
-    if launch.outputs > WIDTH.value:
-        run = None  # Sums of wider tiles do not fit in registers twice.
+    if tile.parts > 1:
+        run = None  # Sums of two products do not fit in registers twice.
     elif run == steps:
         partials, counters = _nothing_shared(out.device)
     else:
-        partials = out.new_empty((2 * num_programs, ROWS, WIDTH.value), dtype=torch.float32)
+        partials = out.new_empty((2 * num_programs, 2 * HALF.value, WIDTH.value), dtype=torch.float32)
         counters = zeros(out.device, 2 * all_tiles)
     x = TensorDescriptor.from_tensor(call.x, [launch.values["box"], WIDTH.value], box_layout(128, 8))
     results, copied_results = out, is_aligned(out)
@@ -61,7 +61,7 @@ def scaled_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
     _launch_scaled(
         num_programs, call, x, bias, results, (0, *strides(call.weight_scale)),
         (None, None, tokens, num_tiles, 1), (partials, counters, run), launch.values,
-        ROWS=ROWS, PARTS=launch.outputs // WIDTH.value, BLOCK_SIZE=None, TILES=1, COPIED_RESULTS=copied_results,
+        ROWS=tile.rows, PARTS=tile.parts, BLOCK_SIZE=None, TILES=1, COPIED_RESULTS=copied_results,
     )  # fmt: skip
     return out
 
@@ -70,16 +70,17 @@ def scaled_grouped_gemm(call: Operands, bias: torch.Tensor | None, out: torch.Te
     """Writes the product of the contract of `grouped_gemm` to out."""
     values = _launch.parameters("scaled_grouped_gemm_prefill_sm90", out.device, order.block_size)
     rows = min(values["rows"], order.block_size)
-    parts = max(1, rows * values["outputs"] // (ROWS * WIDTH.value))
-    tiles = _launch.cdiv(order.block_size, rows)
+    tile = Tile(rows, max(values["outputs"], 2 * HALF.value * WIDTH.value // rows))
+    tiles = _launch.cdiv(order.block_size, tile.rows)
     num_tiles = order.num_blocks * tiles
-    all_tiles = num_tiles * _launch.cdiv(call.weight.shape[1], parts * ROWS // rows * WIDTH.value)
+    all_tiles = num_tiles * _launch.cdiv(call.weight.shape[1], tile.outputs)
     # Tiles of experts differ in their work, since some have no choices, so rounds do not tell how long those take.
     num_programs = min(all_tiles, _launch.multiprocessors(out.device))
     _launch_scaled(
         num_programs, call, call.x, bias, out, strides(call.weight_scale),
         (order.sorted_token_ids, order.expert_ids, len(out), num_tiles, order.top_k), (None, None, None), values,
-        ROWS=rows, PARTS=parts, BLOCK_SIZE=order.block_size, TILES=tiles, COPIED_RESULTS=False,  # They are scattered.
+        ROWS=tile.rows, PARTS=tile.parts, BLOCK_SIZE=order.block_size, TILES=tiles,
+        COPIED_RESULTS=False,  # They are scattered.
     )  # fmt: skip
 
 
@@ -99,52 +100,75 @@ def _launch_scaled(
     )  # fmt: skip
 
 
-class Launch(NamedTuple):
-    """values: the launch parameters. outputs: of a tile. run: the steps of a program in a tile. time: in ns, by its
-    costs.
-    """
+class Tile(NamedTuple):
+    """A tile's rows and outputs. Two warpgroups have half of its rows each, or of its outputs if it has 64 rows."""
 
-    values: _launch.Parameters
+    rows: int
     outputs: int
+
+    @property
+    def parts(self) -> int:
+        """A warpgroup's products for each stage."""
+        return self.rows * self.outputs // (2 * HALF.value * WIDTH.value)
+
+    def number(self, tokens: int, outputs: int) -> tuple[int, int]:
+        """How many tiles of rows there are, and how many tiles."""
+        num_tiles = _launch.cdiv(tokens, self.rows)
+        return num_tiles, num_tiles * _launch.cdiv(outputs, self.outputs)
+
+
+TILES = (Tile(128, 128), Tile(64, 256), Tile(128, 256))  # of dense products
+
+
+class Launch(NamedTuple):
+    """values: the launch parameters. run: the steps of a program in a tile. time: in ns, by the costs of programs."""
+
+    tile: Tile
+    values: _launch.Parameters
     run: int
     time: float
 
 
 def launch_of(call: Operands) -> Launch:
     """The fastest launch for a dense product that this kernel can multiply."""
-    launch = f"{'blocks' if by_blocks(call) else 'rows'}_linear_scaled_sm90"
-    tokens, (outputs, columns) = call.x.shape[0], call.weight.shape
-    find = _fastest.__wrapped__ if _launch.is_tried(launch) else _fastest
-    return find(launch, call.x.device, tokens, outputs, _launch.cdiv(columns, WIDTH.value))
+    scheme, tokens, (outputs, columns) = "blocks" if by_blocks(call) else "rows", call.x.shape[0], call.weight.shape
+    product = scheme, call.x.device, tokens, outputs, _launch.cdiv(columns, WIDTH.value)
+    tried = tuple(tile for tile in TILES if _launch.is_tried(_name(scheme, tile)))
+    return _by_time.__wrapped__(*product, tried)[0] if tried else _fastest(*product)
+
+
+def _name(scheme: str, tile: Tile) -> str:
+    return f"{scheme}_{tile.rows}x{tile.outputs}_linear_scaled_sm90"
 
 
 @functools.lru_cache(4096)
-def _fastest(launch: str, device: torch.device, tokens: int, outputs: int, steps: int) -> Launch:
-    """The fastest launch by the costs of its programs, of those with a kernel that is ready.
+def _fastest(scheme: str, device: torch.device, tokens: int, outputs: int, steps: int) -> Launch:
+    """The fastest launch by the costs of its programs, of those whose kernel the warm-up has compiled.
 
-    The warm-up takes powers of two. So a tile's kernel is ready if this tile is the fastest for one of them, up to the
-    number of tokens, or for the smallest.
+    The warm-up takes the bounds of SIZES, and powers of two. Numbers of tokens between two bounds have equally many
+    tiles of 128 rows, so they take what the warm-up takes for the upper bound, or for the most tokens if it is lower.
     """
-    powers = [ROWS << shift for shift in range(max(1, (tokens // ROWS).bit_length()))]
-    ready = {_by_time(launch, device, power, outputs, steps)[0].outputs for power in powers}
-    return next(one for one in _by_time(launch, device, tokens, outputs, steps) if one.outputs in ready)
+    bounds = [bound for bound, values in _launch.entries(SIZES, device) if values["exact"]]
+    upper = max(tokens, next((bound for bound in bounds if bound >= tokens), 0))
+    powers = [bounds[-1] << shift for shift in range(1, (tokens // bounds[-1]).bit_length())]
+    sizes = [size for size in (*bounds, *powers) if size <= upper]
+    ready = {_by_time(scheme, device, size, outputs, steps, TILES)[0].tile for size in sizes}
+    launches = _by_time(scheme, device, tokens, outputs, steps, TILES)
+    return next(launch for launch in launches if launch.tile in ready)
 
 
-def _by_time(launch: str, device: torch.device, tokens: int, outputs: int, steps: int) -> list[Launch]:
-    """A launch for each tile, the fastest first."""
+@functools.lru_cache(4096)
+def _by_time(
+    scheme: str, device: torch.device, tokens: int, outputs: int, steps: int, tiles: tuple[Tile, ...]
+) -> list[Launch]:
+    """A launch for each of these tiles, the fastest first."""
     launches = []
-    for tile_outputs in OUTPUTS:
-        values = _launch.parameters(launch, device, tile_outputs)
-        _, tiles = _tiles_of(tokens, outputs, tile_outputs)
-        time, run = fastest_even_run(tiles, steps, _launch.multiprocessors(device), EvenCosts.of(values))
-        launches.append(Launch(values, tile_outputs, run, time))
-    return sorted(launches, key=lambda one: one.time)
-
-
-def _tiles_of(tokens: int, outputs: int, tile_outputs: int) -> tuple[int, int]:
-    """How many tiles of rows there are, and how many tiles."""
-    num_tiles = _launch.cdiv(tokens, ROWS)
-    return num_tiles, num_tiles * _launch.cdiv(outputs, tile_outputs)
+    for tile in tiles:
+        values = _launch.parameters(_name(scheme, tile), device, tokens)
+        costs, (_, number) = EvenCosts.of(values), tile.number(tokens, outputs)
+        time, run = fastest_even_run(number, steps, _launch.multiprocessors(device), costs)
+        launches.append(Launch(tile, values, run, time))
+    return sorted(launches, key=lambda launch: launch.time)
 
 
 @functools.lru_cache(4096)
