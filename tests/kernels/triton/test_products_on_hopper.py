@@ -3,9 +3,7 @@
 Which calls they take is tested without a GPU.
 """
 
-import itertools
 import math
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -31,7 +29,7 @@ LINEAR_TILES = [
     (tile, {"box": box, "group": 8, "stages": stages, "start": 0, "tile": 0, "unit": 1} | sharing)
     for tile, box, stages, sharing in (
         ((128, 128), 128, 5, SHARED), ((128, 128), 16, 3, WHOLE_TILES), ((64, 256), 64, 4, SHARED),
-        ((64, 256), 16, 3, WHOLE_TILES), ((128, 256), 16, 3, WHOLE_TILES),
+        ((64, 256), 16, 3, WHOLE_TILES), ((128, 256), 16, 3, WHOLE_TILES), ((128, 256), 128, 4, WHOLE_TILES),
     )
 ]  # fmt: skip
 PACKED_TILES = [{"rows": rows, "group": 8, "stages": 4} for rows in (64, 128, 256)]
@@ -90,8 +88,9 @@ def test_linear_by_every_tile(groups, tile, launch):
         arguments = fp8_arguments(tokens, outputs, columns, groups, rng)
         x, weight, bias, scale, x_scale, out_dtype = arguments
         calls = [(x, weight, bias, scale, laid, out_dtype) for laid in (x_scale, x_scale, x_scale.t().contiguous().t())]
-        with _launch.trial(name, launch):  # The counters are zero again after each call.
+        with _launch.trial(name, launch) as asked:  # The counters are zero again after each call.
             got = [kernels_of("linear")["triton"].run(*call, variant="scaled_sm90") for call in calls]
+        assert asked, name
         torch.testing.assert_close(got[0], ops.linear(*arguments), **NEAR)
         assert all(torch.equal(got[0], other) for other in got), "the order of the sums differs"
 
@@ -224,42 +223,43 @@ def test_linear_takes_the_kernel_for_many_tokens_of_fp8():
         assert _picked_for_linear(4096) == "scaled"
 
 
-@pytest.mark.parametrize("scheme", ["blocks", "rows"])
-@pytest.mark.parametrize("columns", [2048, 12288])
-def test_the_warm_up_reaches_all_kernels_for_many_tokens_of_fp8(monkeypatch, scheme, columns):
-    """Each tile has a kernel of its own."""
+def test_a_warm_up_launches_all_tiles(monkeypatch):
+    """Which one a product takes depends on its tokens."""
+    launched = []
+    monkeypatch.setattr(scaled_calls_sm90, "_launch_linear", lambda launch, *_: launched.append(launch.tile))
     monkeypatch.setattr(_launch, "multiprocessors", lambda device: 132)
-    device = torch.device("cpu")
-
-    def tiles(sizes: Iterable[int], outputs: int) -> set[tuple[int, int]]:
-        return {_launch_for(size, outputs, columns, scheme).tile for size in sizes}
-
     with instead(Target("nvidia", "sm90")):
-        for outputs, most in itertools.product((384, 1024, 2560, 4096, 6144, 24576), (150, 550, 2100, 8192)):
-            warmed = [size for size in _launch.warm_sizes(device, most) if size > 64]
-            assert tiles(range(65, most + 1, 8), outputs) <= tiles(warmed, outputs)
+        call = _call(300, 4096, 4096, "blocks")
+        with _launch.warming_up():
+            scaled_calls_sm90.scaled_linear(call, None)
+        assert sorted(launched) == sorted(scaled_calls_sm90.TILES)
+        launched.clear()
+        scaled_calls_sm90.scaled_linear(call, None)
+        assert launched == [scaled_calls_sm90.launch_of(call).tile]
 
 
-def _launch_for(tokens: int, outputs: int, columns: int, scheme: str) -> scaled_calls_sm90.Launch:
+def _call(tokens: int, outputs: int, columns: int, scheme: str) -> scaled_calls_sm90.Operands:
     groups = (PER_ROW, PER_ROW) if scheme == "rows" else (TOKEN_BLOCK, BLOCK)
-    x, weight = (torch.empty(shape, dtype=FP8, device="meta") for shape in ((tokens, columns), (outputs, columns)))
+    tensors = [torch.empty(shape, dtype=FP8, device="meta") for shape in ((tokens, columns), (outputs, columns))]
     x_scale, scale = (
-        torch.empty(g.scale_shape(t.shape), device="meta") for g, t in zip(groups, (x, weight), strict=True)
+        torch.empty(group.scale_shape(tensor.shape), device="meta")
+        for group, tensor in zip(groups, tensors, strict=True)
     )
-    return scaled_calls_sm90.launch_of(scaled_calls_sm90.Operands(x, weight, scale, x_scale, torch.bfloat16))
+    return scaled_calls_sm90.Operands(*tensors, scale, x_scale, torch.bfloat16)
 
 
 def test_tiles_are_those_that_keep_multiprocessors_busy(monkeypatch):
     monkeypatch.setattr(_launch, "multiprocessors", lambda device: 132)
 
     def chosen(tokens: int, outputs: int, scheme: str = "blocks") -> tuple[tuple[int, int], int]:
-        launch = _launch_for(tokens, outputs, 4096, scheme)
+        launch = scaled_calls_sm90.launch_of(_call(tokens, outputs, 4096, scheme))
         return launch.tile, launch.run
 
     with instead(Target("nvidia", "sm90")):
         assert chosen(8192, 24576) == chosen(1089, 2560) == ((128, 256), 32), "90 tiles, and 180 of 128 outputs"
         assert chosen(1024, 6144, "rows") == ((128, 128), 32), "384 tiles, and 192 of 256 outputs"
         assert chosen(320, 6144, "rows") == ((64, 256), 32), "120 tiles, and 144 of 128 rows and outputs"
+        assert chosen(1100, 2048) == ((128, 256), 32), "72 tiles, and 144 of 128 x 128 or 64 x 256"
         assert chosen(200, 768)[1] < 32, "12 tiles are shared"
 
 

@@ -33,6 +33,7 @@ Parameters = Mapping[str, float]
 Entry = tuple[float, Parameters]  # the largest size that it serves, and the parameters
 
 _trials: dict[str, tuple[Parameters, list[int]]] = {}
+_warm_ups: list[bool] = []  # one for each `warming_up` that has begun and not ended
 
 
 def parameters(launch: str, device: torch.device, size: int) -> Parameters:
@@ -214,6 +215,20 @@ def candidates(launch: str) -> list[Parameters]:
     """All combinations of values that tuning tries."""
     values = table()[launch]["candidates"]
     return [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
+
+
+@contextlib.contextmanager
+def warming_up() -> Iterator[None]:
+    """Inside the context, a call launches each kernel that other numbers of tokens may take, so that it is compiled."""
+    _warm_ups.append(True)
+    try:
+        yield
+    finally:
+        _warm_ups.pop()
+
+
+def is_warm_up() -> bool:
+    return bool(_warm_ups)
 
 
 @contextlib.contextmanager

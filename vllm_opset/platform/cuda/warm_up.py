@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_opset import ops, selection
 from vllm_opset.attention.images import ImageTokens
 from vllm_opset.attention.impl import OpsetAttentionImpl
-from vllm_opset.kernels.triton._launch import warm_sizes
+from vllm_opset.kernels.triton._launch import warm_sizes, warming_up
 from vllm_opset.kernels.triton._precompile import precompile
 from vllm_opset.model import filters, linear
 from vllm_opset.model.sampler import logits_dtypes
@@ -69,6 +69,7 @@ def kernels(worker: Worker) -> None:
         first.beside_the_model(runner)
 
 
+@warming_up()
 def model(worker: Worker) -> None:
     """Warm up the model's kernels, all but the sampler's, with either of vLLM's model runners."""
     runner = worker.model_runner

@@ -162,6 +162,7 @@ def load_rows(x, first_row, column, num_rows, barrier, place):
     any that exists is a copy of the first box.
     """
     BOX: gl.constexpr = x.block_type.shape[0]
+    gl.static_assert(place.shape[0] % BOX == 0, "boxes divide a tile's rows")
     for number in gl.static_range(place.shape[0] // BOX):
         row = first_row + number * BOX
         corner = [gl.where(row < num_rows, row, first_row), column]

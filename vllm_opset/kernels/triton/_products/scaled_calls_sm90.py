@@ -15,7 +15,6 @@ from vllm_opset.kernels.triton._products.tiles import Order
 from vllm_opset.ops.schemes import FP8, WHOLE, GroupShape, group_of
 
 OUT_BYTES = 2  # Results of 32 bits do not fit shared memory beside the ring.
-SIZES = "tokens_linear_scaled_sm90"  # the launch parameters whose bounds are sizes of the warm-up
 BLOCKS, TOKEN_BLOCKS = GroupShape(WIDTH.value, WIDTH.value), GroupShape(1, WIDTH.value)
 
 
@@ -40,9 +39,14 @@ def can(call: Operands) -> bool:
 
 def scaled_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
     """The product of the contract of `linear`, for arguments that were checked."""
-    tokens, outputs, columns = call.x.shape[0], *call.weight.shape
-    out = call.x.new_empty((tokens, outputs), dtype=call.out_dtype)
-    launch, steps = launch_of(call), _launch.cdiv(columns, WIDTH.value)
+    out = call.x.new_empty((call.x.shape[0], call.weight.shape[0]), dtype=call.out_dtype)
+    for launch in launches_of(call) if _launch.is_warm_up() else [launch_of(call)]:
+        _launch_linear(launch, call, bias, out)
+    return out
+
+
+def _launch_linear(launch: "Launch", call: Operands, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    (tokens, outputs), steps = out.shape, _launch.cdiv(call.weight.shape[1], WIDTH.value)
     tile = launch.tile
     num_tiles, all_tiles = tile.number(tokens, outputs)
     num_programs, run = _programs(all_tiles, steps, launch.run, _launch.multiprocessors(out.device)), launch.run
@@ -63,7 +67,6 @@ def scaled_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
         (None, None, tokens, num_tiles, 1), (partials, counters, run), launch.values,
         ROWS=tile.rows, PARTS=tile.parts, BLOCK_SIZE=None, TILES=1, COPIED_RESULTS=copied_results,
     )  # fmt: skip
-    return out
 
 
 def scaled_grouped_gemm(call: Operands, bias: torch.Tensor | None, out: torch.Tensor, order: Order) -> None:
@@ -118,6 +121,10 @@ class Tile(NamedTuple):
 
 
 TILES = (Tile(128, 128), Tile(64, 256), Tile(128, 256))  # of dense products
+# The launch of each tile, without scales by blocks and with them.
+NAMES = [
+    {tile: f"{scheme}_{tile.rows}x{tile.outputs}_linear_scaled_sm90" for tile in TILES} for scheme in ("rows", "blocks")
+]
 
 
 class Launch(NamedTuple):
@@ -130,41 +137,26 @@ class Launch(NamedTuple):
 
 
 def launch_of(call: Operands) -> Launch:
-    """The fastest launch for a dense product that this kernel can multiply."""
-    scheme, tokens, (outputs, columns) = "blocks" if by_blocks(call) else "rows", call.x.shape[0], call.weight.shape
-    product = scheme, call.x.device, tokens, outputs, _launch.cdiv(columns, WIDTH.value)
-    tried = tuple(tile for tile in TILES if _launch.is_tried(_name(scheme, tile)))
-    return _by_time.__wrapped__(*product, tried)[0] if tried else _fastest(*product)
+    """The fastest launch for a dense product that this kernel can multiply, by the costs of its programs."""
+    return launches_of(call)[0]
 
 
-def _name(scheme: str, tile: Tile) -> str:
-    return f"{scheme}_{tile.rows}x{tile.outputs}_linear_scaled_sm90"
-
-
-@functools.lru_cache(4096)
-def _fastest(scheme: str, device: torch.device, tokens: int, outputs: int, steps: int) -> Launch:
-    """The fastest launch by the costs of its programs, of those whose kernel the warm-up has compiled.
-
-    The warm-up takes the bounds of SIZES, and powers of two. Numbers of tokens between two bounds have equally many
-    tiles of 128 rows, so they take what the warm-up takes for the upper bound, or for the most tokens if it is lower.
-    """
-    bounds = [bound for bound, values in _launch.entries(SIZES, device) if values["exact"]]
-    upper = max(tokens, next((bound for bound in bounds if bound >= tokens), 0))
-    powers = [bounds[-1] << shift for shift in range(1, (tokens // bounds[-1]).bit_length())]
-    sizes = [size for size in (*bounds, *powers) if size <= upper]
-    ready = {_by_time(scheme, device, size, outputs, steps, TILES)[0].tile for size in sizes}
-    launches = _by_time(scheme, device, tokens, outputs, steps, TILES)
-    return next(launch for launch in launches if launch.tile in ready)
+def launches_of(call: Operands) -> list[Launch]:
+    """A launch for each tile, the fastest first, or for the tile whose launch parameters are tried."""
+    (outputs, columns), of_blocks = call.weight.shape, by_blocks(call)
+    product = of_blocks, call.x.device, call.x.shape[0], outputs, _launch.cdiv(columns, WIDTH.value)
+    tried = tuple(tile for tile in TILES if _launch.is_tried(NAMES[of_blocks][tile]))
+    return _by_time.__wrapped__(*product, tried) if tried else _by_time(*product, TILES)
 
 
 @functools.lru_cache(4096)
 def _by_time(
-    scheme: str, device: torch.device, tokens: int, outputs: int, steps: int, tiles: tuple[Tile, ...]
+    of_blocks: bool, device: torch.device, tokens: int, outputs: int, steps: int, tiles: tuple[Tile, ...]
 ) -> list[Launch]:
     """A launch for each of these tiles, the fastest first."""
     launches = []
     for tile in tiles:
-        values = _launch.parameters(_name(scheme, tile), device, tokens)
+        values = _launch.parameters(NAMES[of_blocks][tile], device, tokens)
         costs, (_, number) = EvenCosts.of(values), tile.number(tokens, outputs)
         time, run = fastest_even_run(number, steps, _launch.multiprocessors(device), costs)
         launches.append(Launch(tile, values, run, time))

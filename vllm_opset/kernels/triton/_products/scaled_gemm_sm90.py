@@ -119,7 +119,7 @@ def _multiply(
     steps = gl.cdiv(COLUMNS, WIDTH)
     first_tile, end_tile, distance = tiles_of_program(num_tiles * NUM_COLUMNS, steps, run)
     first_step, end_step = steps_of_program(steps, run)
-    # Registers hold the products of two stages, or of two parts after one another.
+    # Registers hold two products at a time. With several parts, the next one starts after the last one is added.
     AT_ONCE: gl.constexpr = 2 if BY_BLOCKS and PARTS == 1 else 1
     TURNS: gl.constexpr = PARTS if BY_BLOCKS else 1
     GATHERED: gl.constexpr = expert_ids is not None
@@ -174,11 +174,12 @@ def _add(
     INDEX: gl.constexpr, sums, operands, done, turn, FIRST_ROW: gl.constexpr, FIRST_PART: gl.constexpr,
     TILE_PARTS: gl.constexpr, GATHERED: gl.constexpr, NUMBER: gl.constexpr,
 ):  # fmt: skip
-    """Adds the products of NUMBER stages. done, turn: so many stages, and turns, were before.
+    """Adds the products of NUMBER stages. done: the stages before. turn: the turns before.
 
     GATHERED: threads have written the rows of x.
     """
-    if len(operands[4]) == 0:
+    _, _, _, _, scale_ring, _ = operands
+    if len(scale_ring) == 0:
         return _add_unscaled(INDEX, sums, operands, done, turn, FIRST_ROW, FIRST_PART, TILE_PARTS, GATHERED)
     elif len(sums) == 1:
         return _add_stages(INDEX, sums, operands, done, turn, FIRST_ROW, FIRST_PART, TILE_PARTS, GATHERED, NUMBER)
@@ -188,8 +189,8 @@ def _add(
 
 @gluon.jit
 def _stage_of(operands, done, GATHERED: gl.constexpr):
-    """The place in the ring of the next stage, once it is full."""
-    full = operands[2]
+    """Waits until stage number `done` is full, and returns its place in the ring."""
+    _, _, full, _, _, _ = operands
     STAGES: gl.constexpr = full.shape[0]
     stage = done % STAGES
     mbarrier.wait(full.index(stage), done // STAGES & 1)
@@ -203,7 +204,7 @@ def _add_stages(
     INDEX: gl.constexpr, sums, operands, done, turn, FIRST_ROW: gl.constexpr, FIRST_PART: gl.constexpr,
     TILE_PARTS: gl.constexpr, GATHERED: gl.constexpr, NUMBER: gl.constexpr,
 ):  # fmt: skip
-    """By blocks, one part: the products of NUMBER stages start in one turn. While one is added, the next ones run."""
+    """By blocks, one part: the products of NUMBER stages start in one turn. While one is added, the next one runs."""
     x_ring, w_ring, _, empty, scale_ring, in_turn = operands
     ACC: gl.constexpr = sums[0].type.layout
     STAGES: gl.constexpr = x_ring.shape[0]

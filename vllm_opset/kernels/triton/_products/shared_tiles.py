@@ -68,8 +68,9 @@ class EvenCosts(NamedTuple):
 
 @functools.cache
 def fastest_even_run(tiles: int, tile_units: int, programs: int, costs: EvenCosts) -> tuple[float, int]:
-    """The shortest time in nanoseconds, and how many units each program takes: equally many of one tile, or whole
-    tiles.
+    """The shortest time in nanoseconds, and the units that each program takes in a tile: equally many, or all of them.
+
+    programs: so many run at a time.
     """
     runs = {_launch.cdiv(tile_units, pieces) for pieces in range(1, max(1, programs // tiles) + 1)}
     return min((_even_time(tiles, tile_units, run, programs, costs), run) for run in runs)
