@@ -10,7 +10,7 @@ from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._products.counters import zeros
 from vllm_opset.kernels.triton._products.load_sm90 import available, box_layout, is_aligned
 from vllm_opset.kernels.triton._products.scaled_gemm_sm90 import HALF, WIDTH, scaled_gemm_sm90
-from vllm_opset.kernels.triton._products.shared_tiles import EvenCosts, fastest_even_run
+from vllm_opset.kernels.triton._products.shared_tiles import EvenCosts, costs_of, fastest_even_run
 from vllm_opset.kernels.triton._products.tiles import Order
 from vllm_opset.ops.schemes import FP8, WHOLE, GroupShape, group_of
 
@@ -157,7 +157,7 @@ def _by_time(
     launches = []
     for tile in tiles:
         values = _launch.parameters(NAMES[of_blocks][tile], device, tokens)
-        costs, (_, number) = EvenCosts.of(values), tile.number(tokens, outputs)
+        costs, (_, number) = costs_of(EvenCosts, values), tile.number(tokens, outputs)
         time, run = fastest_even_run(number, steps, _launch.multiprocessors(device), costs)
         launches.append(Launch(tile, values, run, time))
     return sorted(launches, key=lambda launch: launch.time)

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,10 +25,6 @@ class Costs(NamedTuple):
     piece: float
     crossing: float
 
-    @classmethod
-    def of(cls, values: Mapping[str, float]) -> "Costs":
-        return cls(*(values[name] for name in cls._fields))
-
 
 @functools.cache
 def fastest_run(tiles: int, tile_units: int, programs: int, costs: Costs) -> tuple[float, int]:
@@ -39,9 +35,7 @@ def fastest_run(tiles: int, tile_units: int, programs: int, costs: Costs) -> tup
 
 def _time(tile_units: int, run: int, costs: Costs) -> float:
     pieces = most_pieces(tile_units, run)
-    time = costs.start + costs.unit * run
-    if pieces > 1:
-        time += costs.share + costs.piece * (pieces - 1)
+    time = costs.start + costs.unit * run + _sharing(pieces, costs)
     if tile_units % run and run % tile_units:
         time += costs.crossing
     return time
@@ -61,10 +55,6 @@ class EvenCosts(NamedTuple):
     share: float
     piece: float
 
-    @classmethod
-    def of(cls, values: Mapping[str, float]) -> "EvenCosts":
-        return cls(*(values[name] for name in cls._fields))
-
 
 @functools.cache
 def fastest_even_run(tiles: int, tile_units: int, programs: int, costs: EvenCosts) -> tuple[float, int]:
@@ -79,10 +69,20 @@ def fastest_even_run(tiles: int, tile_units: int, programs: int, costs: EvenCost
 def _even_time(tiles: int, tile_units: int, run: int, programs: int, costs: EvenCosts) -> float:
     pieces = _launch.cdiv(tile_units, run)
     rounds = _launch.cdiv(tiles * pieces, programs)
-    time = costs.start + rounds * (costs.tile + costs.unit * run)
-    if pieces > 1:
-        time += costs.share + costs.piece * (pieces - 1)
-    return time
+    return costs.start + rounds * (costs.tile + costs.unit * run) + _sharing(pieces, costs)
+
+
+Kind = TypeVar("Kind", Costs, EvenCosts)
+
+
+def costs_of(kind: type[Kind], values: Mapping[str, float]) -> Kind:
+    """The costs of a kind among launch parameters."""
+    return kind(*(values[name] for name in kind._fields))
+
+
+def _sharing(pieces: int, costs: Costs | EvenCosts) -> float:
+    """The time that a program takes longer because so many programs share its tile."""
+    return costs.share + costs.piece * (pieces - 1) if pieces > 1 else 0
 
 
 @gluon.jit

@@ -30,7 +30,7 @@ from vllm_opset.kernels.triton._products.counters import zeros
 from vllm_opset.kernels.triton._products.load_sm90 import LINE, available, box_layout, is_aligned, most_registers
 from vllm_opset.kernels.triton._products.scaled_calls_sm90 import Operands, by_blocks, strides
 from vllm_opset.kernels.triton._products.scaled_gemm_sm90 import WIDTH as BLOCK
-from vllm_opset.kernels.triton._products.shared_tiles import Costs, fastest_run
+from vllm_opset.kernels.triton._products.shared_tiles import Costs, costs_of, fastest_run
 from vllm_opset.kernels.triton._rows import num_rows
 from vllm_opset.kernels.triton.linear._decode_tiles_sm90 import (
     SUM_BYTES,
@@ -189,7 +189,7 @@ def _by_tile(tile: int, launch: str, device: torch.device, num_tokens: int, outp
     values = _launch.parameters(launch, device, tile)
     tiles = _launch.cdiv(outputs, values["rows"]) * _launch.cdiv(num_tokens, tile)
     programs = values["programs"] * _launch.multiprocessors(device)
-    time, run = fastest_run(tiles, _launch.cdiv(lines, values["lines"]), programs, Costs.of(values))
+    time, run = fastest_run(tiles, _launch.cdiv(lines, values["lines"]), programs, costs_of(Costs, values))
     return Launch(values, tile, run, time, at_once=tiles <= programs)
 
 
