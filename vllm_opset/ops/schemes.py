@@ -35,6 +35,7 @@ UINT4_BLOCK = 32  # the columns of int4 values that are packed together
 DISTANCES = {FP4: 1, UINT4: UINT4_BLOCK // 2}
 # The zero point of int4 weights that have none of their own.
 MIDDLE = 8
+CACHE_LINE, SCALE_PADDING = 128, 4  # bytes, and scales: 16 bytes, so that rows stay aligned as much
 WHOLE = -1  # in place of a number of rows or columns that share a scale: all of them
 # The magnitudes of e2m1, by its three low bits. The fourth bit is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -60,6 +61,16 @@ class GroupShape(NamedTuple):
             1 if self.rows == WHOLE else -(-rows // self.rows),
             1 if self.columns == WHOLE else -(-columns // self.columns),
         )
+
+    def new_scales(self, values: torch.Tensor, shape: tuple[int, ...], dtype=torch.float32) -> torch.Tensor:
+        """Room for the scales of a matrix of this shape, on the device of `values`.
+
+        Rows of a multiple of CACHE_LINE bytes are followed by SCALE_PADDING unused scales. Programs read a column of
+        scales at a time, and an L1 cache of a GPU has few places for lines that are so far apart.
+        """
+        rows, columns = self.scale_shape(shape)
+        padding = SCALE_PADDING if columns * dtype.itemsize % CACHE_LINE == 0 else 0
+        return values.new_empty((rows, columns + padding), dtype=dtype)[:, :columns]
 
 
 PER_TENSOR = GroupShape(WHOLE, WHOLE)

@@ -13,13 +13,7 @@ from vllm_opset import ops
 from vllm_opset.kernel import kernels_of
 from vllm_opset.kernels.triton import _launch, linear
 from vllm_opset.kernels.triton._products.scaled_calls_sm90 import Operands
-from vllm_opset.kernels.triton._products.shared_tiles import (
-    Costs,
-    EvenCosts,
-    fastest_even_run,
-    fastest_run,
-    most_pieces,
-)
+from vllm_opset.kernels.triton._products.shared_tiles import Costs, fastest_run, most_pieces
 from vllm_opset.kernels.triton.linear import decode_sm90
 from vllm_opset.ops.gemm._quantised import BLOCK, TOKEN_BLOCK
 from vllm_opset.ops.schemes import FP8
@@ -158,22 +152,3 @@ def test_programs_take_all_units(costs):
 def test_a_run_is_as_long_as_its_costs_make_fastest(costs, run):
     """There are 40 tiles of 16 units. Each of 132 programs takes at least five of these 640 units."""
     assert fastest_run(40, 16, 132, costs)[1] == run
-
-
-@pytest.mark.parametrize("piece", [0, 2, 100])
-def test_programs_that_share_a_tile_take_equally_many_units(piece):
-    for tiles, tile_units, programs in itertools.product((1, 3, 64, 96, 384), (1, 7, 32, 96), (132, 264)):
-        _, run = fastest_even_run(tiles, tile_units, programs, EvenCosts(0, 0, unit=1, share=0, piece=piece))
-        sharing = -(-tile_units // run)
-        assert run * (sharing - 1) < tile_units
-        assert sharing == 1 or sharing * tiles <= programs
-
-
-def test_programs_share_tiles_if_that_takes_less_time():
-    def launch(tiles: int, share: float) -> tuple[float, int]:
-        return fastest_even_run(tiles, 32, 132, EvenCosts(start=5, tile=3, unit=1, share=share, piece=4))
-
-    assert launch(64, share=2) == (5 + 3 + 16 + 2 + 4, 16)
-    assert launch(64, share=13) == (5 + 3 + 32, 32), "the sum takes longer"
-    assert launch(67, share=0) == (5 + 3 + 32, 32), "there are not two programs for each tile"
-    assert launch(133, share=0) == (5 + 2 * (3 + 32), 32), "a program has two tiles"

@@ -25,8 +25,9 @@ TILES = [
 ]
 # As many programs as possible share tiles, or none do.
 SHARED, WHOLE_TILES = {"share": 0, "piece": 0}, {"share": math.inf, "piece": 0}
+COSTS = {"start": 0, "tile": 0, "unit": 1, "shared_unit": 1}
 LINEAR_TILES = [
-    (tile, {"box": box, "group": 8, "stages": stages, "start": 0, "tile": 0, "unit": 1} | sharing)
+    (tile, {"box": box, "group": 8, "stages": stages} | COSTS | sharing)
     for tile, box, stages, sharing in (
         ((128, 128), 128, 5, SHARED), ((128, 128), 16, 3, WHOLE_TILES), ((64, 256), 64, 4, SHARED),
         ((64, 256), 16, 3, WHOLE_TILES), ((128, 256), 16, 3, WHOLE_TILES), ((128, 256), 128, 4, WHOLE_TILES),
@@ -72,14 +73,28 @@ def _experts(scheme: str, inputs: int, outputs: int, device: str) -> dict[str, t
     return {"x": x, "weight": weight, "weight_scale": scale, "x_scale": x_scale}
 
 
+@pytest.fixture
+def nan_in_fresh_memory(monkeypatch):
+    """Results that a kernel does not write are NaN, and never those of a call before."""
+    new_empty = torch.Tensor.new_empty
+
+    def filled(tensor: torch.Tensor, *args, **how) -> torch.Tensor:
+        found = new_empty(tensor, *args, **how)
+        return found.fill_(float("nan")) if found.dtype.is_floating_point else found
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
+
+
 @on_hopper
+@pytest.mark.usefixtures("nan_in_fresh_memory")
 @pytest.mark.parametrize(("tile", "launch"), LINEAR_TILES, ids=str)
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
 def test_linear_by_every_tile(groups, tile, launch):
-    """Rows, outputs and columns end within tiles, and there are more tiles than programs of one turn.
+    """Rows, outputs and columns end within tiles.
 
-    The copy engine does not write rows of 331 results. The last of several programs that share 1,296 columns has fewer
-    of them. Scales of x follow one another by rows or by columns.
+    3,000 tokens have more tiles than programs run at a time. The copy engine does not write rows of 331 results. The
+    last of several programs that share 1,296 columns has fewer of them. Scales of x follow one another by rows or by
+    columns.
     """
     name = f"{'blocks' if groups[0] == BLOCK else 'rows'}_{tile[0]}x{tile[1]}_linear_scaled_sm90"
     rng = torch.Generator("cuda").manual_seed(1)
@@ -93,18 +108,6 @@ def test_linear_by_every_tile(groups, tile, launch):
         assert asked, name
         torch.testing.assert_close(got[0], ops.linear(*arguments), **NEAR)
         assert all(torch.equal(got[0], other) for other in got), "the order of the sums differs"
-
-
-@pytest.fixture
-def nan_in_fresh_memory(monkeypatch):
-    """Results that a kernel does not write are NaN, and never those of a call before."""
-    new_empty = torch.Tensor.new_empty
-
-    def filled(tensor: torch.Tensor, *args, **how) -> torch.Tensor:
-        found = new_empty(tensor, *args, **how)
-        return found.fill_(float("nan")) if found.dtype.is_floating_point else found
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
 
 
 @on_hopper
@@ -223,19 +226,26 @@ def test_linear_takes_the_kernel_for_many_tokens_of_fp8():
         assert _picked_for_linear(4096) == "scaled"
 
 
-def test_a_warm_up_launches_all_tiles(monkeypatch):
-    """Which one a product takes depends on its tokens."""
+@pytest.mark.parametrize("tokens", [300, 2048])
+def test_a_warm_up_launches_all_kernels(monkeypatch, tokens):
+    """Which one a product takes depends on its tokens. Each tile but the widest has one that shares tiles."""
+
+    def kernel_of(launch: scaled_calls_sm90.Launch) -> tuple[scaled_calls_sm90.Tile, bool]:
+        return launch.tile, launch.schedule.whole < launch.tile.number(tokens, 4096)[1]
+
     launched = []
-    monkeypatch.setattr(scaled_calls_sm90, "_launch_linear", lambda launch, *_: launched.append(launch.tile))
+    monkeypatch.setattr(scaled_calls_sm90, "_launch_linear", lambda launch, *_: launched.append(kernel_of(launch)))
     monkeypatch.setattr(_launch, "multiprocessors", lambda device: 132)
     with instead(Target("nvidia", "sm90")):
-        call = _call(300, 4096, 4096, "blocks")
+        call = _call(tokens, 4096, 4096, "blocks")
         with _launch.warming_up():
             scaled_calls_sm90.scaled_linear(call, None)
-        assert sorted(launched) == sorted(scaled_calls_sm90.TILES)
+        narrow, wide = scaled_calls_sm90.TILES[:2], scaled_calls_sm90.TILES[2]
+        kernels = [(tile, shared) for tile in narrow for shared in (False, True)]
+        assert sorted(launched) == sorted([*kernels, (wide, False)])
         launched.clear()
         scaled_calls_sm90.scaled_linear(call, None)
-        assert launched == [scaled_calls_sm90.launch_of(call).tile]
+        assert launched == [kernel_of(scaled_calls_sm90.launch_of(call))]
 
 
 def _call(tokens: int, outputs: int, columns: int, scheme: str) -> scaled_calls_sm90.Operands:
@@ -252,15 +262,16 @@ def test_tiles_are_those_that_keep_multiprocessors_busy(monkeypatch):
     monkeypatch.setattr(_launch, "multiprocessors", lambda device: 132)
 
     def chosen(tokens: int, outputs: int, scheme: str = "blocks") -> tuple[tuple[int, int], int]:
+        """The tile, and how many of them are shared."""
         launch = scaled_calls_sm90.launch_of(_call(tokens, outputs, 4096, scheme))
-        return launch.tile, launch.run
+        return launch.tile, launch.tile.number(tokens, outputs)[1] - launch.schedule.whole
 
     with instead(Target("nvidia", "sm90")):
-        assert chosen(8192, 24576) == chosen(1089, 2560) == ((128, 256), 32), "90 tiles, and 180 of 128 outputs"
-        assert chosen(1024, 6144, "rows") == ((128, 128), 32), "384 tiles, and 192 of 256 outputs"
-        assert chosen(320, 6144, "rows") == ((64, 256), 32), "120 tiles, and 144 of 128 rows and outputs"
-        assert chosen(1100, 2048) == ((128, 256), 32), "72 tiles, and 144 of 128 x 128 or 64 x 256"
-        assert chosen(200, 768)[1] < 32, "12 tiles are shared"
+        assert chosen(8192, 24576, "rows") == chosen(1089, 2560) == ((128, 256), 0), "90 tiles, and 180 of 128 outputs"
+        assert chosen(8192, 24576) == chosen(1024, 6144, "rows") == ((128, 128), 0), "384 tiles, and 192 of 256 outputs"
+        assert chosen(320, 6144, "rows") == ((64, 256), 0), "120 tiles, and 144 of 128 rows and outputs"
+        assert chosen(1100, 2048) == ((128, 128), 12), "144 tiles, of which 12 would need another round"
+        assert chosen(200, 768) == ((128, 128), 12), "all tiles are shared"
 
 
 def _operands(scheme: str, block_size: int, **others: torch.Tensor) -> tuple[tuple, dict]:

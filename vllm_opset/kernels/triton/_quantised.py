@@ -52,10 +52,15 @@ class Destination:
         group, shape = GroupShape(*group_shape), (len(x), columns)
         self.width = columns if group.columns == WHOLE else group.columns
         values = x.new_empty(shape, dtype=to_dtype)
-        scales = x.new_empty(group.scale_shape(shape), dtype=torch.float32)
+        scales = group.new_scales(x, shape)
         self.results = values, scales
         self.arguments = out, None if out is None else rows(out), values, scales, scale
-        self.constants = {"COLUMNS": columns, "GROUPS": scales.shape[1], **range_of(to_dtype)}
+        self.constants = {
+            "COLUMNS": columns,
+            "GROUPS": scales.shape[1],
+            "SCALES_STRIDE": scales.stride(0),
+            **range_of(to_dtype),
+        }
 
     def group_width(self, block: int) -> dict[str, int]:
         """The constant WIDTH: the columns of a group, in a program that holds `block` columns of a row."""
@@ -65,7 +70,7 @@ class Destination:
 @triton.jit
 def store_rows(
     value, DTYPE: tl.constexpr, row, column, first, total, out, out_rows, values, scales, scale,
-    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, SCALES_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
     LEAST: tl.constexpr, LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Stores fp32 values [ROWS, BLOCK] that have been rounded to DTYPE, quantised. Beyond COLUMNS they are zeros.
@@ -88,7 +93,7 @@ def store_rows(
         groups = tl.reshape(value, [ROWS, HELD, WIDTH])
         found = scale_of(tl.max(tl.abs(groups), 2), LARGEST, SMALLEST_SCALE)
         group = first // WIDTH + tl.arange(0, HELD)[None, :]
-        tl.store(scales + row.to(tl.int64) * GROUPS + group, found, (row < total) & (group < GROUPS))
+        tl.store(scales + row.to(tl.int64) * SCALES_STRIDE + group, found, (row < total) & (group < GROUPS))
         groups = rounded(divided_by_own(groups, found[:, :, None]), LEAST, LARGEST, values.dtype.element_ty)
         quotient = tl.reshape(groups, [ROWS, HELD * WIDTH])
     tl.store(values + row.to(tl.int64) * COLUMNS + column, quotient, mask)

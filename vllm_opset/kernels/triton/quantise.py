@@ -13,7 +13,7 @@ from vllm_opset.kernels.triton import _launch, _quantised
 from vllm_opset.kernels.triton._launch import pdl_wait
 from vllm_opset.kernels.triton._quantised import divided, divided_by_own, range_of, rounded, scale_of
 from vllm_opset.kernels.triton._rows import EVICT_LAST, MAX_COLUMNS, row_offset, rows, whole_rows
-from vllm_opset.ops.quantisation.quantise import QuantiseProblem, check_arguments, copied
+from vllm_opset.ops.quantisation.quantise import QuantiseProblem, as_result, check_arguments
 from vllm_opset.ops.schemes import PER_TENSOR, WHOLE, GroupShape, scales_of
 
 
@@ -37,14 +37,14 @@ def quantise(
     groups = _launch.cdiv(columns, width)
     total = num_rows * groups
     out = x.new_empty(x.shape, dtype=to_dtype)
-    scales = x.new_empty(group.scale_shape(x.shape), dtype=torch.float32) if scale is None else copied(scale)
+    scales = group.new_scales(x, x.shape) if scale is None else as_result(scale, x.shape, group)
     launch = _launch.early_launch_options(x.device, num_rows, "quantise_early_launch") | whole_rows(
         width, **_launch.parameters("quantise", x.device, total)
     )
     _launch.launch(
         _quantise, (_launch.cdiv(total, launch["ROWS"]),), x, rows(x), out, scales, total, **range_of(to_dtype),
         STATIC=scale is not None, ONE_SCALE=one_scale,
-        COLUMNS=columns, WIDTH=width, GROUPS=groups, **launch,
+        COLUMNS=columns, WIDTH=width, GROUPS=groups, SCALES_STRIDE=scales.stride(0), **launch,
     )  # fmt: skip
     return out, scales
 
@@ -53,7 +53,7 @@ def quantise(
 def _quantise(
     x, x_rows, out, scales, total, LEAST: tl.constexpr, LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr,
     STATIC: tl.constexpr, ONE_SCALE: tl.constexpr,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, SCALES_STRIDE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
@@ -62,15 +62,17 @@ def _quantise(
     column = group % GROUPS * WIDTH + place
     mask = (group < total) & (place < WIDTH) & (column < COLUMNS)
     x += row_offset(row, x_rows) + column * x_rows.column_stride
+    if not ONE_SCALE:
+        scales += row.to(tl.int64) * SCALES_STRIDE + group % GROUPS
     value = tl.load(x, mask, 0.0, eviction_policy=EVICT_LAST).to(tl.float32)
     if ONE_SCALE:
         quotient = divided(value, tl.load(scales))
     elif STATIC:
-        quotient = divided(value, tl.load(scales + group, group < total, 1.0))
+        quotient = divided(value, tl.load(scales, group < total, 1.0))
     else:
         largest = tl.max(tl.abs(value), 1, keep_dims=True)
         scale = scale_of(largest, LARGEST, SMALLEST_SCALE)
-        tl.store(scales + group, scale, group < total)
+        tl.store(scales, scale, group < total)
         quotient = divided_by_own(value, scale)
     quotient = rounded(quotient, LEAST, LARGEST, out.dtype.element_ty)
     tl.store(out + row.to(tl.int64) * COLUMNS + column, quotient, mask)

@@ -55,7 +55,7 @@ def normalise(
 @triton.jit(do_not_specialize=["total"])
 def _rms_norm_quant(
     x, x_rows, residual, residual_rows, weight, total, epsilon, weight_offset, out, out_rows, values, scales, scale,
-    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, SCALES_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
     LEAST: tl.constexpr, LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -75,5 +75,5 @@ def _rms_norm_quant(
         value *= factor + weight_offset
     store_rows(
         value, x.dtype.element_ty, row, column, 0, total, out, out_rows, values, scales, scale,
-        COLUMNS, GROUPS, WIDTH, LEAST, LARGEST, SMALLEST_SCALE,
+        COLUMNS, GROUPS, SCALES_STRIDE, WIDTH, LEAST, LARGEST, SMALLEST_SCALE,
     )  # fmt: skip

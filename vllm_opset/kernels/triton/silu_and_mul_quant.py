@@ -62,7 +62,7 @@ def _part(columns: int, least: int, most: int) -> int:
 @triton.jit(do_not_specialize=["total"])
 def _silu_and_mul_quant(
     x, x_rows, total, out, out_rows, values, scales, scale,
-    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, SCALES_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
     LEAST: tl.constexpr, LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -74,5 +74,5 @@ def _silu_and_mul_quant(
     first = tl.program_id(0) % tl.cdiv(COLUMNS, BLOCK) * BLOCK
     store_rows(
         _formulas.silu_and_mul(gate, up), x.dtype.element_ty, row, column, first, total,
-        out, out_rows, values, scales, scale, COLUMNS, GROUPS, WIDTH, LEAST, LARGEST, SMALLEST_SCALE,
+        out, out_rows, values, scales, scale, COLUMNS, GROUPS, SCALES_STRIDE, WIDTH, LEAST, LARGEST, SMALLEST_SCALE,
     )  # fmt: skip

@@ -101,6 +101,7 @@ CASES = (
     Case("fp8 per block", (5, 256), PER_BLOCK),
     Case("fp8 per block, result kept", (5, 384), PER_BLOCK, out=True),
     Case("fp8 per block, incomplete", (3, 200), PER_BLOCK),
+    Case("fp8 per block, padded rows of scales", (3, 4096), PER_BLOCK),
     Case("fp8 per block wider than a row", (3, 64), PER_BLOCK),
     Case("fp8 per block, strided rows", (7, 384), PER_BLOCK, layout=_samples.row_view),
     Case("fp8 with a given scale", (5, 256), PER_TENSOR),
@@ -177,10 +178,12 @@ def complete(
     def quantises_the_stored_result(run, device: str, dtype: torch.dtype) -> None:
         """The values and scales are those of `quantise` for the result that is also written, bit for bit."""
         for group in (PER_ROW, PER_BLOCK, PER_TENSOR):
-            arguments, quantisation = sample(Case("stored", (6, 256), group, out=True), device, dtype).make()
+            arguments, quantisation = sample(Case("stored", (6, 4096), group, out=True), device, dtype).make()
             got = run(*arguments, **quantisation)
             # On a CPU, since PyTorch on a GPU multiplies by the reciprocal of what it is to divide by.
             given = None if quantisation["scale"] is None else quantisation["scale"].cpu()
             want = quantise(quantisation["out"].cpu(), FP8, list(group), given)
             for what, have, wanted in zip(("values", "scales"), got, want, strict=True):
                 _properties.equal(f"{what} {group} are not of the stored result", have.cpu().float(), wanted.float())
+                strides = torch.tensor(have.stride()), torch.tensor(wanted.stride())
+                _properties.equal(f"{what} {group} have other strides, on which compiled code relies", *strides)

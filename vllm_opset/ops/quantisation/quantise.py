@@ -45,18 +45,20 @@ def quantise(
     scale: fp32, of the shape that `ops/schemes` gives these groups, any strides. Without it, a scale is the largest
     magnitude of its group divided by the largest value of to_dtype, and at least `SMALLEST_SCALES`.
 
-    Returns new contiguous tensors: [rows, columns] of to_dtype, and fp32 scales. Zero rows are allowed. Values in fp64
-    have scales in fp64, and their quotients are not rounded. A group that holds NaN may become any values.
+    Returns new tensors: contiguous [rows, columns] of to_dtype, and fp32 scales, whose strides are those of
+    `GroupShape.new_scales`. Zero rows are allowed. Values in fp64 have scales in fp64, and their quotients are not
+    rounded. A group that holds NaN may become any values.
     Raises ValueError if x is no matrix, or for another dtype, group or shape of the scale.
     """
     check_arguments(x.shape, to_dtype, group_shape, scale)
-    scale = scales_of(x, to_dtype, GroupShape(*group_shape)) if scale is None else copied(scale)
+    group = GroupShape(*group_shape)
+    scale = as_result(scales_of(x, to_dtype, group) if scale is None else scale, x.shape, group)
     return stored(x, scale, to_dtype).contiguous(), scale
 
 
-def copied(scale: torch.Tensor) -> torch.Tensor:
-    """Given scales as results: new and contiguous, whatever their strides are."""
-    return scale.clone(memory_format=torch.contiguous_format)
+def as_result(scale: torch.Tensor, shape: tuple[int, ...], group: GroupShape) -> torch.Tensor:
+    """Scales as results for values of this shape: new, with the strides of `GroupShape.new_scales`."""
+    return group.new_scales(scale, shape, scale.dtype).copy_(scale)
 
 
 def check_arguments(
@@ -109,6 +111,8 @@ def _(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     by_blocks = GroupShape(1, 128)
     yield sample("fp8 per block of a row, static by columns", (5, 256), by_blocks, static=True, by_columns=True)
     yield sample("fp8 per block of a row, incomplete", (3, 200), by_blocks)
+    yield sample("fp8 per block of a row, padded rows of scales", (3, 4096), by_blocks)
+    yield sample("fp8 per block of a row, padded rows of scales, static", (3, 4096), by_blocks, static=True)
     yield sample("fp8 per block of rows and columns", (150, 200), GroupShape(128, 128))
     yield sample("fp8 per row, strided columns", (7, 96), PER_ROW, layout=_samples.column_major)
     yield sample("fp8 per row, large values", (3, 64), PER_ROW, std=1000.0)
@@ -170,6 +174,15 @@ def integers_are_kept(run, device: str, dtype: torch.dtype) -> None:
     want = [[1, -2, 0, 2, -2, 127, 127, -128, -128]]
     _properties.equal("a value is rounded wrongly", values.int(), torch.tensor(want, dtype=torch.int32, device=device))
     _properties.equal("a given scale changes", scale, torch.ones(1, 1, device=device))
+
+
+@quantise.property_
+def scales_have_the_strides_of_new_scales(run, device: str, dtype: torch.dtype) -> None:
+    """Compiled code relies on the strides of the reference's results."""
+    group = GroupShape(1, 128)
+    x = torch.ones(3, 4096, dtype=dtype, device=device)
+    strides = group.new_scales(x, x.shape).stride()
+    _properties.equal("strides differ", torch.tensor(run(x, FP8, list(group))[1].stride()), torch.tensor(strides))
 
 
 _properties.rows_are_independent(quantise, lambda run, x: run(x, FP8, list(PER_ROW))[0].float())

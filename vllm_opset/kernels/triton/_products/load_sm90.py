@@ -121,28 +121,33 @@ def expert_of(tile, tiles, TILES: gl.constexpr):
 
 
 @gluon.jit
-def tiles_of_program(num_tiles, steps, run):
-    """The first tile of a program, the end of them, and the distance between one and the next.
+def pieces_of_program(num_tiles, steps, schedule):
+    """How many tiles a program takes, whole ones and at most one that it shares.
 
-    run: how many of a tile's `steps` a program takes. If fewer than all, the program has one tile, and shares it. None:
-    programs share no tiles.
+    steps: of a tile. schedule: whole and run of a `Schedule`, or None and None where no programs share tiles.
     """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    whole, run = schedule
     if run is None:
-        return gl.program_id(0), num_tiles, gl.num_programs(0)
+        return gl.cdiv(num_tiles - program, programs)
     else:
-        sharing = gl.cdiv(steps, run)
-        first = gl.program_id(0) // sharing
-        return first, gl.where(sharing > 1, first + 1, num_tiles), gl.num_programs(0)
+        has_part = program < (num_tiles - whole) * gl.cdiv(steps, run)
+        return gl.cdiv(whole - program, programs) + gl.where(has_part, 1, 0)
 
 
 @gluon.jit
-def steps_of_program(steps, run):
-    """The first step of a program in each of its tiles, and their end. run: see `tiles_of_program`."""
+def piece_of_program(number, steps, schedule):
+    """A program's tile number `number`, its first step in this tile, and their end. See `pieces_of_program`."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    whole, run = schedule
+    tile = program + number * programs
     if run is None:
-        return 0, steps
+        return tile, 0, steps
     else:
-        first = gl.program_id(0) % gl.cdiv(steps, run) * run
-        return first, gl.minimum(first + run, steps)
+        sharing = gl.cdiv(steps, run)
+        first, is_whole = program % sharing * run, tile < whole
+        tile = gl.where(is_whole, tile, whole + program // sharing)
+        return tile, gl.where(is_whole, 0, first), gl.where(is_whole, steps, gl.minimum(first + run, steps))
 
 
 @gluon.jit
@@ -174,13 +179,13 @@ def load_tiles(
     x, x_stride, weight, ring, tiles,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr,
     BOXES: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, scale_ring, scales,
-    UNROLLED: gl.constexpr = 1, run=None, PDL: gl.constexpr = False,
+    UNROLLED: gl.constexpr = 1, schedule=(None, None), PDL: gl.constexpr = False,
 ):  # fmt: skip
     """The loading warps: bring all tiles of a program. BOXES: of the weight in a tile.
 
     x is a TMA descriptor with boxes of some rows of a stage. Experts have a pointer instead. weight is a descriptor.
     scale_ring receives the scales by blocks of x and of the weight. It is empty if there are none.
-    UNROLLED: a tile has a multiple of so many stages. run: see `tiles_of_program`.
+    UNROLLED: a tile has a multiple of so many stages. schedule: see `pieces_of_program`.
     PDL: of a dense product. Its first weights are loaded before the wait, since the kernel before does not write them.
     """
     x_ring, w_ring, full, empty = ring
@@ -194,16 +199,16 @@ def load_tiles(
     TILE_OUTPUTS: gl.constexpr = BOXES * OUTPUTS_OF_BOX
     NUM_COLUMNS: gl.constexpr = -(-OUTPUTS // TILE_OUTPUTS)
     steps = UNROLLED * gl.cdiv(COLUMNS, UNROLLED * WIDTH)
-    first_tile, end_tile, distance = tiles_of_program(num_tiles * NUM_COLUMNS, steps, run)
-    first_step, end_step = steps_of_program(steps, run)
     loaded, ahead = 0, 0
     if PDL:
-        _, column = tile_of(first_tile, num_tiles, NUM_COLUMNS, GROUP)
+        index, first_step, end_step = piece_of_program(0, steps, schedule)
+        _, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)
         ahead = gl.minimum(STAGES, end_step - first_step)
         for stage in range(ahead):
             _load_weight(weight, ring, stage, column * TILE_OUTPUTS, (first_step + stage) * W_WIDTH, BOXES, STAGE_BYTES)
         pdl_wait(PDL)
-    for index in range(first_tile, end_tile, distance):
+    for number in range(pieces_of_program(num_tiles * NUM_COLUMNS, steps, schedule)):
+        index, first_step, end_step = piece_of_program(number, steps, schedule)
         tile, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)
         expert = expert_of(tile, tiles, TILES)
         first_output = expert * OUTPUTS + column * TILE_OUTPUTS

@@ -1,6 +1,7 @@
 """Calls of `scaled_gemm_sm90`: which products in fp8 it takes on Hopper GPUs, and how it is launched."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -10,11 +11,12 @@ from vllm_opset.kernels.triton import _launch
 from vllm_opset.kernels.triton._products.counters import zeros
 from vllm_opset.kernels.triton._products.load_sm90 import available, box_layout, is_aligned
 from vllm_opset.kernels.triton._products.scaled_gemm_sm90 import HALF, WIDTH, scaled_gemm_sm90
-from vllm_opset.kernels.triton._products.shared_tiles import EvenCosts, costs_of, fastest_even_run
+from vllm_opset.kernels.triton._products.shared_tiles import Schedule, TurnCosts, costs_of, fastest_schedules
 from vllm_opset.kernels.triton._products.tiles import Order
 from vllm_opset.ops.schemes import FP8, WHOLE, GroupShape, group_of
 
 OUT_BYTES = 2  # Results of 32 bits do not fit shared memory beside the ring.
+NOTHING_SHARED = None, None, None, None  # arguments of a kernel whose programs share no tiles
 BLOCKS, TOKEN_BLOCKS = GroupShape(WIDTH.value, WIDTH.value), GroupShape(1, WIDTH.value)
 
 
@@ -46,25 +48,19 @@ def scaled_linear(call: Operands, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def _launch_linear(launch: "Launch", call: Operands, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    (tokens, outputs), steps = out.shape, _launch.cdiv(call.weight.shape[1], WIDTH.value)
-    tile = launch.tile
+    (tokens, outputs), tile = out.shape, launch.tile
     num_tiles, all_tiles = tile.number(tokens, outputs)
-    num_programs, run = _programs(all_tiles, steps, launch.run, _launch.multiprocessors(out.device)), launch.run
-    partials, counters = None, None
-    if tile.parts > 1:
-        run = None  # Sums of two products do not fit in registers twice.
-    elif run == steps:
-        partials, counters = _nothing_shared(out.device)
-    else:
-        partials = out.new_empty((2 * num_programs, 2 * HALF.value, WIDTH.value), dtype=torch.float32)
-        counters = zeros(out.device, 2 * all_tiles)
+    num_programs, whole, run = launch.schedule
+    shared = NOTHING_SHARED
+    if whole < all_tiles:
+        partials = out.new_empty((2 * num_programs, tile.rows, tile.outputs), dtype=torch.float32)
+        shared = partials, zeros(out.device, 2 * (all_tiles - whole)), whole, run
     x = TensorDescriptor.from_tensor(call.x, [launch.values["box"], WIDTH.value], box_layout(128, 8))
-    results, copied_results = out, is_aligned(out)
-    if copied_results:
-        results = TensorDescriptor.from_tensor(out, [HALF.value, WIDTH.value], box_layout(128, 16))
+    copied_results = is_aligned(out)
+    results = _results(out, tile.rows) if copied_results else (out, None)
     _launch_scaled(
         num_programs, call, x, bias, results, (0, *strides(call.weight_scale)),
-        (None, None, tokens, num_tiles, 1), (partials, counters, run), launch.values,
+        (None, None, tokens, num_tiles, 1), shared, launch.values,
         ROWS=tile.rows, PARTS=tile.parts, BLOCK_SIZE=None, TILES=1, COPIED_RESULTS=copied_results,
     )  # fmt: skip
 
@@ -80,23 +76,23 @@ def scaled_grouped_gemm(call: Operands, bias: torch.Tensor | None, out: torch.Te
     # Tiles of experts differ in their work, since some have no choices, so rounds do not tell how long those take.
     num_programs = min(all_tiles, _launch.multiprocessors(out.device))
     _launch_scaled(
-        num_programs, call, call.x, bias, out, strides(call.weight_scale),
-        (order.sorted_token_ids, order.expert_ids, len(out), num_tiles, order.top_k), (None, None, None), values,
+        num_programs, call, call.x, bias, (out, None), strides(call.weight_scale),
+        (order.sorted_token_ids, order.expert_ids, len(out), num_tiles, order.top_k), NOTHING_SHARED, values,
         ROWS=tile.rows, PARTS=tile.parts, BLOCK_SIZE=order.block_size, TILES=tiles,
         COPIED_RESULTS=False,  # They are scattered.
     )  # fmt: skip
 
 
 def _launch_scaled(
-    num_programs: int, call: Operands, x, bias: torch.Tensor | None, out, w_strides: tuple[int, ...], tiles: tuple,
-    shared: tuple, values: _launch.Parameters, **constants,
+    num_programs: int, call: Operands, x, bias: torch.Tensor | None, outs: tuple, w_strides: tuple[int, ...],
+    tiles: tuple, shared: tuple, values: _launch.Parameters, **constants,
 ) -> None:  # fmt: skip
-    """Launches the kernel. x, out: tensors or descriptors. values: group and stages."""
+    """Launches the kernel. x: a tensor or a descriptor. outs: out and last_out. values: group and stages."""
     outputs, columns = call.weight.shape[-2:]
     weight = TensorDescriptor.from_tensor(call.weight.view(-1, columns), [WIDTH.value, WIDTH.value], box_layout(128, 8))
     _launch.launch(
         scaled_gemm_sm90, (num_programs,),
-        x, call.x.stride(0), weight, bias, out, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
+        x, call.x.stride(0), weight, bias, *outs, call.weight_scale, *w_strides, call.x_scale, *strides(call.x_scale),
         *tiles, *shared, OUTPUTS=outputs, COLUMNS=columns, BY_BLOCKS=by_blocks(call),
         GROUP=values["group"], STAGES=values["stages"], **constants,
         num_warps=4, **_launch.launch_options(call.x.device),
@@ -128,11 +124,11 @@ NAMES = [
 
 
 class Launch(NamedTuple):
-    """values: the launch parameters. run: the steps of a program in a tile. time: in ns, by the costs of programs."""
+    """values: the launch parameters. schedule: of its steps. time: in ns, by the costs of programs."""
 
     tile: Tile
     values: _launch.Parameters
-    run: int
+    schedule: Schedule
     time: float
 
 
@@ -142,7 +138,10 @@ def launch_of(call: Operands) -> Launch:
 
 
 def launches_of(call: Operands) -> list[Launch]:
-    """A launch for each tile, the fastest first, or for the tile whose launch parameters are tried."""
+    """A launch for each kernel, the fastest first, or for each of the tile whose launch parameters are tried.
+
+    A tile has a kernel whose programs share no tiles, and one whose programs do, except for the widest tile.
+    """
     (outputs, columns), of_blocks = call.weight.shape, by_blocks(call)
     product = of_blocks, call.x.device, call.x.shape[0], outputs, _launch.cdiv(columns, WIDTH.value)
     tried = tuple(tile for tile in TILES if _launch.is_tried(NAMES[of_blocks][tile]))
@@ -153,29 +152,27 @@ def launches_of(call: Operands) -> list[Launch]:
 def _by_time(
     of_blocks: bool, device: torch.device, tokens: int, outputs: int, steps: int, tiles: tuple[Tile, ...]
 ) -> list[Launch]:
-    """A launch for each of these tiles, the fastest first."""
+    """A launch for each kernel of these tiles, the fastest first."""
     launches = []
     for tile in tiles:
         values = _launch.parameters(NAMES[of_blocks][tile], device, tokens)
-        costs, (_, number) = costs_of(EvenCosts, values), tile.number(tokens, outputs)
-        time, run = fastest_even_run(number, steps, _launch.multiprocessors(device), costs)
-        launches.append(Launch(tile, values, run, time))
+        (_, number), costs = tile.number(tokens, outputs), costs_of(TurnCosts, values)
+        schedules = fastest_schedules(number, steps, _launch.multiprocessors(device), costs)
+        launches += [Launch(tile, values, schedule, time) for time, schedule in schedules.values() if time < math.inf]
     return sorted(launches, key=lambda launch: launch.time)
 
 
-@functools.lru_cache(4096)
-def _programs(all_tiles: int, steps: int, run: int, multiprocessors: int) -> int:
-    """The number of programs. Each takes `run` steps of one tile, or whole tiles."""
-    if run < steps:
-        return all_tiles * _launch.cdiv(steps, run)
-    # As few programs as need no more rounds (docs/log/kernels.md has what that gains).
-    return _launch.cdiv(all_tiles, _launch.cdiv(all_tiles, multiprocessors))
+def _results(out: torch.Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Describes out without the rows of the last tile, which has so many, and all of it.
 
-
-@functools.cache
-def _nothing_shared(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial sums and counters that no program uses. With them, such a launch takes the same kernel as the others."""
-    return torch.empty(1, dtype=torch.float32, device=device), torch.empty(1, dtype=torch.int32, device=device)
+    The last tile repeats rows of the tile before. Their sums may differ where programs share tiles, so one tile stores
+    them.
+    """
+    box = [HALF.value, WIDTH.value], box_layout(128, 16)
+    whole = TensorDescriptor.from_tensor(out, *box)
+    if out.shape[0] <= rows:
+        return whole, whole
+    return TensorDescriptor.from_tensor(out[:-rows], *box), whole
 
 
 def strides(scale: torch.Tensor) -> tuple[int, ...]:

@@ -6,8 +6,9 @@ and added in fp32 while the other warpgroup's products run. A warpgroup with one
 two stages at once. By rows, tensor cores add the products. They keep some 14 bits of a sum, as `grouped_gemm.scaled`
 says.
 
-If a dense product has at most half as many tiles as the GPU has multiprocessors, several programs may share each tile.
-The last one of them adds their sums, always in the same order.
+Several programs may share each of the last tiles of a dense product, so that fewer multiprocessors have nothing to do
+at the end. The last program of a tile adds their sums, always in the same order. The kernel that shares tiles has more
+code, and by blocks its products of a stage take some 1.1 to 1.2 times as long.
 """
 
 from triton.experimental import gluon
@@ -27,9 +28,9 @@ from vllm_opset.kernels.triton._products.load_sm90 import (
     first_row_of,
     load_tiles,
     pass_turn,
+    piece_of_program,
+    pieces_of_program,
     rows_of,
-    steps_of_program,
-    tiles_of_program,
     turns,
 )
 from vllm_opset.kernels.triton._products.shared_tiles import sums_of_tile
@@ -40,20 +41,20 @@ WIDTH = gl.constexpr(128)
 HALF = gl.constexpr(64)  # A product has so many rows.
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_tiles", "run"])
+@gluon.jit(do_not_specialize=["num_rows", "num_tiles", "whole", "run"])
 def scaled_gemm_sm90(
-    x, x_stride, weight, bias, out, weight_scale, ws_expert, ws_row, ws_column, x_scale, xs_row, xs_column,
-    sorted_token_ids, expert_ids, num_rows, num_tiles, top_k, partials, counters, run,
+    x, x_stride, weight, bias, out, last_out, weight_scale, ws_expert, ws_row, ws_column, x_scale, xs_row, xs_column,
+    sorted_token_ids, expert_ids, num_rows, num_tiles, top_k, partials, counters, whole, run,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BY_BLOCKS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     COPIED_RESULTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Programs take tiles by turns, or share them. At most as many are launched as run at a time.
 
-    run: see `tiles_of_program`. partials, counters: see `sums_of_tile`. All are None for a kernel that shares no tiles.
+    whole, run: see `Schedule`. partials, counters: see `sums_of_tile`. All are None for a kernel that shares no tiles.
     x is a TMA descriptor with boxes [ROWS or fewer, WIDTH]. Experts have a pointer instead. weight is a descriptor with
-    boxes [WIDTH, WIDTH]. out has num_rows rows. It is a pointer, or with COPIED_RESULTS a descriptor with boxes
-    [HALF, WIDTH].
+    boxes [WIDTH, WIDTH]. out has num_rows rows, and is a pointer. With COPIED_RESULTS, out and last_out are descriptors
+    with boxes [HALF, WIDTH]: of the rows before the last tile's, and of all rows.
     ROWS is that of a tile: one or two HALFs. PARTS is the number of a warpgroup's products, of WIDTH outputs each.
     For experts, there are TILES tiles in a block of BLOCK_SIZE.
     """
@@ -77,17 +78,18 @@ def scaled_gemm_sm90(
     ring, in_turn = (x_ring, w_ring, full, empty), turns()
     tiles = (sorted_token_ids, expert_ids, num_rows, num_tiles, top_k)
     scales = (weight_scale, ws_expert, ws_row, ws_column, x_scale, xs_row, xs_column)
-    shared = (partials, counters, run)
+    outs, sums = (out, last_out), (partials, counters)
+    schedule = (whole, run)
     # The loading warp of a dense product brings weights before it waits, so each partition waits by itself.
     DENSE_PDL: gl.constexpr = PDL if expert_ids is None else False
     gl.warp_specialize(
         [
-            (_multiply, (0, ring, in_turn, scale_ring, staging, tiles, scales, bias, out, shared, OUTPUTS, COLUMNS,
-                         BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, COPIED_RESULTS, DENSE_PDL)),
-            (_multiply, (1, ring, in_turn, scale_ring, staging, tiles, scales, bias, out, shared, OUTPUTS, COLUMNS,
-                         BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, COPIED_RESULTS, DENSE_PDL)),
+            (_multiply, (0, ring, in_turn, scale_ring, staging, tiles, scales, bias, outs, sums, schedule, OUTPUTS,
+                         COLUMNS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, COPIED_RESULTS, DENSE_PDL)),
+            (_multiply, (1, ring, in_turn, scale_ring, staging, tiles, scales, bias, outs, sums, schedule, OUTPUTS,
+                         COLUMNS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, COPIED_RESULTS, DENSE_PDL)),
             (load_tiles, (x, x_stride, weight, ring, tiles, OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, TILE_PARTS, GROUP,
-                          STAGES, scale_ring, scales, 1, run, DENSE_PDL)),
+                          STAGES, scale_ring, scales, 1, schedule, DENSE_PDL)),
         ],
         [4, LOADERS],
         [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
@@ -96,7 +98,7 @@ def scaled_gemm_sm90(
 
 @gluon.jit
 def _multiply(
-    INDEX: gl.constexpr, ring, in_turn, scale_ring, staging, tiles, scales, bias, out, shared,
+    INDEX: gl.constexpr, ring, in_turn, scale_ring, staging, tiles, scales, bias, outs, shared_sums, schedule,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     TILES: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr, GROUP: gl.constexpr,
     COPIED_RESULTS: gl.constexpr, PDL: gl.constexpr,
@@ -104,6 +106,7 @@ def _multiply(
     """The products of one of two warpgroups: half of the rows of each tile, or of its outputs if it has 64 rows.
 
     scale_ring: of the scales by blocks, which the loading warps bring, or empty by rows.
+    shared_sums: partials and counters of `sums_of_tile`. schedule: see `pieces_of_program`.
     """
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     BY_BLOCKS: gl.constexpr = len(scale_ring) > 0
@@ -114,11 +117,11 @@ def _multiply(
     x_ring, w_ring, full, empty = ring
     _, expert_ids, num_rows, num_tiles, top_k = tiles
     weight_scale, ws_expert, ws_row, _, x_scale, xs_row, _ = scales
-    partials, counters, run = shared
+    out, last_out = outs
+    partials, counters = shared_sums
+    whole, run = schedule
     row = FIRST_ROW + gl.arange(0, HALF, gl.SliceLayout(1, ACC))
     steps = gl.cdiv(COLUMNS, WIDTH)
-    first_tile, end_tile, distance = tiles_of_program(num_tiles * NUM_COLUMNS, steps, run)
-    first_step, end_step = steps_of_program(steps, run)
     # Registers hold two products at a time. With several parts, the next one starts after the last one is added.
     AT_ONCE: gl.constexpr = 2 if BY_BLOCKS and PARTS == 1 else 1
     TURNS: gl.constexpr = PARTS if BY_BLOCKS else 1
@@ -126,7 +129,8 @@ def _multiply(
     operands = (x_ring, w_ring, full, empty, scale_ring, in_turn)
     done, turn = 0, 0
     pdl_wait(PDL)
-    for index in range(first_tile, end_tile, distance):
+    for number in range(pieces_of_program(num_tiles * NUM_COLUMNS, steps, schedule)):
+        index, first_step, end_step = piece_of_program(number, steps, schedule)
         tile, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)
         expert = expert_of(tile, tiles, TILES)
         first_output = (column * TILE_PARTS + FIRST_PART) * WIDTH
@@ -142,8 +146,10 @@ def _multiply(
             done, turn = done + 1, turn + TURNS
         is_last = expert >= 0  # an empty block has no results
         if run is not None:
-            units = gl.cdiv(steps, run) * run  # so that each tile begins with a program of its own
-            is_last, sums = sums_of_tile(sums, partials, counters, index, units, run, INDEX, 2)
+            is_shared = index >= whole
+            # A whole tile counts as a single unit, which one program has. Each other tile begins with a program.
+            shared, units = gl.where(is_shared, index - whole, 0), gl.where(is_shared, gl.cdiv(steps, run) * run, 1)
+            is_last, sums = sums_of_tile(sums, partials, counters, shared, units, run, INDEX, 2)
         if is_last:
             for part in gl.static_range(PARTS):
                 output = first_output + part * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, ACC))
@@ -157,9 +163,11 @@ def _multiply(
                     tma.store_wait(0)  # of the part before
                     staging.index(INDEX).store(y.to(out.dtype))
                     hopper.fence_async_shared()
-                    first_row = first_row_of(tile, num_rows, ROWS) + FIRST_ROW
-                    corner = [first_row, first_output + part * WIDTH]
-                    tma_store(out, corner, staging.index(INDEX))
+                    corner = [first_row_of(tile, num_rows, ROWS) + FIRST_ROW, first_output + part * WIDTH]
+                    if tile < num_tiles - 1:
+                        tma_store(out, corner, staging.index(INDEX))
+                    else:
+                        tma_store(last_out, corner, staging.index(INDEX))
                 else:
                     _store(
                         y, staging.index(INDEX), out, tile, FIRST_ROW, first_output + part * WIDTH, tiles,
@@ -299,4 +307,6 @@ def _store(
     choice = rows_of(tile, row, tiles, BLOCK_SIZE, TILES, ROWS)
     output = first_output + gl.arange(0, WIDTH, gl.SliceLayout(0, LINES))
     inside = (choice < tiles[2])[:, None] & (output < OUTPUTS)[None, :]
+    if tiles[1] is None:  # The last tile has these rows, too. Its programs may have other sums.
+        inside &= (choice < tiles[2] - ROWS)[:, None] | (tile == tiles[3] - 1)
     gl.store(out + choice.to(gl.int64)[:, None] * OUTPUTS + output[None, :], staging.load(LINES), inside)

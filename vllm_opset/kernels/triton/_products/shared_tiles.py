@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 from triton.experimental import gluon
@@ -46,33 +46,60 @@ def most_pieces(tile_units: int, run: int) -> int:
     return (run - math.gcd(run, tile_units) + tile_units - 1) // run + 1
 
 
-class EvenCosts(NamedTuple):
-    """A program's times in nanoseconds, where no program has parts of two tiles. launch.yaml says of what."""
+class TurnCosts(NamedTuple):
+    """A program's times in nanoseconds, where programs take tiles by turns. launch.yaml says of what."""
 
     start: float
     tile: float
     unit: float
+    shared_unit: float
     share: float
     piece: float
 
 
-@functools.cache
-def fastest_even_run(tiles: int, tile_units: int, programs: int, costs: EvenCosts) -> tuple[float, int]:
-    """The shortest time in nanoseconds, and the units that each program takes in a tile: equally many, or all of them.
+class Schedule(NamedTuple):
+    """How programs take tiles: whole ones by turns, and then each a part of one.
 
-    programs: so many run at a time.
+    programs: their number. whole: the number of tiles that no programs share, which come first. run: the units of each
+    other tile that a program takes.
     """
-    runs = {_launch.cdiv(tile_units, pieces) for pieces in range(1, max(1, programs // tiles) + 1)}
-    return min((_even_time(tiles, tile_units, run, programs, costs), run) for run in runs)
+
+    programs: int
+    whole: int
+    run: int
 
 
-def _even_time(tiles: int, tile_units: int, run: int, programs: int, costs: EvenCosts) -> float:
-    pieces = _launch.cdiv(tile_units, run)
-    rounds = _launch.cdiv(tiles * pieces, programs)
-    return costs.start + rounds * (costs.tile + costs.unit * run) + _sharing(pieces, costs)
+@functools.cache
+def fastest_schedules(
+    tiles: int, tile_units: int, programs: int, costs: TurnCosts
+) -> dict[bool, tuple[float, Schedule]]:
+    """The shortest times in nanoseconds and their schedules, by whether programs share tiles.
+
+    programs: so many run at a time. Tiles of a single unit are not shared.
+    """
+    rounds = _launch.cdiv(tiles, programs)
+    # As few programs as need no more rounds (docs/log/kernels.md has what that gains).
+    all_whole = Schedule(_launch.cdiv(tiles, rounds), tiles, tile_units)
+    found = {False: (costs.start + rounds * (costs.tile + costs.unit * tile_units), all_whole)}
+    if tile_units > 1:
+        found[True] = min(_shared(tiles, tile_units, programs, costs))
+    return found
 
 
-Kind = TypeVar("Kind", Costs, EvenCosts)
+def _shared(tiles: int, tile_units: int, programs: int, costs: TurnCosts) -> Iterator[tuple[float, Schedule]]:
+    """Times and schedules with shared tiles: those that are left after full rounds, or one if these are too many."""
+    left = tiles % programs
+    shared = left if 0 < 2 * left <= programs else 1
+    rounds = _launch.cdiv(tiles - shared, programs)
+    for pieces in range(2, min(programs // shared, tile_units) + 1):
+        run = _launch.cdiv(tile_units, pieces)
+        pieces = _launch.cdiv(tile_units, run)
+        time = costs.start + (rounds + 1) * costs.tile + costs.shared_unit * (rounds * tile_units + run)
+        used = programs if rounds else shared * pieces
+        yield time + _sharing(pieces, costs), Schedule(used, tiles - shared, run)
+
+
+Kind = TypeVar("Kind", Costs, TurnCosts)
 
 
 def costs_of(kind: type[Kind], values: Mapping[str, float]) -> Kind:
@@ -80,7 +107,7 @@ def costs_of(kind: type[Kind], values: Mapping[str, float]) -> Kind:
     return kind(*(values[name] for name in kind._fields))
 
 
-def _sharing(pieces: int, costs: Costs | EvenCosts) -> float:
+def _sharing(pieces: int, costs: Costs | TurnCosts) -> float:
     """The time that a program takes longer because so many programs share its tile."""
     return costs.share + costs.piece * (pieces - 1) if pieces > 1 else 0
 
@@ -132,7 +159,7 @@ def sums_of_tile(
                 total = added
             sums = ()
             for part in gl.static_range(PARTS):
-                sums += (gl.convert_layout(_by_place(total[part]), SUMS, assert_trivial=True),)
+                sums += (gl.convert_layout(_by_place(total[part]), SUMS),)
     return is_last, sums
 
 
@@ -141,12 +168,15 @@ def _by_thread(sums):
     """The same elements in the order in which threads hold them: four of each thread, one thread after the other.
 
     So a warp stores and loads whole lines. A warp holds 16 rows of wgmma's results. In 8 rows of 8 columns, each of its
-    threads holds two neighbours.
+    threads holds two neighbours. Of a thread's four elements, those of one column come first. Stores of four elements
+    say which registers hold sums. If those of one row came first, a product, its scale and its sum would often be in
+    the same bank of registers, and adding them would take a cycle longer.
     """
     ROWS: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
     parts = sums.reshape([ROWS // 16, 2, 8, COLUMNS // 8, 4, 2])
-    return parts.permute([3, 0, 2, 4, 1, 5]).reshape([COLUMNS // 8, ROWS * 8])
+    parts = parts.permute([3, 0, 2, 4, 5, 1]).reshape([COLUMNS // 8, ROWS * 8])
+    return gl.convert_layout(parts, gl.BlockedLayout([1, 4], [1, 32], [1, gl.num_warps()], [1, 0]))
 
 
 @gluon.jit
@@ -155,7 +185,7 @@ def _by_place(sums):
     ROWS: gl.constexpr = sums.shape[1] // 8
     COLUMNS: gl.constexpr = sums.shape[0] * 8
     parts = sums.reshape([COLUMNS // 8, ROWS // 16, 8, 4, 2, 2])
-    return parts.permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, COLUMNS])
+    return parts.permute([1, 5, 2, 0, 3, 4]).reshape([ROWS, COLUMNS])
 
 
 @gluon.jit
