@@ -19,7 +19,7 @@ from rich.progress import track
 from rich.table import Table
 
 from vllm_opset.bench import shapes
-from vllm_opset.bench.cases import Case, Request
+from vllm_opset.bench.cases import Batch, Request
 from vllm_opset.bench.compare import ComparisonPlan
 from vllm_opset.bench.engines import Engine, RunningEngine
 
@@ -43,7 +43,7 @@ def milliseconds(engine: RunningEngine, requests: list[Request], repetitions: in
 
 def main(shape_name: str = "qwen3-8b", repetitions: int = 15) -> None:
     shape = shapes.load(shape_name)
-    cases = [Case(1, length, 1) for length in LENGTHS]
+    cases = [Batch(1, length, 1) for length in LENGTHS]
     table = Table("tokens", *(engine.name for engine in ENGINES))
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)

@@ -18,7 +18,7 @@ from rich.table import Table
 from trace_steps import ask
 
 from vllm_opset.bench import shapes
-from vllm_opset.bench.cases import Case
+from vllm_opset.bench.cases import Batch
 from vllm_opset.bench.compare import ComparisonPlan
 from vllm_opset.bench.format import TIMES
 from vllm_opset.cli.arguments import writable
@@ -49,7 +49,7 @@ def main(
     from vllm import LLM
 
     found = shapes.load(shape)
-    cases = [Case(*map(int, name.split("x")), output=1) for name in case or ("8x8192", "64x1024")]
+    cases = [Batch(*map(int, name.split("x")), output=1) for name in case or ("8x8192", "64x1024")]
     times: dict[str, dict[bool, list[float]]] = {of.name: {True: [], False: []} for of in cases}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -14,7 +14,7 @@ from readme import ROOT
 from typer.testing import CliRunner
 
 from vllm_opset.bench import ceilings, engines, shapes, timing
-from vllm_opset.bench.cases import Case, Run
+from vllm_opset.bench.cases import Batch, Run
 from vllm_opset.bench.compare import ComparisonPlan
 from vllm_opset.bench.compare_report import Report, record
 from vllm_opset.bench.engines import engine_process
@@ -74,7 +74,7 @@ def test_the_rate_of_fp8_is_measured_where_the_target_has_it(architecture, fp8_r
 
 def test_the_figures_of_a_case():
     """Two requests of four tokens each, which take a second to the first one and three to the others."""
-    metrics = Case(batch=2, prompt=8, output=4).metrics([Run(1.0, 4.0, [], steps=6)])
+    metrics = Batch(batch=2, prompt=8, output=4).metrics([Run(1.0, 4.0, [], steps=6)])
     assert metrics == {
         "TTFT, s": [1], "TPOT, ms": [1000], "output tokens/s": [2], "mean acceptance length": [1.5]
     }  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_opset.bench import shapes
-from vllm_opset.bench.cases import ACCEPTANCE, GREEDY, Case, Run, Trace
+from vllm_opset.bench.cases import ACCEPTANCE, GREEDY, Batch, Run, Trace
 from vllm_opset.bench.compare import ComparisonPlan
 
 KIB = 2**10
@@ -109,7 +109,7 @@ def test_cases_are_those_that_the_context_has_room_for():
 
 
 def test_prompts_are_the_same_every_time_and_different_ones():
-    case, vocab_size = Case(batch=8, prompt=64, output=2), 1000
+    case, vocab_size = Batch(batch=8, prompt=64, output=2), 1000
     prompts = case.prompts(vocab_size)
     woken, begun, complete = case.rounds(vocab_size)
     assert (len(woken), begun[0].max_tokens, complete[7]) == (1, 1, (prompts[7], 2, GREEDY))

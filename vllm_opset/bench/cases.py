@@ -1,11 +1,13 @@
 """The cases of a comparison of engines: which requests are asked together, and what is measured."""
 
+import fnmatch
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import yaml
 
@@ -24,6 +26,8 @@ class Request(NamedTuple):
 
 
 RATE, ACCEPTANCE = "output tokens/s", "mean acceptance length"
+# The digits of each metric after the point in tables.
+DIGITS = {"TTFT, s": 4, "TPOT, ms": 3, RATE: 0, ACCEPTANCE: 2}
 
 
 @dataclass(frozen=True)
@@ -45,18 +49,27 @@ class Run:
         return (tokens - requests) / (self.steps - requests)
 
 
-@dataclass(frozen=True)
-class Case:
-    """batch: requests at a time. prompt, output: tokens of each. sampling: of SamplingParams; greedy if it is empty."""
+class Case(ABC):
+    """What all kinds of cases have. A kind is a dataclass, and its fields are the row in cases.yaml and in records.
 
-    batch: int
+    KIND: its name, and a field that kinds after it in KINDS lack. LEGEND: what one must know to read its tables.
+    prompt, output: the most tokens of one request.
+    """
+
+    KIND: ClassVar[str]
+    LEGEND: ClassVar[str]
     prompt: int
     output: int
-    sampling: Mapping = field(default_factory=dict)
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        return f"{self.batch}x{self.prompt}/{self.output}{' sampled' if self.sampling else ''}"
+        """For tables. It tells cases apart."""
+
+    @property
+    @abstractmethod
+    def requests(self) -> int:
+        """The number of requests of one repetition."""
 
     @property
     def length(self) -> int:
@@ -65,10 +78,57 @@ class Case:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether engines are compared by their tokens, too."""
+        return False
+
+    def matches(self, pattern: str) -> bool:
+        """Whether the name or the kind matches a shell pattern."""
+        return fnmatch.fnmatchcase(self.name, pattern) or fnmatch.fnmatchcase(self.KIND, pattern)
+
+    @abstractmethod
+    def lengths_at_once(self) -> list[int]:
+        """The lengths of requests for which the KV cache has room at the same time."""
+
+    @abstractmethod
+    def rounds(self, vocab_size: int) -> list[list[Request]]:
+        """The requests of one repetition, by rounds. The first wakes the engine, and the last has all tokens.
+
+        Of three rounds, the second has one token for all prompts: its seconds are those to the first token.
+        """
+
+    @abstractmethod
+    def metrics(self, runs: Sequence[Run]) -> dict[str, list[float]]:
+        """The values of each run by metric, which DIGITS has."""
+
+
+@dataclass(frozen=True)
+class Batch(Case):
+    """batch: requests at a time. prompt, output: tokens of each. sampling: of SamplingParams; greedy if it is empty."""
+
+    batch: int
+    prompt: int
+    output: int
+    sampling: Mapping = field(default_factory=dict)
+
+    KIND = "batch"
+    LEGEND = (
+        "A case is requests x prompt tokens / output tokens, greedy unless sampled. TTFT is the time until every "
+        "request has its first token. TPOT is the rest of the time over the rest of the tokens."
+    )
+
+    @property
+    def name(self) -> str:
+        return f"{self.batch}x{self.prompt}/{self.output}{' sampled' if self.sampling else ''}"
+
+    @property
+    def requests(self) -> int:
+        return self.batch
+
+    @property
+    def is_greedy(self) -> bool:
         return not self.sampling
 
     def lengths_at_once(self) -> list[int]:
-        """The lengths of requests for which the KV cache has room at the same time."""
         return [self.length] * self.batch
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
@@ -77,7 +137,7 @@ class Case:
         return [_prompt(draw, self.prompt, vocab_size) for _ in range(self.batch)]
 
     def rounds(self, vocab_size: int) -> list[list[Request]]:
-        """The requests of one repetition, by rounds. The last rounds are one token for all prompts, and all tokens."""
+        """Three rounds: a lone prompt, one token for all prompts, and all tokens."""
         prompts, sampling = self.prompts(vocab_size), {**GREEDY, **self.sampling}
         # An engine's first step after it was stopped takes longer, so it answers one prompt first.
         asked = ((prompts[:1], 1), (prompts, 1), (prompts, self.output))
@@ -98,7 +158,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Trace(Case):
     """Requests of mixed lengths, all asked at once, of which the KV cache has room for half.
 
     The prompts have SHORTEST to `prompt` tokens, short ones more often. The answers have SHORTEST_ANSWER to `output`
@@ -109,25 +169,27 @@ class Trace:
     prompt: int
     output: int
 
+    KIND = "trace"
+    LEGEND = (
+        "A trace sends requests of mixed lengths at once. Its name has the most prompt tokens / output tokens of one, "
+        "and the KV cache has room for half of the requests."
+    )
     SHORTEST = 16
     SHORTEST_ANSWER = 8
-    is_greedy = False
 
     @property
     def name(self) -> str:
         return f"trace of {self.trace}, up to {self.prompt}/{self.output}"
 
     @property
-    def length(self) -> int:
-        """The tokens of the longest request."""
-        return self.prompt + self.output
+    def requests(self) -> int:
+        return self.trace
 
     def lengths_at_once(self) -> list[int]:
-        """The lengths of requests for which the KV cache has room at the same time."""
         return [prompt + output for prompt, output in self._sizes()][: self.trace // 2]
 
     def rounds(self, vocab_size: int) -> list[list[Request]]:
-        """The requests of one repetition, by rounds: a lone one, after which the engine is awake, and all."""
+        """Two rounds: a lone request, after which the engine is awake, and all."""
         draw = random.Random(self.name)
         kinds = (GREEDY, SAMPLED, None)
         requests = [
@@ -154,10 +216,18 @@ class Trace:
         ]
 
 
-def load(kind: str) -> list[Case | Trace]:
-    """The cases of cases.yaml for models of a kind."""
-    rows = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())[kind]
-    return [Trace(**row) if "trace" in row else Case(**row) for row in rows]
+# A row is of the first kind whose name is one of its fields.
+KINDS: tuple[type[Case], ...] = (Trace, Batch)
+
+
+def from_row(row: Mapping) -> Case:
+    """The case that a row of cases.yaml, or a record, describes."""
+    return next(kind for kind in KINDS if kind.KIND in row)(**row)
+
+
+def load(models: str) -> list[Case]:
+    """The cases of cases.yaml for models of a sort: gpu or cpu."""
+    return [*map(from_row, yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())[models])]
 
 
 def _prompt(draw: random.Random, length: int, vocab_size: int) -> list[int]:

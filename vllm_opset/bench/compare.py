@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from vllm_opset.bench.cases import Case, Request, Run, Trace
+from vllm_opset.bench.cases import Case, Request, Run
 from vllm_opset.bench.engines import Answer, Engine, EngineError, RunningEngine, Started
 from vllm_opset.bench.shapes import Shape, with_draft
 
@@ -28,7 +28,7 @@ Answers = dict[str, list[list[Answer]]]
 class EngineResult:
     """One engine in one case. first: the uncounted run. same: number of requests with the first engine's tokens."""
 
-    case: Case | Trace
+    case: Case
     engine: str
     first: Run
     runs: list[Run]
@@ -74,7 +74,7 @@ class ComparisonPlan:
     """
 
     shape: Shape
-    cases: Sequence[Case | Trace]
+    cases: Sequence[Case]
     engines: Sequence[Engine]
     repetitions: int
     cold: bool
@@ -118,7 +118,7 @@ class ComparisonPlan:
         drafting = replace(engine, args=with_draft(engine.args, folder))
         return RunningEngine(drafting, self.engine_args(folder), logs, env)
 
-    def _done(self, answers: Mapping[str, Answers]) -> list[tuple[Case | Trace, Answers]]:
+    def _done(self, answers: Mapping[str, Answers]) -> list[tuple[Case, Answers]]:
         """The cases in which every engine has a run that counts, with the answers of the runs that all engines have."""
         done = []
         for case in self.cases:
@@ -143,7 +143,7 @@ class ComparisonPlan:
         }
 
     def _ask(
-        self, case: Case | Trace, running: Sequence[RunningEngine], answers: Answers, progress: Callable[[str], None]
+        self, case: Case, running: Sequence[RunningEngine], answers: Answers, progress: Callable[[str], None]
     ) -> None:
         """Add the answers of these engines to `answers`. The engines run by turns if there are several."""
         rounds = case.rounds(self.shape.text_config["vocab_size"])
@@ -187,7 +187,7 @@ def _answers(running: RunningEngine, rounds: Sequence[Sequence[Request]], attemp
     return answers
 
 
-def _results(case: Case | Trace, answers: Answers) -> Iterator[EngineResult]:
+def _results(case: Case, answers: Answers) -> Iterator[EngineResult]:
     """The result of each engine in one case."""
     expected = next(iter(answers.values()))[0][-1].tokens
     for name, found in answers.items():

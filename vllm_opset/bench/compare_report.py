@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_opset.bench.cases import ACCEPTANCE, RATE
+from vllm_opset.bench.cases import ACCEPTANCE, DIGITS, KINDS, RATE, from_row
 from vllm_opset.bench.compare import Comparison, ComparisonPlan
 from vllm_opset.bench.format import (
     TIMES,
@@ -22,16 +22,13 @@ from vllm_opset.bench.report import commit, generated
 
 GIB = 2**30
 BASELINE = "stock"
-# The digits after the point of each metric, and of fewer output tokens per second than this.
-DIGITS = {"TTFT, s": 4, "TPOT, ms": 3, RATE: 0, ACCEPTANCE: 2}
+# The digits after the point of fewer output tokens per second than this.
 FEW_PER_SECOND, DIGITS_OF_FEW = 100, 2
 LEGEND = (
-    "A case is requests x prompt tokens / output tokens, greedy unless sampled. TTFT is the time until every request "
-    "has its first token. TPOT is the rest of the time over the rest of the tokens. The mean acceptance length is the "
-    "number of tokens of a step, if tokens are drafted. Weights are random, and there is "
-    "no prefix caching. Before each run, one prompt is answered that does not count. Start-up is measured from the "
-    "start of the process. First requests are the run that does not count, of every case. Compiled kernels are "
-    "Triton's, also those that come from its cache. bfloat16 does not guarantee that engines give the same tokens."
+    "The mean acceptance length is the number of tokens of a step, if tokens are drafted. Weights are random, and "
+    "there is no prefix caching. Before each run, one prompt is answered that does not count. Start-up is measured "
+    "from the start of the process. First requests are the run that does not count, of every case. Compiled kernels "
+    "are Triton's, also those that come from its cache. bfloat16 does not guarantee that engines give the same tokens."
 )
 
 Table = tuple[list[str], list[list[str]]]
@@ -195,7 +192,8 @@ class Report:
         baseline, *others = self.engines
         text = median_and_range if spread else median
         counted = [result["same"] for name, result in results.items() if name != self._asked_first]
-        same = ", ".join(f"{count} of {results[baseline]['case']['batch']}" for count in counted if count is not None)
+        requests = from_row(results[baseline]["case"]).requests
+        same = ", ".join(f"{count} of {requests}" for count in counted if count is not None)
         drafts = any(set(of["metrics"].get(ACCEPTANCE, ())) - {1} for of in results.values())
         for metric, values in results[baseline]["metrics"].items():
             if metric == ACCEPTANCE and not drafts:
@@ -210,6 +208,12 @@ class Report:
             yield [case if head else "", metric, *row, *([same if head else ""] if others else [])]
 
 
+def legend(reports: Iterable[Report]) -> str:
+    """What one must know to read the tables of these comparisons, with the kinds of cases that they have."""
+    found = {type(from_row(result["case"])) for report in reports for result in report.run["results"]}
+    return " ".join([*(kind.LEGEND for kind in reversed(KINDS) if kind in found), LEGEND])
+
+
 def page(reports: Sequence[Report], sources: Sequence[str], picture: str | None) -> str:
     """A page of documentation with all comparisons. sources, picture: the names of files beside it."""
     lines = [
@@ -218,7 +222,7 @@ def page(reports: Sequence[Report], sources: Sequence[str], picture: str | None)
         generated("bench e2e", sources, picture),
         "",
         *([f"![Engines beside stock vLLM]({picture})", ""] if picture else []),
-        LEGEND,
+        legend(reports),
         "",
         "## Output tokens per second to stock vLLM's",
         "",

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from vllm_opset.bench import cases
-from vllm_opset.bench.cases import Case, Trace
+from vllm_opset.bench.cases import Case
 from vllm_opset.overrides import nearest
 
 FOLDER = Path(__file__).parent
@@ -23,7 +23,7 @@ class Shape:
 
     name: str
     config: Mapping
-    cases: tuple[Case | Trace, ...]
+    cases: tuple[Case, ...]
 
     @property
     def dtype(self) -> str:
@@ -34,7 +34,7 @@ class Shape:
         """The config of a multimodal model's language model; of other models, the whole config."""
         return self.config.get("text_config", self.config)
 
-    def kv_cache_bytes(self, cases: Iterable[Case | Trace]) -> int:
+    def kv_cache_bytes(self, cases: Iterable[Case]) -> int:
         """The size of a KV cache for all requests that one of these cases has at once, and for the longest of any.
 
         It counts every layer as one with such a cache, also those with linear attention.

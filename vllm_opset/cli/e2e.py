@@ -1,6 +1,5 @@
 """`vllm-opset bench e2e`: compares the speed of whole engines."""
 
-import fnmatch
 import json
 import sys
 import tempfile
@@ -13,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_opset.bench import shapes
-from vllm_opset.bench.cases import Case, Trace
+from vllm_opset.bench.cases import Case
 from vllm_opset.bench.compare import Comparison, ComparisonPlan
-from vllm_opset.bench.compare_report import BASELINE, LEGEND, Report, as_plain, page, record
+from vllm_opset.bench.compare_report import BASELINE, Report, as_plain, legend, page, record
 from vllm_opset.bench.engines import Engine, EngineError, not_inherited
 from vllm_opset.bench.format import command_line
 from vllm_opset.bench.pictures import draw_engines
@@ -52,7 +51,9 @@ def compare(
             'adapters, which requests take by turns. \'compiled={"compilation_config": {"mode": 3}}\'',
         ),
     ] = None,
-    case: Annotated[list[str] | None, typer.Option(help="Only cases that match this shell pattern.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Only cases whose name or kind matches this shell pattern.")
+    ] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="The number of measured runs of each engine and case.")] = 5,
     cold: Annotated[bool, typer.Option("--cold/--warm", help="Start with empty caches of compiled code.")] = True,
     apart: Annotated[
@@ -136,7 +137,7 @@ def _print(report: Report) -> None:
     speed, starts = report.speed(spread=False), report.starts()
     print_table(f"{report.title}, {report.run['machine']}", speed[0], as_plain(speed))
     print_table("Engines", starts[0], as_plain(starts))
-    Console().print(f"{LEGEND} {report.legend()}", markup=False, highlight=False)
+    Console().print(f"{legend([report])} {report.legend()}", markup=False, highlight=False)
 
 
 @contextmanager
@@ -155,13 +156,13 @@ def _shape(name: str) -> shapes.Shape:
         raise typer.BadParameter(str(error), param_hint="--model") from error
 
 
-def _cases(shape: shapes.Shape, patterns: list[str]) -> list[Case | Trace]:
-    names = [case.name for case in shape.cases]
-    if unmatched := [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]:
+def _cases(shape: shapes.Shape, patterns: list[str]) -> list[Case]:
+    if unmatched := [pattern for pattern in patterns if not any(case.matches(pattern) for case in shape.cases)]:
+        names = ", ".join(case.name for case in shape.cases)
         raise typer.BadParameter(
-            f"no case matches {', '.join(unmatched)}; {shape.name} has {', '.join(names)}", param_hint="--case"
+            f"no case matches {', '.join(unmatched)}; {shape.name} has {names}", param_hint="--case"
         )
-    return [case for case in shape.cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]
+    return [case for case in shape.cases if any(map(case.matches, patterns))]
 
 
 def _engines(against: list[str], variants: list[str]) -> list[Engine]:
