@@ -3,9 +3,9 @@
 import pytest
 
 from vllm_opset.bench import engines, shapes
-from vllm_opset.bench.cases import ACCEPTANCE, Run
 from vllm_opset.bench.compare import Comparison, ComparisonPlan, EngineResult
 from vllm_opset.bench.compare_report import Report, as_plain, overview, page, record
+from vllm_opset.bench.figures import ACCEPTANCE, Run
 from vllm_opset.bench.format import TIMES
 
 STARTED = {"versions": {}, "platform": "none", "device": None, "compiled": []}

@@ -155,7 +155,7 @@ def test_two_engines_side_by_side(tmp_path):
     # others.
     again = {"max_num_seqs": 4, "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
     wanted = ("--model", "tiny", "--case", "8x*", "--case", "trace*", "--repetitions", "2", "--warm", "--at-once")
-    wanted += ("--variant", f"again={json.dumps(again)}")
+    wanted += ("--rate", "40", "--requests", "12", "--variant", f"again={json.dumps(again)}")
     finished = command(*wanted, *outputs)
     assert finished.code == 0, finished.output
     assert "8x64/32 sampled" in finished.out and "again to opset" in finished.out
@@ -166,16 +166,24 @@ def test_two_engines_side_by_side(tmp_path):
         assert engine["platform"].endswith("OpsetCpuPlatform") and engine["versions"]["vllm"]
         assert engine["seconds"] > 1 and 0 < engine["peak_bytes"] < 8 * GIB
     assert report["shape"]["config"]["hidden_size"] == 192 and report["machine"].endswith("GiB")
-    greedy, again_greedy, sampled, again_sampled, *traces = report["results"]
+    greedy, again_greedy, sampled, again_sampled, *traces, arriving, again_arriving = report["results"]
     assert greedy["same"] == again_greedy["same"] == 8
     assert sampled["case"]["sampling"]["top_k"] == 50 and again_sampled["same"] is None
     for result in report["results"]:
         assert result["first"]["compiled"] == [], "there is nothing to compile on a CPU"
-        is_trace = result in traces
-        assert [len(values) for values in result["metrics"].values()] == [2] * (2 if is_trace else 4)
+        metrics = {"batch": 4, "rate": 7, "trace": 2}
+        kind = next(kind for kind in metrics if kind in result["case"])
+        assert [len(values) for values in result["metrics"].values()] == [2] * metrics[kind]
         assert len(result["runs"]) == 2
-        assert all(is_trace or 0 < one["ttft"] < one["total"] for one in result["runs"])
+        assert all(kind != "batch" or 0 < one["ttft"] < one["total"] for one in result["runs"])
     assert [(trace["case"]["trace"], trace["same"]) for trace in traces] == [(24, None)] * 2
+    for result in (arriving, again_arriving):
+        for one in result["runs"]:
+            latencies = one["latencies"]
+            # The last request arrives after 12 / 40 seconds.
+            assert 0 < latencies["TTFT p50, ms"] < latencies["TTFT p99, ms"] < 1e3 * one["total"] and one["total"] > 0.3
+            assert 0 < latencies["TPOT p50, ms"] < latencies["TPOT p99, ms"] < 1e3 * one["total"]
+            assert latencies["ITL p99, ms"] > latencies["TPOT p50, ms"]
 
     text = files["page.md"].read_text()
     assert "All engines started at the same time" in text
@@ -183,6 +191,7 @@ def test_two_engines_side_by_side(tmp_path):
     assert "| 8x64/32 | TTFT, s |" in text and "8 of 8" in text and "other tests run" in text
     assert {file.name for file in files["logs"].iterdir()} == {"opset.log", "again.log"}
     assert "max_num_seqs=4" in text and "| trace of 24, up to 64/32 | output tokens/s |" in text
+    assert "| 12 requests at 40/s, up to 64/32 | TTFT p50, ms |" in text and "|  | ITL p99, ms |" in text
 
 
 @pytest.mark.engine

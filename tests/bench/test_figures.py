@@ -14,10 +14,11 @@ from readme import ROOT
 from typer.testing import CliRunner
 
 from vllm_opset.bench import ceilings, engines, shapes, timing
-from vllm_opset.bench.cases import Batch, Run
+from vllm_opset.bench.cases import Batch
 from vllm_opset.bench.compare import ComparisonPlan
 from vllm_opset.bench.compare_report import Report, record
 from vllm_opset.bench.engines import engine_process
+from vllm_opset.bench.figures import Run
 from vllm_opset.bench.format import TIMES
 from vllm_opset.targets import Target, instead
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from vllm_opset.bench import shapes
-from vllm_opset.bench.cases import ACCEPTANCE, GREEDY, Batch, Run, Trace
+from vllm_opset.bench.cases import GREEDY, Batch, Request, Trace
 from vllm_opset.bench.compare import ComparisonPlan
+from vllm_opset.bench.figures import ACCEPTANCE, Run
 
 KIB = 2**10
 # Bytes of one token, from the published configurations.
@@ -112,7 +113,7 @@ def test_prompts_are_the_same_every_time_and_different_ones():
     case, vocab_size = Batch(batch=8, prompt=64, output=2), 1000
     prompts = case.prompts(vocab_size)
     woken, begun, complete = case.rounds(vocab_size)
-    assert (len(woken), begun[0].max_tokens, complete[7]) == (1, 1, (prompts[7], 2, GREEDY))
+    assert (len(woken), begun[0].max_tokens, complete[7]) == (1, 1, Request(prompts[7], 2))
     assert prompts == case.prompts(vocab_size) and len(set(map(tuple, prompts))) == 8
     assert {len(prompt) for prompt in prompts} == {64}
     assert all(0 < token < vocab_size for prompt in prompts for token in prompt)

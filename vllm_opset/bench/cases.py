@@ -6,10 +6,13 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import yaml
+
+from vllm_opset.bench.figures import ACCEPTANCE, LATENCIES, RATE, Run
 
 # The first token ids have special meanings in many vocabularies.
 SPECIAL_IDS = 10
@@ -18,35 +21,15 @@ SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
 
 
 class Request(NamedTuple):
-    """prompt: token ids. max_tokens: to generate. sampling: further arguments of SamplingParams."""
+    """prompt: token ids. max_tokens: to generate. sampling: further arguments of SamplingParams.
+
+    arrival: seconds after the beginning of its round; None in a round whose requests are all asked at once.
+    """
 
     prompt: list[int]
     max_tokens: int
     sampling: Mapping = GREEDY
-
-
-RATE, ACCEPTANCE = "output tokens/s", "mean acceptance length"
-# The digits of each metric after the point in tables.
-DIGITS = {"TTFT, s": 4, "TPOT, ms": 3, RATE: 0, ACCEPTANCE: 2}
-
-
-@dataclass(frozen=True)
-class Run:
-    """One repetition of a case. total: seconds until all tokens are there.
-
-    ttft: seconds until every request has one token, None where that is not measured. compiled: the Triton kernels that
-    were compiled, or loaded from Triton's cache, during it. steps: those that gave a request tokens, summed over
-    the requests.
-    """
-
-    ttft: float | None
-    total: float
-    compiled: list[str]
-    steps: int
-
-    def acceptance_length(self, requests: int, tokens: int) -> float:
-        """The tokens that a request got from a step, after its first token. It is 1 without drafts."""
-        return (tokens - requests) / (self.steps - requests)
+    arrival: float | None = None
 
 
 class Case(ABC):
@@ -98,7 +81,7 @@ class Case(ABC):
 
     @abstractmethod
     def metrics(self, runs: Sequence[Run]) -> dict[str, list[float]]:
-        """The values of each run by metric, which DIGITS has."""
+        """The values of each run by metric: those of `figures.DIGITS`."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +162,11 @@ class Trace(Case):
 
     @property
     def name(self) -> str:
+        return self._drawn
+
+    @property
+    def _drawn(self) -> str:
+        """What the requests depend on, which is the seed of all that is drawn."""
         return f"trace of {self.trace}, up to {self.prompt}/{self.output}"
 
     @property
@@ -190,7 +178,7 @@ class Trace(Case):
 
     def rounds(self, vocab_size: int) -> list[list[Request]]:
         """Two rounds: a lone request, after which the engine is awake, and all."""
-        draw = random.Random(self.name)
+        draw = random.Random(self._drawn)
         kinds = (GREEDY, SAMPLED, None)
         requests = [
             Request(_prompt(draw, prompt, vocab_size), output, kinds[i % 3] or {**SAMPLED, "seed": i})
@@ -208,7 +196,7 @@ class Trace(Case):
 
     def _sizes(self) -> list[tuple[int, int]]:
         """The tokens of each prompt and of its answer, which are the same in every run."""
-        draw = random.Random(f"lengths of {self.name}")
+        draw = random.Random(f"lengths of {self._drawn}")
         shortest, longest = math.log(self.SHORTEST), math.log(self.prompt)
         return [
             (round(math.exp(draw.uniform(shortest, longest))), draw.randint(self.SHORTEST_ANSWER, self.output))
@@ -216,8 +204,58 @@ class Trace(Case):
         ]
 
 
+@dataclass(frozen=True)
+class ArrivingTrace(Trace):
+    """The requests of a trace, which arrive at a rate: so many per second, in a Poisson process.
+
+    The arrivals, like the requests, are the same in every run, and at another rate they have the same pattern. The KV
+    cache has room for all requests, up to MOST_AT_ONCE. Raises ValueError for a rate that is no number above 0.
+    """
+
+    rate: float
+
+    KIND = "rate"
+    LEGEND = (
+        "Requests at a rate have mixed lengths and arrive in a Poisson process. The name of their case has their "
+        "number, and the most prompt tokens / output tokens of one. Their TTFT, TPOT and ITL are of single requests: "
+        "TTFT is from the arrival to the first token, TPOT is the mean time of a request's further tokens, and ITL is "
+        "the time between two outputs of a request, which are tokens, or steps if tokens are drafted. Percentiles are "
+        "over the requests of one run: with few of them, one or two decide the 99th. While an engine keeps up, the "
+        "arrivals bound its output tokens per second."
+    )
+    # As many requests as vLLM runs at a time on most devices.
+    MOST_AT_ONCE = 256
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate < math.inf:
+            raise ValueError(f"requests arrive at a rate above 0 per second, not {self.rate:g}")
+
+    @property
+    def name(self) -> str:
+        return f"{self.trace} requests at {self.rate:.15g}/s, up to {self.prompt}/{self.output}"
+
+    def lengths_at_once(self) -> list[int]:
+        return [prompt + output for prompt, output in self._sizes()][: self.MOST_AT_ONCE]
+
+    def arrivals(self) -> list[float]:
+        """Seconds to each arrival, ascending. They are scaled: the last one is after requests / rate seconds."""
+        draw = random.Random(f"arrivals of {self._drawn}")
+        times = list(accumulate(draw.expovariate(1) for _ in range(self.trace)))
+        return [time / times[-1] * self.trace / self.rate for time in times]
+
+    def rounds(self, vocab_size: int) -> list[list[Request]]:
+        """Two rounds: a lone request, after which the engine is awake, and all at their arrivals."""
+        lone, requests = super().rounds(vocab_size)
+        arriving = zip(requests, self.arrivals(), strict=True)
+        return [lone, [request._replace(arrival=arrival) for request, arrival in arriving]]
+
+    def metrics(self, runs: Sequence[Run]) -> dict[str, list[float]]:
+        """For each run: its latencies, and the metrics of a trace."""
+        return {name: [run.latencies[name] for run in runs] for name in LATENCIES} | super().metrics(runs)
+
+
 # A row is of the first kind whose name is one of its fields.
-KINDS: tuple[type[Case], ...] = (Trace, Batch)
+KINDS: tuple[type[Case], ...] = (ArrivingTrace, Trace, Batch)
 
 
 def from_row(row: Mapping) -> Case:

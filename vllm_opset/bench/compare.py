@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from vllm_opset.bench.cases import Case, Request, Run
+from vllm_opset.bench.cases import Case, Request
 from vllm_opset.bench.engines import Answer, Engine, EngineError, RunningEngine, Started
+from vllm_opset.bench.figures import Run, latencies
 from vllm_opset.bench.shapes import Shape, with_draft
 
 # vLLM does not start if less than this share of the device's memory is free. After that, its memory depends on the
@@ -200,4 +201,5 @@ def _run(answers: list[Answer]) -> Run:
     """One repetition, from the answers to its rounds."""
     _, *begun, complete = answers
     compiled = [kernel for answer in answers for kernel in answer.compiled]
-    return Run(begun[0].seconds if begun else None, complete.seconds, compiled, complete.steps)
+    waits = {} if complete.times is None else latencies(complete.tokens, complete.times)
+    return Run(begun[0].seconds if begun else None, complete.seconds, compiled, complete.steps, waits)

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_opset.bench.cases import ACCEPTANCE, DIGITS, KINDS, RATE, from_row
+from vllm_opset.bench.cases import KINDS, from_row
 from vllm_opset.bench.compare import Comparison, ComparisonPlan
+from vllm_opset.bench.figures import ACCEPTANCE, DIGITS, RATE
 from vllm_opset.bench.format import (
     TIMES,
     describe_cpu,

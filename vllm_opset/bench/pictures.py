@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_opset.bench.cases import RATE
 from vllm_opset.bench.compare_report import BASELINE, Report, cases_in_order
+from vllm_opset.bench.figures import RATE
 from vllm_opset.bench.format import TIMES
 from vllm_opset.bench.report import OpsReport
 

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from vllm_opset.bench import cases
-from vllm_opset.bench.cases import Case
+from vllm_opset.bench.cases import ArrivingTrace, Case, Trace
 from vllm_opset.overrides import nearest
 
 FOLDER = Path(__file__).parent
@@ -33,6 +33,16 @@ class Shape:
     def text_config(self) -> Mapping:
         """The config of a multimodal model's language model; of other models, the whole config."""
         return self.config.get("text_config", self.config)
+
+    def arriving(self, rate: float, requests: int) -> ArrivingTrace:
+        """A case of requests with the lengths of this model's trace, which arrive at so many per second.
+
+        Raises ValueError if the context is too short for that trace, and for a rate or a number that cannot be.
+        """
+        trace = next((case for case in self.cases if isinstance(case, Trace)), None)
+        if trace is None:
+            raise ValueError(f"{self.name}'s context is too short for the requests of a trace")
+        return ArrivingTrace(requests, trace.prompt, trace.output, rate)
 
     def kv_cache_bytes(self, cases: Iterable[Case]) -> int:
         """The size of a KV cache for all requests that one of these cases has at once, and for the longest of any.

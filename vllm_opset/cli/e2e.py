@@ -3,6 +3,7 @@
 import json
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +30,8 @@ from vllm_opset.platform import stock
 SETTINGS = ("env", "site")
 # The settings of vLLM without the plugin. The name is the baseline's.
 STOCK = {"env": {"OPSET_PLATFORM": "off"}}
+# Of a run at a rate. The 99th percentile lies between the second and the third slowest.
+REQUESTS = 200
 MEMORY_HINT = "All engines are up together: fewer of them, or of the cases (--case), or --apart need less memory."
 
 
@@ -53,6 +56,16 @@ def compare(
     ] = None,
     case: Annotated[
         list[str] | None, typer.Option(help="Only cases whose name or kind matches this shell pattern.")
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Adds a case in which so many requests arrive per second, and which gives percentiles of their "
+            "latencies. Other cases then need --case."
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=2, help=f"With --rate: the number of requests of a run, {REQUESTS} by default.")
     ] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="The number of measured runs of each engine and case.")] = 5,
     cold: Annotated[bool, typer.Option("--cold/--warm", help="Start with empty caches of compiled code.")] = True,
@@ -87,7 +100,7 @@ def compare(
     if files.sources:
         reports = [Report(run) for run in files.read("shape", context)]
     else:
-        plan = _plan(model, case, against, variant, repetitions, cold, apart, at_once)
+        plan = _plan(model, case, against, variant, repetitions, cold, apart, at_once, rate or (), requests)
         reports = [Report(record(plan, _run(plan, logs), f"vllm-opset {command_line(outputs.OUTPUTS)}", conditions))]
     for report in reports:
         _print(report)
@@ -97,15 +110,20 @@ def compare(
         raise typer.Exit(1)
 
 
-def _plan(model, case, against, variant, repetitions: int, cold: bool, apart: bool, at_once: bool) -> ComparisonPlan:
+def _plan(
+    model, case, against, variant, repetitions: int, cold: bool, apart: bool, at_once: bool, rates=(), requests=None
+) -> ComparisonPlan:
     """The comparison that the options of `bench e2e` ask for."""
     if model is None:
         raise typer.BadParameter(f"name a shape: one of {', '.join(shapes.names())}", param_hint="--model")
     if apart and at_once:
         raise typer.BadParameter("with --apart, only one engine is up at a time", param_hint="--at-once")
+    if requests is not None and not rates:
+        raise typer.BadParameter("only requests at a rate have a number: add --rate", param_hint="--requests")
     shape = _shape(model)
-    cases, engines = _cases(shape, case or ["*"]), _engines(against or [], variant or [])
-    return ComparisonPlan(shape, cases, engines, repetitions, cold, apart, at_once)
+    arriving = _arriving(shape, rates, REQUESTS if requests is None else requests)
+    cases = _cases(shape, case or ([] if rates else ["*"]), arriving)
+    return ComparisonPlan(shape, cases, _engines(against or [], variant or []), repetitions, cold, apart, at_once)
 
 
 def _run(plan: ComparisonPlan, logs: Path | None) -> Comparison:
@@ -156,13 +174,24 @@ def _shape(name: str) -> shapes.Shape:
         raise typer.BadParameter(str(error), param_hint="--model") from error
 
 
-def _cases(shape: shapes.Shape, patterns: list[str]) -> list[Case]:
-    if unmatched := [pattern for pattern in patterns if not any(case.matches(pattern) for case in shape.cases)]:
-        names = ", ".join(case.name for case in shape.cases)
+def _arriving(shape: shapes.Shape, rates: Iterable[float], requests: int) -> list[Case]:
+    """A case for each rate."""
+    try:
+        return [shape.arriving(rate, requests) for rate in dict.fromkeys(rates)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--rate") from error
+
+
+def _cases(shape: shapes.Shape, patterns: Sequence[str], arriving: list[Case]) -> list[Case]:
+    """The shape's cases that match a pattern, and those of requests that arrive at a rate."""
+    known = [*shape.cases, *arriving]
+    if unmatched := [pattern for pattern in patterns if not any(case.matches(pattern) for case in known)]:
+        names = ", ".join(case.name for case in known)
         raise typer.BadParameter(
-            f"no case matches {', '.join(unmatched)}; {shape.name} has {names}", param_hint="--case"
+            f"no case matches {', '.join(unmatched)}; {shape.name} has {names}, and --rate adds others",
+            param_hint="--case",
         )
-    return [case for case in shape.cases if any(map(case.matches, patterns))]
+    return [case for case in known if case in arriving or any(map(case.matches, patterns))]
 
 
 def _engines(against: list[str], variants: list[str]) -> list[Engine]:

@@ -57,12 +57,13 @@ class Started:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answers to requests that were asked together. seconds: of the generation, as a user waits for it.
+    """The answers to requests that were asked together. seconds: of the generation, until all are complete.
 
     cpu_seconds: CPU time of all the engine's processes during it. steps: those that gave a request tokens, summed
     over the requests. compiled: the Triton kernels that were compiled, or loaded from Triton's cache, for
     them. peak_bytes: the largest memory of one worker so far. On an accelerator that is the memory of PyTorch's
-    allocator, and on a CPU resident memory.
+    allocator, and on a CPU resident memory. times: of requests with arrivals, the seconds from each one's arrival to
+    each of its outputs, which have the tokens of one step.
     """
 
     seconds: float
@@ -71,6 +72,7 @@ class Answer:
     steps: int
     compiled: list[str]
     peak_bytes: int
+    times: list[list[float]] | None = None
 
 
 class EngineError(RuntimeError):
@@ -141,11 +143,13 @@ class RunningEngine:
             self._signal(signal.SIGSTOP)
 
     def ask(self, requests: Sequence[Request]) -> Answer:
-        """Let the engine answer these requests together, while awake."""
+        """Let the engine answer these requests, while awake: at once, or at their arrivals if all have one."""
         request = {
             "prompts": [request.prompt for request in requests],
             "sampling": [{**request.sampling, "max_tokens": request.max_tokens} for request in requests],
         }
+        if requests and all(one.arrival is not None for one in requests):
+            request["arrivals"] = [one.arrival for one in requests]
         before = self._cpu_seconds()
         with suppress(BrokenPipeError):  # the engine has ended, and reading will report it
             print(json.dumps(request), file=self._process.stdin, flush=True)

@@ -4,7 +4,8 @@ argv[1]: the arguments of `LLM` as JSON, and `adapters`, a number of LoRA adapte
 Writes {"versions", "platform", "device", "compiled"} when the engine is up. Then it reads one request a line,
 {"prompts": [[token id]], "sampling": [arguments of SamplingParams]}. It answers each with a line
 {"seconds", "tokens": [[token id]], "steps", "compiled", "peak_bytes"}. Steps are those that give a request tokens,
-summed over the requests.
+summed over the requests. With "arrivals": [seconds], ascending, prompts are not asked at once but at their times, and
+the answer has "times", [[seconds from a request's arrival to each of its outputs]].
 It needs only vLLM, because it runs in environments without this project.
 """
 
@@ -22,7 +23,7 @@ def serve(engine_args: dict, answers) -> None:
     import vllm
     from vllm.platforms import current_platform
 
-    # engine_probe and engine_adapters lie next to this file, in the first folder of sys.path.
+    # engine_adapters, engine_arrivals and engine_probe lie next to this file, in the first folder of sys.path.
     loras = None
     if adapters := engine_args.pop("adapters", 0):
         import engine_adapters
@@ -41,12 +42,21 @@ def serve(engine_args: dict, answers) -> None:
         sampling = [vllm.SamplingParams(**of_one, ignore_eos=True, detokenize=False) for of_one in request["sampling"]]
         lora_request = loras and list(itertools.islice(loras, len(prompts)))
         before, begin = steps.count, time.perf_counter()
-        outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora_request)
+        answer = _answer(llm, prompts, sampling, lora_request, request.get("arrivals"))
         seconds = time.perf_counter() - begin
-        tokens = [list(output.outputs[0].token_ids) for output in outputs]
         found = probe(llm, "compiled", "peak_bytes")
-        answer = {"seconds": seconds, "tokens": tokens, "steps": steps.count - before, **found}
-        print(json.dumps(answer), file=answers)
+        print(json.dumps({"seconds": seconds, **answer, "steps": steps.count - before, **found}), file=answers)
+
+
+def _answer(llm, prompts: list, sampling: list, loras: list | None, arrivals: list[float] | None) -> dict:
+    """The tokens, and with arrivals the times of outputs."""
+    if arrivals is None:
+        outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=loras)
+        return {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+    import engine_arrivals
+
+    tokens, times = engine_arrivals.generate(llm.llm_engine, prompts, sampling, loras, arrivals)
+    return {"tokens": tokens, "times": times}
 
 
 class Steps:
