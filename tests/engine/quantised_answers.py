@@ -123,7 +123,7 @@ def damaged(checkpoint: Path, damage, name: str, folder: Path) -> Path:
     return folder
 
 
-def assert_refused(folder: Path, engine, named: str) -> None:
+def assert_refused(folder: Path, engine, named: str, **arguments) -> None:
     """No engine starts with this checkpoint, and the error says what is wrong with it."""
-    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16"):
+    with pytest.raises(Exception, match=named), engine(folder, dtype="bfloat16", **arguments):
         pass

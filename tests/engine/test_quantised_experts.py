@@ -214,6 +214,12 @@ def test_a_missing_tensor_of_an_expert_is_named(name, tensor, mixtures, engine, 
     assert_refused(folder, engine, named)
 
 
+def test_a_missing_weight_of_an_expert_that_vllm_would_quantise_is_named(mixtures, engine, tmp_path):
+    folder = damaged(mixtures["plain"], lose, "model.layers.1.mlp.experts.5.up_proj.weight", tmp_path)
+    named = r"model\.layers\.1\.mlp\.experts.*\.w13_weight \(w3 of expert 5\) is missing in the checkpoint"
+    assert_refused(folder, engine, named, quantization="fp8")
+
+
 def _half_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[: len(tensor) // 2]
 

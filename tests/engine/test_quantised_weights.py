@@ -190,6 +190,19 @@ def test_a_missing_tensor_is_named(name, tensor, layer, checkpoints, engine, tmp
     assert_refused(folder, engine, named)
 
 
+@pytest.mark.parametrize("layer", [K_PROJ, O_PROJ], ids=["part", "whole"])
+def test_a_missing_weight_that_vllm_would_quantise_is_named(layer, checkpoints, engine, tmp_path):
+    of_checkpoint, of_model = layer
+    folder = damaged(checkpoints["plain"], lose, f"model.layers.1.self_attn.{of_checkpoint}.weight", tmp_path)
+    named = rf"model\.layers\.1\.self_attn\.{of_model.format('weight')} is missing in the checkpoint"
+    assert_refused(folder, engine, named, quantization="fp8")
+
+
+def test_no_weight_of_a_layer_that_vllm_quantises_is_missing_where_none_is_read(checkpoints, engine):
+    with engine(checkpoints["plain"], dtype="bfloat16", quantization="fp8", load_format="dummy") as llm:
+        assert answers(llm)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor"),
     [

@@ -241,7 +241,8 @@ def changes(platform: str) -> dict[str, list[str]]:
         # module of n-gram drafts.
         from vllm_opset.platform import quantised_layers, quantised_loading, second_runner
 
-        methods = (name.rsplit(".", 1)[0] for name in quantised_loading.EXPERTS_METHODS)
+        loaded_by = (*quantised_loading.EXPERTS_METHODS, *quantised_loading.BEGIN_ONLINE)
+        methods = (name.rsplit(".", 1)[0] for name in loaded_by)
         oracles = (name.rsplit(".", 1)[0] for name in quantised_layers.register_quantised_experts.bridge.changes)
         patches = quantised_layers.serve_int4_experts, quantised_layers.serve_int4_experts_without_marlin
         needed = (patch.bridge.changes for patch in patches if patch.bridge.needed())

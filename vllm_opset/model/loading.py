@@ -3,7 +3,8 @@
 vLLM does not notice a tensor that a checkpoint lacks. It keeps what was in memory. So loaders note which parts they
 load, and a layer asks for all parts each time its weights were loaded. It does not ask if its loaders noted nothing, as
 with `--load-format dummy`. For a layer that the checkpoint lacks as a whole, scales are therefore NaN at first, and
-`schemes.check_scale` raises for NaN. When weights are loaded again, vLLM keeps such a layer's old weights.
+`schemes.check_scale` raises for NaN. A layer whose scales vLLM computes asks in any case (`is_read`). When weights are
+loaded again, vLLM keeps the old weights of a layer that the checkpoint lacks as a whole.
 """
 
 import functools
@@ -136,13 +137,13 @@ def _said(parts: Iterable[Part]) -> str:
     return "" if named == [str(None)] else f" ({', '.join(named)})"
 
 
-def check_linear(layer: torch.nn.Module, names: Sequence[str] = VALUES) -> None:
+def check_linear(layer: torch.nn.Module, names: Sequence[str] = VALUES, is_read: bool = False) -> None:
     """Raise ValueError, with its name, for a tensor of a linear layer that the checkpoint lacks, or a part of it.
 
-    names: of those that are asked for beside all scales.
+    names: of those that are asked for beside all scales. is_read: see `pop_loaded`.
     """
     number = len(getattr(layer, "output_partition_sizes", ()))  # a head has none
-    for name, noted in _checked(pop_loaded(layer), names):
+    for name, noted in _checked(pop_loaded(layer, is_read), names):
         if not noted:
             _check(layer, name, noted, [ALL])
         elif number > 1:
@@ -150,28 +151,28 @@ def check_linear(layer: torch.nn.Module, names: Sequence[str] = VALUES) -> None:
             _check(layer, name, noted, [(shard, None) for shard in ("qkv" if of_attention else range(number))])
 
 
-def check_experts(layer: torch.nn.Module, names: Sequence[str] = VALUES) -> None:
+def check_experts(layer: torch.nn.Module, names: Sequence[str] = VALUES, is_read: bool = False) -> None:
     """The same for a layer of experts. names: without "w13_" and "w2_"."""
     mapped = layer.expert_map
     experts = range(layer.local_num_experts) if mapped is None else (mapped >= 0).nonzero().flatten().tolist()
     halves = ("w1", "w3") if layer.moe_config.is_act_and_mul else ("w1",)
-    loaded = pop_loaded(layer)
+    loaded = pop_loaded(layer, is_read)
     for weight, shards in (("w13_", halves), ("w2_", ("w2",))):
         for name, noted in _checked(loaded, names, weight):
             _check(layer, name, noted, [(shard, expert) for expert in experts for shard in shards])
 
 
-def pop_loaded(layer: torch.nn.Module) -> dict[str, set[Part]]:
-    """The parts that were loaded since the last call, by the names of parameters.
+def pop_loaded(layer: torch.nn.Module, is_read: bool = False) -> dict[str, set[Part]]:
+    """The parts that were loaded since the last call, by the names of parameters that are watched.
 
-    It is empty if no loader was called for this layer, as with `--load-format dummy`.
+    It is empty if no loader was called for this layer, as with `--load-format dummy`, unless a checkpoint `is_read`.
     """
     loaders = {name: getattr(one, "weight_loader", None) for name, one in layer.named_parameters(recurse=False)}
     noted = {name: getattr(load, NOTED) for name, load in loaders.items() if hasattr(load, NOTED)}
     found = {name: set(parts) for name, parts in noted.items()}
     for parts in noted.values():
         parts.clear()
-    return found if any(found.values()) else {}
+    return found if is_read or any(found.values()) else {}
 
 
 def _checked(

@@ -23,6 +23,12 @@ LINEAR_METHODS = (
     f"{COMPRESSED_TENSORS}.compressed_tensors.CompressedTensorsLinearMethod",
     f"{QUANTISATION}.auto_gptq.AutoGPTQLinearMethod",
 )
+# What quantises the weights of a checkpoint in 16 or 32 bits while vLLM loads them, and where it sets that up.
+ONLINE = f"{QUANTISATION}.online"
+ONLINE_LINEAR = f"{ONLINE}.fp8.Fp8PerTensorOnlineLinearMethod"
+ONLINE_EXPERTS = f"{ONLINE}.fp8.Fp8PerTensorOnlineMoEMethod"
+BEGIN_ONLINE = tuple(f"{ONLINE}.{module}.initialize_online_processing" for module in ("fp8", "moe_base"))
+IS_QUANTISED = "_already_called_process_weights_after_loading"  # vLLM's attribute of a layer
 INT8_LINEAR = f"{COMPRESSED_TENSORS}.schemes.compressed_tensors_w8a8_int8.CompressedTensorsW8A8Int8"
 EMBEDDING = f"{COMPRESSED_TENSORS}.compressed_tensors_embedding.CompressedTensorsEmbeddingWNA16Int"
 CHOICE = f"{COMPRESSED_TENSORS}.compressed_tensors.CompressedTensorsConfig"
@@ -116,6 +122,53 @@ def _watching_blocks(create: Callable[..., None]) -> Callable[..., None]:
         watching(self, layer, *sizes, *args, **kwargs)
 
     return create_weights
+
+
+@patch(
+    lambda: all(has(name)() for name in (ONLINE_LINEAR, ONLINE_EXPERTS, *BEGIN_ONLINE)),
+    ends="vLLM raises for weights that a checkpoint lacks",
+    changes=(
+        *BEGIN_ONLINE,
+        *(f"{method}.process_weights_after_loading" for method in (ONLINE_LINEAR, ONLINE_EXPERTS)),
+    ),
+    worker=WITHOUT_KERNELS,
+)
+def check_weights_that_vllm_quantises() -> None:
+    """Raise an error with a name for a weight that `--quantization fp8` would quantise and that is missing.
+
+    vLLM would quantise what was in memory, which may also decide the one scale of a fused layer. The engine then
+    answers with wrong tokens.
+    """
+    for name in BEGIN_ONLINE:
+        wrap_once(find(name.rpartition(".")[0]), "initialize_online_processing", _watching_before)
+    for method, check in ((ONLINE_LINEAR, check_linear), (ONLINE_EXPERTS, check_experts)):
+        wrap_once(find(method), "process_weights_after_loading", _before_quantising(check))
+
+
+def _watching_before(begin: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
+    """Has a layer watched before vLLM wraps its loaders, because vLLM takes its wrappers off before the check."""
+    from vllm.config import get_current_vllm_config
+
+    def initialize_online_processing(layer: torch.nn.Module) -> None:
+        if get_current_vllm_config().load_config.load_format != "dummy":  # which calls no loader
+            watch(layer)
+        begin(layer)
+
+    return initialize_online_processing
+
+
+def _before_quantising(check: Callable[..., None]) -> Callable[[Callable], Callable]:
+    """Has `process_weights_after_loading` check the layer first. vLLM calls it again for a layer that is quantised."""
+
+    def around(process: Callable[..., None]) -> Callable[..., None]:
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            if not getattr(layer, IS_QUANTISED, False):
+                check(layer, is_read=True)
+            process(self, layer)
+
+        return process_weights_after_loading
+
+    return around
 
 
 @patch(

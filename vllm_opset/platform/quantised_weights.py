@@ -210,6 +210,7 @@ def _register_linear() -> None:
     register_linear_kernel(OpsetInt8LinearKernel, PlatformEnum.OOT, "int8")
     register_linear_kernel(OpsetInt4LinearKernel, PlatformEnum.OOT)
     quantised_loading.check_weights_of_linear_layers(OpsetAwqLinearMethod)
+    quantised_loading.check_weights_that_vllm_quantises()
     quantised_loading.keep_int8_scales_of_parts()
     quantised_loading.refuse_embeddings_without_triton()
     quantised_layers.serve_gptq_without_marlin()
