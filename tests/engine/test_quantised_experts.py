@@ -133,12 +133,18 @@ def test_experts_quantise_activations_where_the_device_multiplies_them(
 
 
 @pytest.mark.parametrize(
-    ("name", "scale_name"), [("channelwise", "weight_scale"), ("blockwise", "weight_scale_inv"), ("awq", "scales")]
+    ("name", "scale_name", "said"),
+    [
+        ("channelwise", "weight_scale", " for expert 5"),
+        ("blockwise", "weight_scale_inv", " for expert 5"),
+        ("awq", "scales", " for expert 5"),
+        ("static", "input_scale", ""),  # the largest of all experts serves them all
+    ],
 )
-def test_a_damaged_scale_of_an_expert_is_named(name, scale_name, mixtures, engine, tmp_path):
+def test_a_damaged_scale_of_an_expert_is_named(name, scale_name, said, mixtures, engine, tmp_path):
     scale = f"model.layers.1.mlp.experts.5.down_proj.{scale_name}"
     folder = damaged(mixtures[name], lambda weights, name: weights[name].fill_(torch.nan), scale, tmp_path)
-    named = rf"model\.layers\.1\.mlp\.experts.*\.w2_{scale_name} holds NaN, .* for expert 5: the checkpoint is damaged"
+    named = rf"model\.layers\.1\.mlp\.experts.*\.w2_{scale_name} holds NaN, .*{said}: the checkpoint is damaged"
     assert_refused(folder, engine, named)
 
 

@@ -73,11 +73,11 @@ class OpsetQuantisedExperts(mk.FusedMoEExpertsMonolithic):
         config = self.quant_config
         w1_scale, w2_scale = (_scale_of(layer, name, config) for name in ("w13", "w2"))
         how = {"w1_scale": w1_scale, "w2_scale": w2_scale, "out_dtype": self.moe_config.in_dtype}
+        # Checked also where activations stay as they are: a damaged checkpoint serves on no device.
+        given = {} if config.a1_scale is None else {f"{name}_scale": _given(layer, name, config) for name in WEIGHTS}
         stored = _activation(layer.w13_weight.dtype, config)
         if stored is not None:
-            how |= {"quant_dtype": stored.dtype, "group_shape": list(stored.group)}
-            if stored.group == PER_TENSOR:
-                how |= {f"{name}_scale": _given(layer, name, config) for name in WEIGHTS}
+            how |= {"quant_dtype": stored.dtype, "group_shape": list(stored.group)} | given
         scheme = Scheme(Quantised(layer.w13_weight.dtype, _group(w1_scale, config)), stored)
         self.opset_experts = Experts(layer, self.moe_config, scheme, **how)
         self.opset_experts.prepare()
