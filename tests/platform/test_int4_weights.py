@@ -40,6 +40,8 @@ def test_the_older_names_of_awq_are_read():
         ({"dynamic": {"+:.*down.*": {"group_size": 32}}}, None),
         ({"bits": 8}, "8-bit GPTQ"),
         ({"desc_act": True}, "GPTQ's activation ordering by groups (act-order; static ordering is served)"),
+        ({"sym": False}, "GPTQ with zero points (asymmetric weights)"),
+        ({"dynamic": {"+:.*down.*": {"sym": False}}}, "GPTQ with zero points (asymmetric weights)"),
         ({"checkpoint_format": "marlin"}, "GPTQ's layout marlin"),
         ({"lm_head": True}, "a GPTQ language model head"),
         ({"dynamic": {"+:.*down.*": {"bits": 8}}}, "8-bit GPTQ"),

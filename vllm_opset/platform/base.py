@@ -16,13 +16,15 @@ from vllm_opset.platform import (
     model_settings,
     multimodal,
     overridden,
+    quantised_loading,
+    quantised_weights,
     refusals,
     runners,
     switches,
 )
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.config.kernel import IrOpPriorityConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -53,6 +55,7 @@ class OpsetPlatform(Platform):
     def prepare(cls) -> None:
         """Make the changes that every process needs before it configures an engine, or is given a configuration."""
         compat.ask_before_arguments_are_checked(cls.check_arguments)
+        quantised_loading.ask_before_quantisation_is_configured(cls.check_quantised_weights)
         compat.ask_when_bad_words_are_tokens(runners.check_bad_words)
 
     @classmethod
@@ -74,6 +77,11 @@ class OpsetPlatform(Platform):
     def check_arguments(cls, arguments: "EngineArgs") -> None:
         """Raise Refusal for arguments of an engine that vLLM would otherwise check first."""
         refusals.check(refusals.ARGUMENTS, arguments, cls.where)
+
+    @classmethod
+    def check_quantised_weights(cls, model: "ModelConfig") -> None:
+        """Raise Refusal for quantised weights that are not served. vLLM has not read how they are stored yet."""
+        quantised_weights.check(cls.rules, model, cls.where)
 
     @classmethod
     def check_multimodal(cls) -> None:

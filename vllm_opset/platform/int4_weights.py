@@ -24,10 +24,7 @@ def unserved_by_awq(checkpoint: Mapping) -> Iterator[str]:
 
 
 def unserved_by_gptq(checkpoint: Mapping) -> Iterator[str]:
-    """Names each feature of a GPTQ checkpoint that is not served. checkpoint: its quantization_config.
-
-    vLLM itself refuses zero points (asymmetric weights), and after 0.26 activation ordering.
-    """
+    """Names each feature of a GPTQ checkpoint that is not served. checkpoint: its quantization_config."""
     if checkpoint.get("lm_head"):
         yield "a GPTQ language model head"
     if checkpoint.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2", ""):
@@ -37,6 +34,8 @@ def unserved_by_gptq(checkpoint: Mapping) -> Iterator[str]:
     for settings in ({}, *rules):
         layers = {**checkpoint, **settings}
         yield from _unserved_sizes("GPTQ", layers.get("bits"), layers.get("group_size"))
+        if not layers.get("sym", True):
+            yield "GPTQ with zero points (asymmetric weights)"
         if layers.get("desc_act") and layers.get("group_size") != WHOLE:
             yield f"GPTQ's {ACTIVATION_ORDER}"
 

@@ -1,7 +1,8 @@
-"""The patches by which quantised weights are loaded whole: errors name what is missing or cannot be served."""
+"""The patches by which quantised weights are checked and loaded whole: errors name what is missing or not served."""
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -9,6 +10,9 @@ from vllm_opset.model.loading import AWQ_VALUES, check_blocks, check_experts, ch
 from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, wrap_once
 from vllm_opset.platform.quantised_layers import QUANTISATION
 from vllm_opset.unsupported import Refusal
+
+if TYPE_CHECKING:
+    from vllm.config import LoadConfig, ModelConfig
 
 COMPRESSED_TENSORS = f"{QUANTISATION}.compressed_tensors"
 OF_EXPERTS = f"{COMPRESSED_TENSORS}.compressed_tensors_moe.compressed_tensors_moe_w8a8"
@@ -32,6 +36,30 @@ IS_QUANTISED = "_already_called_process_weights_after_loading"  # vLLM's attribu
 INT8_LINEAR = f"{COMPRESSED_TENSORS}.schemes.compressed_tensors_w8a8_int8.CompressedTensorsW8A8Int8"
 EMBEDDING = f"{COMPRESSED_TENSORS}.compressed_tensors_embedding.CompressedTensorsEmbeddingWNA16Int"
 CHOICE = f"{COMPRESSED_TENSORS}.compressed_tensors.CompressedTensorsConfig"
+
+
+@patch(
+    has("vllm.config.vllm.VllmConfig._get_quantization_config"),
+    ends="vLLM gives its platform a checkpoint's quantization_config before it reads it itself",
+    changes=("vllm.config.vllm.VllmConfig._get_quantization_config",),
+    loading=WITHOUT_KERNELS,
+)
+def ask_before_quantisation_is_configured(ask: Callable[["ModelConfig"], None]) -> None:
+    """Have vLLM call `ask` with the configuration of a model before it makes that of the model's quantised weights.
+
+    vLLM raises then for formats that it does not load, such as GPTQ with zero points. Its errors do not say which
+    checkpoints would serve.
+    """
+    from vllm.config import VllmConfig
+
+    def around(configure: Callable) -> Callable:
+        def asked(model_config: "ModelConfig", load_config: "LoadConfig"):
+            ask(model_config)
+            return configure(model_config, load_config)
+
+        return asked
+
+    wrap_once(VllmConfig, "_get_quantization_config", around)
 
 
 @patch(

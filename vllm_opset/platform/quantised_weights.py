@@ -1,7 +1,7 @@
 """Quantised weights without vLLM's kernels: which are served, by its registrations, and why the others are refused."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -175,6 +175,13 @@ FP8_OF_GPT_OSS = Rule(
     of_model(_quantises_gpt_oss),
 )
 QUANTISED_WEIGHTS = rule("quantised weights in other formats", CURE, unserved)
+
+
+def check(rules: Iterable[Rule], model: "ModelConfig", where: str) -> None:
+    """Raise Refusal for quantised weights that one of these rules refuses."""
+    for one in rules:
+        if isinstance(one, QuantisedWeights) and (found := next(one.named(model), None)):
+            raise one.of(found, where)
 
 
 def verify(method: str, where: str) -> None:

@@ -257,10 +257,21 @@ def test_models_with_usual_attention_are_not_refused(model, configure):
     configure(model)
 
 
-def test_int4_experts_in_act_order_are_refused(configure):
-    """By vLLM itself from 0.30 on."""
-    with pytest.raises(Exception, match=r"act-order|activation ordering"):
-        configure(MIXTRAL | compressed(INT4 | {"actorder": "group"}, None))
+@pytest.mark.parametrize(
+    ("found", "model"),
+    [
+        ("GPTQ with zero points", LLAMA | {"quantization_config": GPTQ | {"sym": False}}),
+        ("8-bit GPTQ", LLAMA | {"quantization_config": GPTQ | {"bits": 8, "sym": False}}),
+        ("GPTQ's activation ordering by groups", LLAMA | {"quantization_config": GPTQ | {"desc_act": True}}),
+        ("8-bit AWQ", LLAMA | {"quantization_config": AWQ | {"bits": 8}}),
+        ("int4 weights with activation ordering by groups", MIXTRAL | compressed(INT4 | {"actorder": "group"}, None)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_weights_that_vllm_refuses_without_a_cure_are_refused_with_it(found, model, configure):
+    said = f"vllm-opset on a CPU does not support quantised weights with {found}.*: choose a checkpoint"
+    with pytest.raises(Exception, match=said):
+        configure(model, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
