@@ -280,3 +280,11 @@ def test_experts_of_another_size_than_the_model_says_are_named(mixtures, engine,
     (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 256}))
     said = r"\(w2 of expert 0\) cannot be loaded: \[128, 128\] .*config\.json asks for \[128, 256\]"
     assert_refused(folder, engine, rf"\.w2_weight {said}")
+
+
+def test_fp8_blocks_that_end_inside_an_expert_are_refused_before_weights_are_loaded(engine, tmp_path):
+    quantised.save_plain(tmp_path, quantised.FP8, "qwen3_moe", moe_intermediate_size=192)
+    quantised.save_blockwise(tmp_path, tmp_path)
+    quantised.save_file({}, tmp_path / "model.safetensors", {"format": "pt"})
+    columns = r"192 columns in model\.layers\.0\.mlp\.experts.*, which are no multiple of 128: choose another"
+    assert_refused(tmp_path, engine, rf"fp8 experts by blocks of 128 x 128 with {columns}")

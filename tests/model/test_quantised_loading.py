@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from vllm_opset.model.loading import check_blocks, check_experts, check_linear, watch
+from vllm_opset.model.loading import check_blocks, check_blocks_of_experts, check_experts, check_linear, watch
 from vllm_opset.platform.quantised_loading import keep_int8_scales_of_parts
 from vllm_opset.unsupported import Refusal
 
@@ -210,3 +210,38 @@ def test_a_part_that_ends_inside_a_block_is_refused(widths, out_features, cure):
     said = rf"fp8 blocks of 128 x 64 in layers\.0\.gate_up_proj, whose parts of {parts} rows end inside a block: {cure}"
     with pytest.raises(Refusal, match=said):
         check_blocks(LAYER, (128, 64), widths, out_features)
+
+
+FEWER_WORKERS, OTHER_WEIGHTS = "give a smaller --tensor-parallel-size, or", "choose another checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("block", "is_split", "width", "hidden_size", "workers"),
+    [
+        ((128, 128), False, 256, 192, 1),
+        ((128, 128), False, 256, 192, 2),
+        ((64, 128), False, 192, 128, 1),
+        ((128, 128), True, 96, 256, 4),
+    ],
+)
+def test_blocks_of_experts_that_vllm_loads_are_not_refused(block, is_split, width, hidden_size, workers):
+    check_blocks_of_experts(LAYER, block, is_split, width, hidden_size, workers)
+
+
+@pytest.mark.parametrize(
+    ("block", "is_split", "width", "hidden_size", "workers", "columns", "cure"),
+    [
+        ((128, 128), False, 192, 256, 1, 192, OTHER_WEIGHTS),
+        ((128, 128), False, 192, 256, 2, 192, FEWER_WORKERS),  # as vLLM 0.26 to 0.28 do not split blocks
+        ((64, 128), False, 192, 256, 2, 192, FEWER_WORKERS),
+        ((128, 128), True, 192, 256, 1, 192, OTHER_WEIGHTS),
+        ((128, 128), True, 96, 256, 2, 192, OTHER_WEIGHTS),
+        ((128, 128), True, 64, 192, 2, 64, FEWER_WORKERS),
+    ],
+)
+def test_blocks_of_experts_that_vllm_does_not_load_are_refused(
+    block, is_split, width, hidden_size, workers, columns, cure
+):
+    said = rf"with {columns} columns in layers\.0\.gate_up_proj, which are no multiple of 128: {cure}"
+    with pytest.raises(Refusal, match=said):
+        check_blocks_of_experts(LAYER, block, is_split, width, hidden_size, workers)

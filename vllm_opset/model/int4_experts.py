@@ -79,7 +79,7 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
         halves = 2 if self.moe.is_act_and_mul else 1
         sizes = (halves * intermediate_size_per_partition, hidden_size), (hidden_size, intermediate_size_per_partition)
         for inputs, workers in ((hidden_size, 1), (intermediate_size_per_partition, self.moe.tp_size)):
-            check_columns("int4 experts", inputs, self.multiple, workers)
+            check_columns(layer, "int4 experts", inputs, self.multiple, workers)
         for weight, (outputs, inputs) in zip(ARGUMENTS, sizes, strict=True):
             parameters = {
                 name: torch.empty(num_experts, *shape, dtype=dtype or params_dtype)

@@ -56,8 +56,8 @@ def check_blocks(layer: torch.nn.Module, block: Sequence[int], widths: Sequence[
     )
 
 
-def check_columns(weights: str, columns: int, multiple: int, workers: int = 1) -> None:
-    """Raise Refusal for weights of experts whose rows are no whole groups of one scale.
+def check_columns(layer: torch.nn.Module, weights: str, columns: int, multiple: int, workers: int = 1) -> None:
+    """Raise Refusal for weights of a layer of experts whose rows are no whole groups of one scale.
 
     weights: what the message calls them. columns: those in this worker. multiple: their number must be one of this.
     workers: how many share the columns of each expert.
@@ -66,9 +66,24 @@ def check_columns(weights: str, columns: int, multiple: int, workers: int = 1) -
         is_cut = columns * workers % multiple == 0
         fewer = "give a smaller --tensor-parallel-size, or --enable-expert-parallel"
         raise Refusal(
-            f"vllm-opset does not support {weights} with {columns} columns, which are no multiple of {multiple}: "
-            f"{fewer if is_cut else 'choose another checkpoint'}."
+            f"vllm-opset does not support {weights} with {columns} columns in {prefix_of(layer)}, which are no "
+            f"multiple of {multiple}: {fewer if is_cut else 'choose another checkpoint'}."
         )
+
+
+def check_blocks_of_experts(
+    layer: torch.nn.Module, block: Sequence[int], is_split: bool, width: int, hidden_size: int, workers: int
+) -> None:
+    """Raise Refusal for fp8 blocks of experts whose scales vLLM cannot load. The halves of w13 must not share a block.
+
+    block: the rows and columns of weights that share a scale. is_split: whether vLLM gives the scales to smaller
+    blocks, which fit the width of a worker. It loads them if all blocks of the checkpoint are whole. width: the
+    intermediate size in this worker. workers: how many share the columns of each expert.
+    """
+    is_loaded = is_split and not any(hidden_size % size for size in block)
+    columns, sharing = (width * workers, 1) if is_loaded else (width, workers)
+    for multiple in block if is_loaded or workers > 1 else block[:1]:
+        check_columns(layer, f"fp8 experts by blocks of {' x '.join(map(str, block))}", columns, multiple, sharing)
 
 
 def watch(layer: torch.nn.Module) -> None:

@@ -46,7 +46,7 @@ class OpsetMxfp4ExpertsMethod(MonolithicMethod, GptOssMxfp4MoEMethod):
         """Raises Refusal for weights whose rows are no whole groups of one scale."""
         super().create_weights(layer, *args, **kwargs)
         for size, workers in ((self.hidden_size, 1), (self.intermediate_size, self.moe.tp_size)):
-            check_columns("MXFP4 weights", size, self.multiple, workers)
+            check_columns(layer, "MXFP4 weights", size, self.multiple, workers)
         watch(layer)
         if get_current_vllm_config().load_config.load_format != "dummy":
             for name in SCALES:

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_opset.model.loading import AWQ_VALUES, check_blocks, check_experts, check_linear, watch
+from vllm_opset.model.loading import (
+    AWQ_VALUES,
+    check_blocks,
+    check_blocks_of_experts,
+    check_experts,
+    check_linear,
+    watch,
+)
 from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, wrap_once
 from vllm_opset.platform.quantised_layers import QUANTISATION
 from vllm_opset.unsupported import Refusal
@@ -73,9 +80,12 @@ def check_weights_of_experts() -> None:
 
     vLLM does not notice it, because a parameter holds the weights of all experts. The engine then answers with wrong
     tokens.
+
+    Experts whose blocks of fp8 weights vLLM cannot load are refused before weights are loaded. vLLM raises for them
+    without a cure, or blames the checkpoint while it is loaded.
     """
     for method in map(find, EXPERTS_METHODS):
-        wrap_once(method, "create_weights", _watching)
+        wrap_once(method, "create_weights", _watching_blocks_of_experts)
         wrap_once(method, "process_weights_after_loading", _after(check_experts))
 
 
@@ -85,6 +95,30 @@ def _watching(create: Callable[..., None]) -> Callable[..., None]:
     def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
         create(self, layer, *args, **kwargs)
         watch(layer)
+
+    return create_weights
+
+
+def _watching_blocks_of_experts(create: Callable[..., None]) -> Callable[..., None]:
+    watching = _watching(create)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        *args,
+        **kwargs,
+    ) -> None:
+        block = getattr(self, "weight_block_size", None)
+        if block is not None:
+            is_split = getattr(self, "weight_scale_refine", None) is not None
+            check_blocks_of_experts(
+                layer, block, is_split, intermediate_size_per_partition, hidden_size, self.moe.tp_size
+            )
+        sizes = num_experts, hidden_size, intermediate_size_per_partition
+        watching(self, layer, *sizes, *args, **kwargs)
 
     return create_weights
 
