@@ -243,6 +243,17 @@ def test_parts_that_end_inside_a_block_are_refused_before_weights_are_loaded(siz
         pass
 
 
+@pytest.mark.parametrize(("method", "zero_points"), [("awq", True), ("gptq", False), ("compressed-tensors", True)])
+def test_int4_weights_of_incomplete_groups_are_refused_before_they_are_loaded(method, zero_points, engine, tmp_path):
+    quantised.save_plain(tmp_path, quantised.INT4, intermediate_size=208)
+    quantised.save_int4(tmp_path, tmp_path, method, -1, zero_points)
+    weights = quantised.load_file(tmp_path / "model.safetensors")
+    values = {name: weights[name] for name in weights if name.endswith(("qweight", "weight_packed"))}
+    quantised.save_file(values, tmp_path / "model.safetensors", {"format": "pt"})  # vLLM looks up what GPTQ quantised
+    said = r"with 208 columns in model\.layers\.0\.mlp\.down_proj, which are no multiple of 32: choose another"
+    assert_refused(tmp_path, engine, f"int4 weights {said}")
+
+
 @NOT_ON_GPU
 def test_quantised_embeddings_are_refused_without_triton_before_weights_are_loaded(checkpoints, engine, tmp_path):
     config = json.loads((checkpoints["int4"] / "config.json").read_text())

@@ -10,7 +10,14 @@ import pytest
 import torch
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from vllm_opset.model.loading import check_blocks, check_blocks_of_experts, check_experts, check_linear, watch
+from vllm_opset.model.loading import (
+    check_blocks,
+    check_blocks_of_experts,
+    check_experts,
+    check_groups,
+    check_linear,
+    watch,
+)
 from vllm_opset.platform.quantised_loading import keep_int8_scales_of_parts
 from vllm_opset.unsupported import Refusal
 
@@ -245,3 +252,22 @@ def test_blocks_of_experts_that_vllm_does_not_load_are_refused(
     said = rf"with {columns} columns in layers\.0\.gate_up_proj, which are no multiple of 128: {cure}"
     with pytest.raises(Refusal, match=said):
         check_blocks_of_experts(LAYER, block, is_split, width, hidden_size, workers)
+
+
+@pytest.mark.parametrize(("group_size", "columns", "all_columns"), [(-1, 96, 192), (64, 128, 128), (64, 64, 128)])
+def test_whole_groups_of_int4_weights_are_not_refused(group_size, columns, all_columns):
+    check_groups(LAYER, group_size, columns, all_columns)
+
+
+@pytest.mark.parametrize(
+    ("group_size", "columns", "all_columns", "said"),
+    [
+        (-1, 208, 208, "208 columns in .*, which are no multiple of 32: choose another checkpoint"),
+        (-1, 48, 96, r"48 columns in .*, which are no multiple of 32: give a smaller --tensor-parallel-size\."),
+        (128, 192, 384, r"192 columns in .*, which are no multiple of 128: give a smaller --tensor-parallel-size\."),
+        (128, 192, 192, "192 columns in .*, which are no multiple of 128: choose another checkpoint"),
+    ],
+)
+def test_incomplete_groups_of_int4_weights_are_refused(group_size, columns, all_columns, said):
+    with pytest.raises(Refusal, match=said):
+        check_groups(LAYER, group_size, columns, all_columns)

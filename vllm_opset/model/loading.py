@@ -15,6 +15,7 @@ from types import MethodType
 
 import torch
 
+from vllm_opset.ops.schemes import UINT4_BLOCK, WHOLE
 from vllm_opset.unsupported import Refusal
 
 # A part of a fused layer by vLLM's name of it, and the expert that it belongs to. None stands for all.
@@ -23,6 +24,9 @@ ALL: Part = (None, None)
 # vLLM's names of weights and zero points. GPTQ's `qzeros` are ignored: opset serves symmetric GPTQ alone.
 VALUES = ("weight", "qweight", "weight_packed", "weight_zero_point")
 AWQ_VALUES = ("qweight", "qzeros")
+# Cures where the number of workers matters.
+FEWER_WORKERS = "give a smaller --tensor-parallel-size"
+FEWER_OF_EXPERTS = f"{FEWER_WORKERS}, or --enable-expert-parallel"
 MOST = 8  # of missing parts that an error names
 NOTED = "opset_loaded"  # the attribute of a loader with the parts that it has loaded since they were last checked
 
@@ -49,26 +53,37 @@ def check_blocks(layer: torch.nn.Module, block: Sequence[int], widths: Sequence[
     is_split = sum(widths) < out_features  # so the last part, too, goes on in the next worker
     if not any(width % block[0] for width in (widths if is_split else widths[:-1])):
         return
-    cure = "give a smaller --tensor-parallel-size" if is_split else "choose a checkpoint with scales per channel"
+    cure = FEWER_WORKERS if is_split else "choose a checkpoint with scales per channel"
     raise Refusal(
         f"vllm-opset does not support fp8 blocks of {' x '.join(map(str, block))} in {prefix_of(layer)}, whose parts "
         f"of {', '.join(map(str, widths))} rows end inside a block: {cure}."
     )
 
 
-def check_columns(layer: torch.nn.Module, weights: str, columns: int, multiple: int, workers: int = 1) -> None:
-    """Raise Refusal for weights of a layer of experts whose rows are no whole groups of one scale.
+def check_columns(
+    layer: torch.nn.Module, weights: str, columns: int, multiple: int, workers: int = 1, fewer: str = FEWER_OF_EXPERTS
+) -> None:
+    """Raise Refusal for weights of a layer whose rows are no whole groups of one scale.
 
     weights: what the message calls them. columns: those in this worker. multiple: their number must be one of this.
-    workers: how many share the columns of each expert.
+    workers: how many share the columns. fewer: the cure if fewer workers help.
     """
     if columns % multiple:
         is_cut = columns * workers % multiple == 0
-        fewer = "give a smaller --tensor-parallel-size, or --enable-expert-parallel"
         raise Refusal(
             f"vllm-opset does not support {weights} with {columns} columns in {prefix_of(layer)}, which are no "
             f"multiple of {multiple}: {fewer if is_cut else 'choose another checkpoint'}."
         )
+
+
+def check_groups(layer: torch.nn.Module, group_size: int, columns: int, all_columns: int) -> None:
+    """Raise Refusal for int4 weights of a linear layer whose rows are no whole groups of one scale.
+
+    group_size: the columns that share a scale, or WHOLE, for which kernels ask for a multiple of 32. columns: those in
+    this worker. all_columns: those in all workers.
+    """
+    multiple = UINT4_BLOCK if group_size == WHOLE else group_size
+    check_columns(layer, "int4 weights", columns, multiple, all_columns // columns, FEWER_WORKERS)
 
 
 def check_blocks_of_experts(

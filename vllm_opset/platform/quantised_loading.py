@@ -11,6 +11,7 @@ from vllm_opset.model.loading import (
     check_blocks,
     check_blocks_of_experts,
     check_experts,
+    check_groups,
     check_linear,
     watch,
 )
@@ -149,7 +150,8 @@ def check_weights_of_linear_layers(awq: type) -> None:
     engine then answers with wrong tokens. For a shape that does not fit, vLLM raises an error without a name.
 
     A part of a fused layer that ends inside a block of fp8 weights is refused before weights are loaded. vLLM loads the
-    scales of the parts after it as those of other rows.
+    scales of the parts after it as those of other rows. Rows of int4 weights that end inside a group are refused, too.
+    vLLM finds no kernel for them, and does not name the layer.
 
     vLLM 0.26 to 0.29 create k and v also for the layers of Gemma 3n and Gemma 4 that share the KV cache of another
     layer. Checkpoints that Transformers has saved lack these tensors, so with quantised weights they are an error. vLLM
@@ -157,14 +159,14 @@ def check_weights_of_linear_layers(awq: type) -> None:
 
     Parameters: awq is opset's subclass of vLLM's method for AWQ, whose weights are checked alike.
     """
-    wrap_once(awq, "create_weights", _watching)
+    wrap_once(awq, "create_weights", _watching_sizes)
     wrap_once(awq, "process_weights_after_loading", _after(functools.partial(check_linear, names=AWQ_VALUES)))
     for method in map(find, LINEAR_METHODS):
-        wrap_once(method, "create_weights", _watching_blocks)
+        wrap_once(method, "create_weights", _watching_sizes)
         wrap_once(method, "process_weights_after_loading", _after(check_linear))
 
 
-def _watching_blocks(create: Callable[..., None]) -> Callable[..., None]:
+def _watching_sizes(create: Callable[..., None]) -> Callable[..., None]:
     watching = _watching(create)
 
     def create_weights(
@@ -180,6 +182,10 @@ def _watching_blocks(create: Callable[..., None]) -> Callable[..., None]:
         block = getattr(getattr(layer, "scheme", self), "weight_block_size", None)
         if block is not None:
             check_blocks(layer, block, output_partition_sizes, output_size)
+        # Of int4 weights, in a scheme of compressed-tensors or in the configuration of the method of AWQ and GPTQ.
+        group_size = getattr(getattr(layer, "scheme", None) or self.quant_config, "group_size", None)
+        if group_size is not None:
+            check_groups(layer, group_size, input_size_per_partition, input_size)
         sizes = input_size_per_partition, output_partition_sizes, input_size, output_size
         watching(self, layer, *sizes, *args, **kwargs)
 
