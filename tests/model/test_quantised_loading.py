@@ -9,7 +9,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.platforms import current_platform
 
+from vllm_opset.model.int4_experts import OpsetGptqExpertsMethod
 from vllm_opset.model.loading import (
     check_blocks,
     check_blocks_of_experts,
@@ -21,6 +23,7 @@ from vllm_opset.model.loading import (
 from vllm_opset.platform.quantised_loading import keep_int8_scales_of_parts
 from vllm_opset.unsupported import Refusal
 
+HERE = f"^vllm-opset {re.escape(current_platform.where)} does not support"
 LAYER = SimpleNamespace(prefix="layers.0.gate_up_proj")
 
 
@@ -215,7 +218,7 @@ def test_parts_may_end_with_a_block_and_the_last_one_with_the_weight(widths, out
 def test_a_part_that_ends_inside_a_block_is_refused(widths, out_features, cure):
     parts = ", ".join(map(str, widths))
     said = rf"fp8 blocks of 128 x 64 in layers\.0\.gate_up_proj, whose parts of {parts} rows end inside a block: {cure}"
-    with pytest.raises(Refusal, match=said):
+    with pytest.raises(Refusal, match=f"{HERE} {said}"):
         check_blocks(LAYER, (128, 64), widths, out_features)
 
 
@@ -250,7 +253,7 @@ def test_blocks_of_experts_that_vllm_does_not_load_are_refused(
     block, is_split, width, hidden_size, workers, columns, cure
 ):
     said = rf"with {columns} columns in layers\.0\.gate_up_proj, which are no multiple of 128: {cure}"
-    with pytest.raises(Refusal, match=said):
+    with pytest.raises(Refusal, match=f"{HERE} fp8 experts by blocks of .* {said}"):
         check_blocks_of_experts(LAYER, block, is_split, width, hidden_size, workers)
 
 
@@ -269,5 +272,12 @@ def test_whole_groups_of_int4_weights_are_not_refused(group_size, columns, all_c
     ],
 )
 def test_incomplete_groups_of_int4_weights_are_refused(group_size, columns, all_columns, said):
-    with pytest.raises(Refusal, match=said):
+    with pytest.raises(Refusal, match=f"{HERE} int4 weights with {said}"):
         check_groups(LAYER, group_size, columns, all_columns)
+
+
+def test_int4_experts_with_biases_of_the_model_are_refused():
+    method, layer = object.__new__(OpsetGptqExpertsMethod), SimpleNamespace(layer_name="layers.0.experts")
+    method.moe = SimpleNamespace(has_bias=True)
+    with pytest.raises(Refusal, match=rf"{HERE} int4 experts with biases in layers\.0\.experts: choose another model"):
+        method.create_weights(layer, 4, 64, 64, torch.float32)

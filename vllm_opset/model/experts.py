@@ -16,13 +16,13 @@ from vllm.platforms import current_platform
 
 from vllm_opset import ops, selection
 from vllm_opset.model.layers import Kernels
-from vllm_opset.model.loading import check_experts, watch
+from vllm_opset.model.loading import check_experts, refusal, watch
 from vllm_opset.model.reloading import refilled
 from vllm_opset.ops.moe import _activations
 from vllm_opset.ops.moe.fused_experts import FusedExpertsProblem, check_expert_map, sizes_of
 from vllm_opset.ops.moe.route import SCORING_FUNCS
 from vllm_opset.ops.schemes import NONE, Scheme, values_shape
-from vllm_opset.unsupported import ANOTHER_MODEL, Refusal
+from vllm_opset.unsupported import ANOTHER_MODEL
 from vllm_opset.variants import powers_up_to
 
 
@@ -38,7 +38,7 @@ class Experts:
         are stored. quantised: the arguments of fused_experts that belong to it.
         """
         if reason := why_not(layer):
-            raise Refusal(f"vllm-opset does not support {reason} in {layer.layer_name}: {ANOTHER_MODEL}.")
+            raise refusal(f"{reason} in {layer.layer_name}", ANOTHER_MODEL)
         if layer.expert_map is not None:
             check_expert_map(layer.expert_map, layer.local_num_experts, f"{layer.layer_name}.expert_map")
         before = experts_of(layer)

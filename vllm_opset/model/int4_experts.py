@@ -14,7 +14,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_opset.model.experts import Experts, MonolithicMethod, experts_of
 from vllm_opset.model.int4_linear import nibbles, nibbles_of_awq
-from vllm_opset.model.loading import check_columns, check_experts, watch
+from vllm_opset.model.loading import check_columns, check_experts, refusal, watch
 from vllm_opset.model.reloading import refilled
 from vllm_opset.ops.schemes import (
     PER_ROW,
@@ -27,7 +27,7 @@ from vllm_opset.ops.schemes import (
     packed,
     quantised,
 )
-from vllm_opset.unsupported import ANOTHER_MODEL, Refusal
+from vllm_opset.unsupported import ANOTHER_MODEL
 
 Parameter = tuple[str, tuple[int, ...], torch.dtype | None]  # its name, its shape and its dtype
 IN_INT32 = 8  # values of 4 bits
@@ -73,7 +73,7 @@ class Int4ExpertsMethod(MonolithicMethod, FusedMoEMethodBase):
     ) -> None:
         """Raises Refusal for declared biases, and for weights whose rows are no whole groups of one scale."""
         if self.moe.has_bias:
-            raise Refusal(f"vllm-opset does not support int4 experts with biases: {ANOTHER_MODEL}.")
+            raise refusal(f"int4 experts with biases in {layer.layer_name}", ANOTHER_MODEL)
         attributes |= {"is_transposed": self.is_transposed}
         attributes["quant_method"] = "channel" if self.group_size == WHOLE else "group"
         halves = 2 if self.moe.is_act_and_mul else 1

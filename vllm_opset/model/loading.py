@@ -31,6 +31,13 @@ MOST = 8  # of missing parts that an error names
 NOTED = "opset_loaded"  # the attribute of a loader with the parts that it has loaded since they were last checked
 
 
+def refusal(feature: str, cure: str) -> Refusal:
+    """The error for what opset does not support of a layer. It names the device, as those for configurations do."""
+    from vllm.platforms import current_platform  # imported late: vLLM asks for its platform while it is imported
+
+    return Refusal(f"vllm-opset {current_platform.where} does not support {feature}: {cure}.")
+
+
 class Misfit(ValueError):
     """A tensor cannot be loaded. The message names it."""
 
@@ -54,9 +61,10 @@ def check_blocks(layer: torch.nn.Module, block: Sequence[int], widths: Sequence[
     if not any(width % block[0] for width in (widths if is_split else widths[:-1])):
         return
     cure = FEWER_WORKERS if is_split else "choose a checkpoint with scales per channel"
-    raise Refusal(
-        f"vllm-opset does not support fp8 blocks of {' x '.join(map(str, block))} in {prefix_of(layer)}, whose parts "
-        f"of {', '.join(map(str, widths))} rows end inside a block: {cure}."
+    raise refusal(
+        f"fp8 blocks of {' x '.join(map(str, block))} in {prefix_of(layer)}, whose parts of "
+        f"{', '.join(map(str, widths))} rows end inside a block",
+        cure,
     )
 
 
@@ -70,9 +78,9 @@ def check_columns(
     """
     if columns % multiple:
         is_cut = columns * workers % multiple == 0
-        raise Refusal(
-            f"vllm-opset does not support {weights} with {columns} columns in {prefix_of(layer)}, which are no "
-            f"multiple of {multiple}: {fewer if is_cut else 'choose another checkpoint'}."
+        raise refusal(
+            f"{weights} with {columns} columns in {prefix_of(layer)}, which are no multiple of {multiple}",
+            fewer if is_cut else "choose another checkpoint",
         )
 
 

@@ -13,11 +13,11 @@ from vllm_opset.model.loading import (
     check_experts,
     check_groups,
     check_linear,
+    refusal,
     watch,
 )
 from vllm_opset.platform.bridges import WITHOUT_KERNELS, find, has, patch, wrap_once
 from vllm_opset.platform.quantised_layers import QUANTISATION
-from vllm_opset.unsupported import Refusal
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig
@@ -286,9 +286,9 @@ def _refusing_embeddings(choose: Callable) -> Callable:
     def get_quant_method(self, layer: torch.nn.Module, prefix: str):
         method = choose(self, layer, prefix)
         if isinstance(method, find(EMBEDDING)) and not HAS_TRITON:
-            raise Refusal(
-                f"vllm-opset does not support quantised embeddings without Triton, as {prefix} has them: choose a "
-                "checkpoint whose embeddings are not quantised."
+            raise refusal(
+                f"quantised embeddings without Triton, as {prefix} has them",
+                "choose a checkpoint whose embeddings are not quantised",
             )
         return method
 

@@ -15,7 +15,7 @@ from vllm_opset.attention import BACKEND
 from vllm_opset.platform import compat, forking, model_settings, overridden
 from vllm_opset.platform.cuda import graphs
 from vllm_opset.platform.native import parts
-from vllm_opset.platform.native.rules import SINKS, STOCK_WORKER, WORKER, is_ours
+from vllm_opset.platform.native.rules import SINKS, STOCK_WORKER, WHERE, WORKER, is_ours
 from vllm_opset.platform.refusals import Refusal, wants_quick_start
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class OpsetNativePlatform(CudaPlatform):
     """A subclass of `vllm.platforms.cuda.CudaPlatform`, whose `_enum` stays CUDA."""
 
     attention_backend = BACKEND
+    where = WHERE
 
     @classmethod
     def pre_register_and_update(cls, parser=None) -> None:
