@@ -31,6 +31,7 @@ from quantised_answers import (
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 
+from vllm_opset.model import experts
 from vllm_opset.model.int4_experts import LOADED_BIASES
 from vllm_opset.ops.schemes import PER_TENSOR, GroupShape
 
@@ -288,3 +289,13 @@ def test_fp8_blocks_that_end_inside_an_expert_are_refused_before_weights_are_loa
     quantised.save_file({}, tmp_path / "model.safetensors", {"format": "pt"})
     columns = r"192 columns in model\.layers\.0\.mlp\.experts.*, which are no multiple of 128: choose another"
     assert_refused(tmp_path, engine, rf"fp8 experts by blocks of 128 x 128 with {columns}")
+
+
+@pytest.mark.parametrize("name", ["plain", "blockwise", "awq"])
+def test_experts_that_are_not_served_are_refused_before_weights_are_loaded(
+    name, mixtures, engine, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(experts, "SCORING_FUNCS", ("sigmoid",))  # as if the contract had no others
+    folder = damaged(mixtures[name], lambda weights, _: weights.clear(), "", tmp_path)
+    said = r"does not support the scores softmax in model\.layers\.0\.mlp\.experts.*: choose another model"
+    assert_refused(folder, engine, said)

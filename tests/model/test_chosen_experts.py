@@ -1,10 +1,15 @@
 """Experts that a bound layer chooses, and how it weighs them, where a model says otherwise than most."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from expert_layers import HIDDEN_SIZE, NUM_EXPERTS, TOP_K, by_hand
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 
 from vllm_opset.model import bound_experts
+from vllm_opset.platform import expert_loading
+from vllm_opset.unsupported import Refusal
 
 pytestmark = [pytest.mark.window, pytest.mark.usefixtures("alone")]
 
@@ -43,3 +48,26 @@ def test_bound_experts_weigh_their_input_where_the_model_does(layer):
     w13, w2 = made.routed_experts.w13_weight, made.routed_experts.w2_weight
     expected = by_hand(w13, w2, x * weights, torch.ones_like(weights), ids)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"swiglu_alpha": 1.7}, r"this activation \(.* silu of experts takes no alpha\)"),
+        ({"activation": "swigluoai_uninterleave"}, r"this activation \(.* needs a limit\)"),
+        (
+            {"scoring_func": "sqrtsoftplus", "e_score_correction_bias": torch.zeros(NUM_EXPERTS)},
+            "the scores sqrtsoftplus",
+        ),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_experts_that_are_not_served_are_refused_before_they_have_weights(arguments, reason, layer, monkeypatch):
+    monkeypatch.setattr(RoutedExperts, "_get_quant_method", RoutedExperts._get_quant_method)  # set back afterwards
+    expert_loading.refuse_unserved_experts()
+    create = Mock()
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "create_weights", create)
+    said = rf"vllm-opset on .* does not support {reason} in layers\.0.*: choose another model"
+    with pytest.raises(Refusal, match=said):
+        layer(**arguments)
+    create.assert_not_called()

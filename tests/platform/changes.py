@@ -164,6 +164,7 @@ def in_a_worker(platform: str) -> Iterator[None]:
         from vllm_opset.platform.v1 import input_batch
 
         experts.register()
+        expert_loading.refuse_unserved_experts()
         input_batch.keep_allowed_tokens_apart()
     with contextlib.ExitStack() as until_the_end:
         if platform in WITHOUT_KERNELS:

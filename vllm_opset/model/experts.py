@@ -32,13 +32,11 @@ class Experts:
     def __init__(
         self, layer: torch.nn.Module, moe: FusedMoEConfig, scheme: Scheme = NONE, **quantised: torch.Tensor | None
     ) -> None:
-        """Choose the kernels. Raises Refusal for what they do not cover, ValueError for a wrong expert map.
+        """Choose the kernels. Raises ValueError for a wrong expert map.
 
-        layer: vLLM's layer of experts, with its weights. moe: its configuration. scheme: how weights and activations
-        are stored. quantised: the arguments of fused_experts that belong to it.
+        layer: vLLM's layer of experts, with its weights, which opset serves (`why_not`). moe: its configuration.
+        scheme: how weights and activations are stored. quantised: the arguments of fused_experts that belong to it.
         """
-        if reason := why_not(layer):
-            raise refusal(f"{reason} in {layer.layer_name}", ANOTHER_MODEL)
         if layer.expert_map is not None:
             check_expert_map(layer.expert_map, layer.local_num_experts, f"{layer.layer_name}.expert_map")
         before = experts_of(layer)
@@ -228,6 +226,12 @@ def why_not(layer: torch.nn.Module) -> str | None:
     except ValueError as error:
         return f"this activation ({error})"
     return None
+
+
+def check_served(layer: torch.nn.Module) -> None:
+    """Raise Refusal for experts that the contracts do not express. The layer may be without weights."""
+    if reason := why_not(layer):
+        raise refusal(f"{reason} in {layer.layer_name}", ANOTHER_MODEL)
 
 
 def multiply(model: torch.nn.Module, most_tokens: int) -> None:

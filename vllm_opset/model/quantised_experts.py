@@ -38,7 +38,7 @@ class OpsetQuantisedExperts(mk.FusedMoEExpertsMonolithic):
     def activation_format() -> mk.FusedMoEActivationFormat:
         return mk.FusedMoEActivationFormat.Standard
 
-    # Refusals come elsewhere: before weights are loaded, or when the layer's kernels are chosen.
+    # Refusals come elsewhere: when the configuration is checked, or when the layer is built.
 
     @staticmethod
     def _supports_current_device() -> bool:

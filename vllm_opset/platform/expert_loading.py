@@ -1,11 +1,14 @@
-"""The patches that have vLLM name a tensor of experts that does not fit, and the refusal to load gpt-oss again."""
+"""The patches that have vLLM refuse experts that opset does not serve, and name a tensor of experts that does not fit.
+
+And the refusal to load gpt-oss again.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_opset.platform.bridges import EVERY, find, has, patch, uses, wrap_once
+from vllm_opset.platform.bridges import EVERY, WITHOUT_KERNELS, find, has, patch, uses, wrap_once
 from vllm_opset.unsupported import Refusal
 
 if TYPE_CHECKING:
@@ -43,6 +46,30 @@ def check_reload(model: "ModelConfig") -> None:
             f"vllm-opset does not support loading gpt-oss's weights again, because vLLM would keep the old "
             f"{' and '.join(stays)}: start a new engine."
         )
+
+
+@patch(
+    has(f"{ROUTED_EXPERTS}._get_quant_method"),
+    ends="vLLM asks its platform about a layer of experts before it creates the weights",
+    changes=(f"{ROUTED_EXPERTS}._get_quant_method",),
+    worker=WITHOUT_KERNELS,
+)
+def refuse_unserved_experts() -> None:
+    """Refuse experts whose choice or activation opset does not have, before their weights are created and loaded.
+
+    vLLM's choice of a method for the weights asks its own backends alone.
+    """
+    wrap_once(find(ROUTED_EXPERTS), "_get_quant_method", _checking_served)
+
+
+def _checking_served(choose: Callable) -> Callable:
+    from vllm_opset.model.experts import check_served
+
+    def _get_quant_method(self, *args, **kwargs):
+        check_served(self)
+        return choose(self, *args, **kwargs)
+
+    return _get_quant_method
 
 
 @patch(

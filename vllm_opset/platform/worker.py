@@ -30,6 +30,7 @@ class OpsetWorker(Reporting, PackingWorker):
             from vllm_opset.model import experts
 
             experts.register()
+            expert_loading.refuse_unserved_experts()
             expert_loading.check_shapes(self.model_config)
         super().load_model(**kwargs)
         layers.check_positions(self.model_runner.get_model(), self.model_config.max_model_len)
