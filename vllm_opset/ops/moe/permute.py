@@ -2,6 +2,9 @@
 
 Semantics: vLLM's `moe_align_block_size` with `pad_sorted_ids` and `ignore_invalid_experts`. This op also fixes the
 order within an expert.
+
+The layers of a step share no description of this order, as they share the batch of paged attention: each layer routes
+its tokens anew, so there is nothing in common to share.
 """
 
 from collections.abc import Iterator
