@@ -27,6 +27,7 @@ ALLOWED = {
     "vllm.engine.arg_utils.EngineArgs.create_engine_config": "the same",
     "vllm.sampling_params.SamplingParams.update_from_tokenizer": "the same",
     "vllm.config.vllm.VllmConfig.try_verify_and_update_config": "the same",
+    "vllm.config.vllm.VllmConfig._get_quantization_config": "the same",
 }
 ON_GPU = {
     "vllm.v1.worker.workspace._manager._alloc_context": "vLLM itself makes it for each engine",

@@ -179,13 +179,13 @@ def load_tiles(
     x, x_stride, weight, ring, tiles,
     OUTPUTS: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILES: gl.constexpr,
     BOXES: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, scale_ring, scales,
-    UNROLLED: gl.constexpr = 1, schedule=(None, None), PDL: gl.constexpr = False,
+    UNROLLED: gl.constexpr = 1, whole=None, run=None, PDL: gl.constexpr = False,
 ):  # fmt: skip
     """The loading warps: bring all tiles of a program. BOXES: of the weight in a tile.
 
     x is a TMA descriptor with boxes of some rows of a stage. Experts have a pointer instead. weight is a descriptor.
     scale_ring receives the scales by blocks of x and of the weight. It is empty if there are none.
-    UNROLLED: a tile has a multiple of so many stages. schedule: see `pieces_of_program`.
+    UNROLLED: a tile has a multiple of so many stages. whole, run: of a `Schedule`, see `pieces_of_program`.
     PDL: of a dense product. Its first weights are loaded before the wait, since the kernel before does not write them.
     """
     x_ring, w_ring, full, empty = ring
@@ -199,7 +199,7 @@ def load_tiles(
     TILE_OUTPUTS: gl.constexpr = BOXES * OUTPUTS_OF_BOX
     NUM_COLUMNS: gl.constexpr = -(-OUTPUTS // TILE_OUTPUTS)
     steps = UNROLLED * gl.cdiv(COLUMNS, UNROLLED * WIDTH)
-    loaded, ahead = 0, 0
+    loaded, ahead, schedule = 0, 0, (whole, run)
     if PDL:
         index, first_step, end_step = piece_of_program(0, steps, schedule)
         _, column = tile_of(index, num_tiles, NUM_COLUMNS, GROUP)

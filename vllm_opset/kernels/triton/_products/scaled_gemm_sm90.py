@@ -89,7 +89,7 @@ def scaled_gemm_sm90(
             (_multiply, (1, ring, in_turn, scale_ring, staging, tiles, scales, bias, outs, sums, schedule, OUTPUTS,
                          COLUMNS, BLOCK_SIZE, TILES, ROWS, PARTS, GROUP, COPIED_RESULTS, DENSE_PDL)),
             (load_tiles, (x, x_stride, weight, ring, tiles, OUTPUTS, COLUMNS, BLOCK_SIZE, TILES, TILE_PARTS, GROUP,
-                          STAGES, scale_ring, scales, 1, schedule, DENSE_PDL)),
+                          STAGES, scale_ring, scales, 1, whole, run, DENSE_PDL)),
         ],
         [4, LOADERS],
         [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
