@@ -166,7 +166,7 @@ class Trace(Case):
 
     @property
     def _drawn(self) -> str:
-        """What the requests depend on, which is the seed of all that is drawn."""
+        """The seed of all that is drawn. A case at a rate has the seed of its trace, and so its requests."""
         return f"trace of {self.trace}, up to {self.prompt}/{self.output}"
 
     @property

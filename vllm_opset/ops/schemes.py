@@ -65,8 +65,8 @@ class GroupShape(NamedTuple):
     def new_scales(self, values: torch.Tensor, shape: tuple[int, ...], dtype=torch.float32) -> torch.Tensor:
         """Room for the scales of a matrix of this shape, on the device of `values`.
 
-        Rows of a multiple of CACHE_LINE bytes are followed by SCALE_PADDING unused scales. Programs read a column of
-        scales at a time, and an L1 cache of a GPU has few places for lines that are so far apart.
+        Rows of a multiple of CACHE_LINE bytes are followed by SCALE_PADDING unused scales. A GPU then reads a column of
+        scales faster, probably because its L1 cache has few places for lines that are so far apart.
         """
         rows, columns = self.scale_shape(shape)
         padding = SCALE_PADDING if columns * dtype.itemsize % CACHE_LINE == 0 else 0

@@ -182,7 +182,7 @@ def _watching_sizes(create: Callable[..., None]) -> Callable[..., None]:
         block = getattr(getattr(layer, "scheme", self), "weight_block_size", None)
         if block is not None:
             check_blocks(layer, block, output_partition_sizes, output_size)
-        # Of int4 weights, in a scheme of compressed-tensors or in the configuration of the method of AWQ and GPTQ.
+        # compressed-tensors keeps the size of int4 groups in a layer's scheme, AWQ and GPTQ in their configuration.
         group_size = getattr(getattr(layer, "scheme", None) or self.quant_config, "group_size", None)
         if group_size is not None:
             check_groups(layer, group_size, input_size_per_partition, input_size)
